@@ -1,0 +1,222 @@
+"""What the agent is asked to bring a host to: a document of items, as plain frozen data.
+
+Roles build these; `program.py` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
+services to restart when the item changes.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class SecretRef:
+    """A secret that is looked up at the last moment. The digest, where known, lets a host compare without seeing it."""
+
+    name: str
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Item:
+    kind: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """How the item is named to a person: `file /etc/slurm/slurm.conf`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Packages(Item):
+    """Packages that must be installed. Never upgrades one that is there."""
+
+    kind: ClassVar[str] = "packages"
+    names: tuple[str, ...]
+    restarts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"packages {' '.join(self.names)}"
+
+
+@dataclass(frozen=True)
+class File(Item):
+    """A whole file. Written beside its place and renamed into it, so that a reader sees the old or the new one."""
+
+    kind: ClassVar[str] = "file"
+    path: str
+    content: str | SecretRef | None = None
+    """None: the file must not be there."""
+    owner: str = "root"
+    group: str = "root"
+    mode: int = 0o644
+    restarts: tuple[str, ...] = ()
+    reloads: tuple[str, ...] = ()
+    """Keys of Command items with `on_change=True` to run when this file changes."""
+
+    @property
+    def key(self) -> str:
+        return f"file {self.path}"
+
+
+@dataclass(frozen=True)
+class Directory(Item):
+    kind: ClassVar[str] = "directory"
+    path: str
+    owner: str = "root"
+    group: str = "root"
+    mode: int = 0o755
+
+    @property
+    def key(self) -> str:
+        return f"directory {self.path}"
+
+
+@dataclass(frozen=True)
+class Group(Item):
+    kind: ClassVar[str] = "group"
+    name: str
+    gid: int
+
+    @property
+    def key(self) -> str:
+        return f"group {self.name}"
+
+
+@dataclass(frozen=True)
+class User(Item):
+    """A system user with fixed ids. One that has other ids is mended when nothing depends on the old ones."""
+
+    kind: ClassVar[str] = "user"
+    name: str
+    uid: int
+    group: str
+    home: str = "/nonexistent"
+    shell: str = "/usr/sbin/nologin"
+    groups: tuple[str, ...] = ()
+    owns: tuple[str, ...] = ()
+    """Directories whose files may be handed over to the new ids; a file of the old ids anywhere else stops the change."""
+    services: tuple[str, ...] = ()
+    """Services that may be stopped while the ids change, and are started again."""
+
+    @property
+    def key(self) -> str:
+        return f"user {self.name}"
+
+
+@dataclass(frozen=True)
+class Service(Item):
+    """A daemon. `command` is what a plain supervisor runs on a host without systemd."""
+
+    kind: ClassVar[str] = "service"
+    name: str
+    enabled: bool = True
+    running: bool = True
+    command: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"service {self.name}"
+
+
+@dataclass(frozen=True)
+class Block(Item):
+    """A marked block inside a file that others write to as well. Empty content removes the block."""
+
+    kind: ClassVar[str] = "block"
+    path: str
+    name: str
+    content: str
+    restarts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"block {self.name} in {self.path}"
+
+
+@dataclass(frozen=True)
+class Mount(Item):
+    """A mount that is there now and after a reboot (a systemd mount unit). `mounted=False` removes it."""
+
+    kind: ClassVar[str] = "mount"
+    where: str
+    what: str = ""
+    fstype: str = ""
+    options: str = "defaults"
+    mounted: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"mount {self.where}"
+
+
+@dataclass(frozen=True)
+class Sysctl(Item):
+    """A kernel setting, now and after a reboot."""
+
+    kind: ClassVar[str] = "sysctl"
+    name: str
+    value: str
+
+    @property
+    def key(self) -> str:
+        return f"sysctl {self.name}"
+
+
+@dataclass(frozen=True)
+class DeviceRule(Item):
+    """A udev rule file, loaded and triggered when it changes."""
+
+    kind: ClassVar[str] = "device_rule"
+    name: str
+    content: str
+    """The rules; empty removes the file `/etc/udev/rules.d/<name>.rules`."""
+
+    @property
+    def key(self) -> str:
+        return f"device rule {self.name}"
+
+
+@dataclass(frozen=True)
+class Command(Item):
+    """A guarded command: runs when `unless` fails, or, with `on_change`, when an item that names it has changed."""
+
+    kind: ClassVar[str] = "command"
+    name: str
+    argv: tuple[str, ...]
+    unless: tuple[str, ...] = ()
+    on_change: bool = False
+    stdin: str = ""
+    timeout: float = 300.0
+    retries: int = 0
+    """How often to try again, two seconds apart."""
+    restarts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"command {self.name}"
+
+
+Document = tuple[Item, ...]
+
+
+def to_wire(document: Document, secrets: dict[str, bytes] | None = None) -> list[dict[str, Any]]:
+    """The document as JSON-ready data. A secret without a value travels as its digest, enough for a dry run."""
+    return [_item_to_wire(item, secrets or {}) for item in document]
+
+
+def _item_to_wire(item: Item, secrets: dict[str, bytes]) -> dict[str, Any]:
+    wire: dict[str, Any] = {"kind": item.kind, "key": item.key}
+    for spec in fields(item):
+        value = getattr(item, spec.name)
+        if isinstance(value, SecretRef):
+            wire["secret"] = True
+            wire["sha256"] = value.sha256
+            if value.name in secrets:
+                wire["content_b64"] = base64.b64encode(secrets[value.name]).decode()
+            continue
+        wire[spec.name] = list(value) if isinstance(value, tuple) else value
+    return wire

@@ -1,0 +1,131 @@
+"""What the agent found out about a host, as typed data. Unknown keys are tolerated: an agent may know more than we do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """CPU topology as Slurm counts it, limited to the CPUs this host may use."""
+
+    cpus: int = 1
+    sockets: int = 1
+    cores_per_socket: int = 1
+    threads_per_core: int = 1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    uuid: str
+    name: str
+    memory_mb: int
+    device: str
+    """Its device file, `/dev/nvidia0`."""
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    version: int = 0
+    """0 (none), 1 or 2."""
+    writable: tuple[str, ...] = ()
+    """The controllers in which root can make groups."""
+
+
+@dataclass(frozen=True)
+class Package:
+    installed: str | None = None
+    candidate: str | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    id: int
+    gid: int | None = None
+
+
+@dataclass(frozen=True)
+class Address:
+    interface: str
+    address: str
+    prefix: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    mount: str
+    total_mb: int
+    free_mb: int
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """A file we asked about. `text` only where we asked for it, never for a secret."""
+
+    sha256: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    hostname: str = ""
+    os_id: str = ""
+    os_version: str = ""
+    os_codename: str = ""
+    arch: str = ""
+    kernel: str = ""
+    python: str = ""
+    package_manager: str = ""
+    """`apt`, or the name of another one that Shoal does not drive."""
+    init: str = "systemd"
+    """`systemd` or `none`."""
+    cpu: Cpu = field(default_factory=Cpu)
+    memory_mb: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    disks: tuple[Disk, ...] = ()
+    tun: bool = False
+    fuse: bool = False
+    cgroup: Cgroup = field(default_factory=Cgroup)
+    clock: float = 0.0
+    """Seconds since the epoch on the host, when it answered."""
+    clock_offset: float = 0.0
+    """How far the host's clock is ahead of the operator's, in seconds; filled in by the client."""
+    boot_id: str = ""
+    packages: Mapping[str, Package] = field(default_factory=dict)
+    users: Mapping[str, Account] = field(default_factory=dict)
+    groups: Mapping[str, Account] = field(default_factory=dict)
+    addresses: tuple[Address, ...] = ()
+    files: Mapping[str, FileFact] = field(default_factory=dict)
+    services: Mapping[str, str] = field(default_factory=dict)
+    """State of the services we asked about: active, inactive, failed, missing."""
+
+
+def from_wire(data: Mapping[str, Any]) -> Facts:
+    """Facts from the agent's JSON."""
+    known: dict[str, Any] = {
+        "cpu": _one(Cpu, data.get("cpu", {})),
+        "cgroup": _cgroup(data.get("cgroup", {})),
+        "gpus": tuple(_one(Gpu, gpu) for gpu in data.get("gpus", ())),
+        "disks": tuple(_one(Disk, disk) for disk in data.get("disks", ())),
+        "addresses": tuple(_one(Address, address) for address in data.get("addresses", ())),
+        "packages": {name: _one(Package, value) for name, value in data.get("packages", {}).items()},
+        "users": {name: _one(Account, value) for name, value in data.get("users", {}).items()},
+        "groups": {name: _one(Account, value) for name, value in data.get("groups", {}).items()},
+        "files": {name: _one(FileFact, value) for name, value in data.get("files", {}).items()},
+    }
+    plain = {name: data[name] for name in Facts.__dataclass_fields__ if name in data and name not in known}
+    return Facts(**plain, **known)
+
+
+def _one(kind: type[T], data: Mapping[str, Any]) -> T:
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: value for name, value in data.items() if name in names})
+
+
+def _cgroup(data: Mapping[str, Any]) -> Cgroup:
+    return Cgroup(version=data.get("version", 0), writable=tuple(data.get("writable", ())))

@@ -1,0 +1,1 @@
+"""Arguments to verbs; all printing, progress and --json in one place."""

@@ -1,0 +1,1 @@
+"""How members find and reach each other: addresses, names, firewall."""

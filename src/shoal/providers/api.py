@@ -1,0 +1,67 @@
+"""The contract of a provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from shoal.hosts.api import Target
+from shoal.spec.finding import Finding
+from shoal.spec.member import Shape
+
+
+class Capability(Enum):
+    """What a provider's instances can do; code asks for one of these."""
+
+    VM = "a whole machine with its own init system"
+    SITES = "instances can be placed on separate sites"
+    FAULTS = "instances can be cut off, frozen and killed on purpose"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A host that is wanted."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A host that a provider has made."""
+
+    name: str
+    state: str
+    """`running`, `stopped` or `frozen`."""
+    target: Target
+    site: str = "a"
+
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and how much of it is done, 0 to 1."""
+
+
+class Provider(Protocol):
+    """Makes and removes hosts. After it has made one, everything else goes over SSH."""
+
+    capabilities: frozenset[Capability]
+
+    def check(self, requests: Sequence[Request]) -> list[Finding]:
+        """What stands in the way of making these hosts on this machine, with what to install. Changes nothing."""
+
+    async def instances(self, cluster: str) -> list[Instance]:
+        """Every instance of the cluster, whatever its state. Raises ProviderError when it cannot know."""
+
+    async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
+        """Make the hosts that are not there yet, start those that are stopped, and return when SSH answers on each.
+
+        Idempotent by name: called again after a kill, it finishes what was begun.
+        """
+
+    async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:
+        """Remove these hosts and all they left. A host that is gone already is no error."""
+
+    async def destroy(self, cluster: str, progress: Progress) -> None:
+        """Remove every host of the cluster and what the provider made around them."""

@@ -1,0 +1,1 @@
+"""The sandbox: real Debian hosts as light containers on this one machine."""

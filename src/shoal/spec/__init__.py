@@ -1,0 +1,1 @@
+"""What the user wrote: frozen models, loading with file, line and column, and findings."""

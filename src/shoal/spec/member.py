@@ -1,0 +1,41 @@
+"""The members of a cluster: every host the spec names, flattened, with its roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Role = Literal["controller", "login", "compute"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The machine a provider is asked to make."""
+
+    image: str = "debian12"
+    cpus: int | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    gpus: int = 0
+    site: str = "a"
+    cgroups: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """One host of the cluster."""
+
+    name: str
+    roles: frozenset[Role]
+    nodeset: str
+    """The nodeset it belongs to; `controller` and `login` for those two."""
+    address: str | None = None
+    port: int | None = None
+    user: str | None = None
+    identity: Path | None = None
+    provider: str | None = None
+    """The provider that makes it; None for a host that is there already."""
+    shape: Shape = field(default_factory=Shape)
+    features: tuple[str, ...] = ()
+    weight: int = 1
