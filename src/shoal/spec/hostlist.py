@@ -1,0 +1,211 @@
+"""Slurm's hostlists: `gpu[01-03,07],login` stands for five names.
+
+`expand` agrees with `scontrol show hostnames`, `compress` with `scontrol show hostlistsorted`, `fold` with `scontrol show
+hostlist`. Where Slurm guesses what broken text may mean (`a[1-2`, `a[1-]`, `a[ 1-2]`), we refuse instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from itertools import product
+
+MAX_NAMES = 100_000
+"""More names than any cluster has: an expression that stands for more is a mistake or an attack."""
+MAX_RANGE = 65_536
+"""Slurm's own limit on one range."""
+MAX_LENGTH = 255
+"""The longest name of a host in DNS."""
+
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\]]*)\]")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]*)", re.DOTALL)
+_NATURAL = re.compile(r"[0-9]+|[^0-9]")
+
+
+def expand(text: str) -> list[str]:
+    """The names a hostlist stands for, in Slurm's order, duplicates kept. ValueError says what is wrong with it."""
+    names: list[str] = []
+    for item in _items(text):
+        names.extend(_expand_item(item, MAX_NAMES - len(names)))
+    return names
+
+
+def compress(names: Iterable[str]) -> str:
+    """The shortest hostlist for a set of names: sorted as Slurm sorts, each name once."""
+    distinct = {name: _split(name) for name in names}
+    widths = _padded_widths(distinct.values())
+
+    def order(name: str) -> tuple[object, ...]:
+        prefix, digits = distinct[name]
+        if not digits:
+            return (_natural(prefix), prefix, -1, 0)
+        return (_natural(prefix), prefix, _padding(digits, widths.get(prefix, ())), int(digits))
+
+    return fold(sorted(distinct, key=order))
+
+
+def fold(names: Iterable[str]) -> str:
+    """A hostlist that expands to exactly these names in this order, duplicates kept.
+
+    Slurm pairs NodeName= with NodeAddr= and NodeHostname= by position, so there the order is part of the meaning.
+    """
+    parts: list[str] = []
+    group = ""  # the prefix whose numbers are being collected
+    ranges: list[_Range] = []
+    for name in names:
+        prefix, digits = _split(name)
+        if not digits:
+            _close(parts, group, ranges)
+            parts.append(name)
+            continue
+        if ranges and prefix == group and ranges[-1].take(digits):
+            continue
+        if prefix != group:
+            _close(parts, group, ranges)
+            group = prefix
+        ranges.append(_Range(digits))
+    _close(parts, group, ranges)
+    return ",".join(parts)
+
+
+def _items(text: str) -> list[str]:
+    """The parts between commas or blanks, brackets left whole."""
+    items: list[str] = []
+    position = 0
+    while position < len(text):
+        if text[position] in ", \t\n\r":
+            position += 1
+            continue
+        match = _ITEM.match(text, position)
+        end = match.end() if match else position
+        if end < len(text) and text[end] in "[]":
+            raise ValueError(f"hostlist {_shown(text)}: a bracket at character {end + 1} has no partner")
+        if match is None:
+            raise ValueError(f"hostlist {_shown(text)}: a strange blank at character {position + 1}")
+        items.append(match.group())
+        position = end
+    return items
+
+
+def _expand_item(item: str, room: int) -> Iterable[str]:
+    literals = _BRACKET.split(item)
+    bodies = literals[1::2]
+    literals = literals[0::2]
+    if not bodies:
+        _split(item)
+        if room < 1:
+            raise _too_many(item)
+        return [item]
+    if literals[-1]:
+        raise ValueError(f"hostlist {_shown(item)}: Slurm takes no text after the last bracket, found {literals[-1]!r}")
+    ranges = [[_parse_range(item, part) for part in body.split(",")] for body in bodies]
+    if math.prod(sum(high - low + 1 for low, high, _ in bracket) for bracket in ranges) > room:
+        raise _too_many(item)
+    if sum(map(len, literals)) + sum(max(width for *_, width in bracket) for bracket in ranges) > MAX_LENGTH:
+        raise ValueError(f"hostlist {_shown(item)}: a name of more than {MAX_LENGTH} characters")
+    numbers = [[f"{n:0{width}}" for low, high, width in bracket for n in range(low, high + 1)] for bracket in ranges]
+    # Slurm's order: the last bracket runs fastest, then the first, the second, and so on.
+    *leading, last = numbers
+    return [
+        "".join(text for pair in zip(literals, (*reversed(choice), final), strict=False) for text in pair)
+        for choice in product(*reversed(leading))
+        for final in last
+    ]
+
+
+def _parse_range(item: str, text: str) -> tuple[int, int, int]:
+    """`08-11` as (8, 11, width 2)."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        stepped = " (Slurm has no stepped ranges: name the hosts one by one)" if re.search(r"[/:]", text) else ""
+        raise ValueError(f"hostlist {_shown(item)}: {text!r} is not a number or a range like 01-16{stepped}")
+    low = _number(item, match[1])
+    high = _number(item, match[2] or match[1])
+    if high < low:
+        raise ValueError(f"hostlist {_shown(item)}: the range {text!r} runs backwards")
+    if high - low >= MAX_RANGE:
+        raise ValueError(f"hostlist {_shown(item)}: the range {text!r} has more than {MAX_RANGE} names")
+    return low, high, len(match[1])
+
+
+def _number(item: str, digits: str) -> int:
+    if len(digits.lstrip("0")) > 18:
+        raise ValueError(f"hostlist {_shown(item)}: the number {_shown(digits)} is too large for Slurm")
+    if len(digits) > MAX_LENGTH:
+        raise ValueError(f"hostlist {_shown(item)}: a name of more than {MAX_LENGTH} characters")
+    return int(digits)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A name as its prefix and the digits it ends with."""
+    if not name or re.search(r"[\[\],\s]", name):
+        raise ValueError(f"{name!r} is not the name of a host")
+    if len(name) > MAX_LENGTH:
+        raise ValueError(f"the name {_shown(name)} has more than {MAX_LENGTH} characters")
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None
+    if match[2]:
+        _number(name, match[2])
+    return match[1], match[2]
+
+
+class _Range:
+    """Consecutive numbers of one prefix, all padded to the width of the first."""
+
+    def __init__(self, digits: str) -> None:
+        self.first = self.last = digits
+        self._next = int(digits) + 1
+
+    def take(self, digits: str) -> bool:
+        """Append the next number; False when it is not the next, or padded in another way."""
+        if digits != f"{self._next:0{len(self.first)}}":
+            return False
+        self.last = digits
+        self._next += 1
+        return True
+
+    def __str__(self) -> str:
+        return self.first if self.first is self.last else f"{self.first}-{self.last}"
+
+
+def _close(parts: list[str], prefix: str, ranges: list[_Range]) -> None:
+    """Write the collected ranges of one prefix as one part, and start anew."""
+    if ranges:
+        text = ",".join(map(str, ranges))
+        parts.append(f"{prefix}[{text}]" if "," in text or "-" in text else prefix + text)
+        ranges.clear()
+
+
+def _padded_widths(names: Iterable[tuple[str, str]]) -> dict[str, tuple[int, ...]]:
+    """For each prefix, the widths to which some of its numbers are padded with zeros, widest first."""
+    widths: dict[str, set[int]] = {}
+    for prefix, digits in names:
+        if len(digits) > 1 and digits[0] == "0":
+            widths.setdefault(prefix, set()).add(len(digits))
+    return {prefix: tuple(sorted(found, reverse=True)) for prefix, found in widths.items()}
+
+
+def _padding(digits: str, widths: tuple[int, ...]) -> int:
+    """The padded series a number belongs to: 10 continues 08, 09 but not 8, 9. 0 for the plain one."""
+    if digits[0] == "0" and len(digits) > 1:
+        return len(digits)
+    return next((width for width in widths if width <= len(digits)), 0)
+
+
+def _natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key in Slurm's order of prefixes: rack2 before rack10, and rack02 before both."""
+    return tuple(
+        (ord(run[0]), 0, run) if run[0] == "0" or not "0" <= run[0] <= "9" else (ord("1"), len(run), run)
+        for run in _NATURAL.findall(text)
+    )
+
+
+def _too_many(item: str) -> ValueError:
+    return ValueError(f"hostlist {_shown(item)}: stands for more than {MAX_NAMES} names")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
