@@ -1,0 +1,296 @@
+"""What `shoal.yaml` may say, as frozen models.
+
+    Spec
+    ├── controller: Controller       the host that runs slurmctld
+    ├── login: Login                 hosts to submit from; optional
+    ├── nodesets: NodeSet ...        the hosts that compute
+    ├── partitions: Partition ...    the queues over the nodesets; optional
+    └── slurm: SlurmOptions          more of slurm.conf; optional
+
+A host is either there already (`hosts`, reached by SSH) or made by a provider (`provider`). What holds between several
+fields is checked in `rules.py`, both here and when a file is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StrictBool,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from shoal.spec import hostlist, rules
+from shoal.spec.words import (
+    LATER_NETWORKS,
+    LATER_PROVIDERS,
+    Address,
+    Between,
+    ClusterName,
+    Disk,
+    FeatureName,
+    FilePath,
+    HostNames,
+    Memory,
+    NodesetName,
+    PartitionName,
+    Port,
+    SiteName,
+    SlurmTime,
+    UserName,
+    choice,
+    refusal,
+)
+
+MANAGED_SLURM_KEYS = (
+    "AuthInfo",
+    "AuthType",
+    "ClusterName",
+    "CommunicationParameters",
+    "ControlAddr",
+    "ControlMachine",
+    "CredType",
+    "GresTypes",
+    "Include",
+    "JobAcctGatherType",
+    "MaxNodeCount",
+    "NodeName",
+    "NodeSet",
+    "PartitionName",
+    "PluginDir",
+    "PrivateData",
+    "ProctrackType",
+    "PrologFlags",
+    "SelectType",
+    "SelectTypeParameters",
+    "SlurmctldAddr",
+    "SlurmctldHost",
+    "SlurmctldLogFile",
+    "SlurmctldParameters",
+    "SlurmctldPidFile",
+    "SlurmctldPort",
+    "SlurmdLogFile",
+    "SlurmdPidFile",
+    "SlurmdPort",
+    "SlurmdSpoolDir",
+    "SlurmdUser",
+    "SlurmUser",
+    "SrunPortRange",
+    "StateSaveLocation",
+    "SwitchType",
+    "TaskPlugin",
+    "TopologyPlugin",
+    "TreeWidth",
+)
+"""The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
+
+IMAGES = ("debian12", "debian13", "sid")
+
+_MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
+_HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
+
+
+class Closed(BaseModel):
+    """Frozen, refuses unknown keys, and takes each field's description from the text under it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class HostEntry(Closed):
+    """One host that is there already, or several written as a hostlist.
+
+    In the file it is a name (`gpu01`), a hostlist (`gpu[01-16]`), either of them with a user and a port
+    (`ubuntu@gpu01:2222`), or a mapping of the fields below. Inside `[...]` YAML wants quotes around a hostlist:
+    `hosts: ["gpu[01-16]"]`.
+    """
+
+    name: HostNames
+    """The name Shoal and Slurm know the host by. Without `address`, also the name SSH looks up in `~/.ssh/config`."""
+    address: Address | None = None
+    """The IP address or DNS name to reach it at, where that is not its name."""
+    port: Port | None = None
+    """The port of its SSH daemon."""
+    user: UserName | None = None
+    """The user to log in as: root, or one who may use sudo without a password."""
+    identity: FilePath | None = None
+    """The private key to log in with, a file on your machine."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every host this entry stands for."""
+        return tuple(hostlist.expand(self.name))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return parse_host(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_address_one_host(self) -> Self:
+        if self.address is not None and len(self.names) != 1:
+            raise refusal("one address for several hosts", "write one entry a host", self.name)
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        text = {"type": "string", "description": "A name, a hostlist such as gpu[01-16], or user@name:port."}
+        return {"anyOf": [text, {**mapping}], "description": mapping["description"]}
+
+
+def parse_host(text: str) -> dict[str, Any]:
+    """`user@name:port` as a mapping. Only takes the text apart: the fields check what they are given."""
+    match = _HOST_TEXT.fullmatch(text)
+    assert match is not None
+    if text.count(":") > 1:  # an IPv6 address, whole; the field says what to do about it
+        return {"name": text.rpartition("@")[2]}
+    parts: dict[str, Any] = {key: value for key, value in match.groupdict().items() if value is not None}
+    if "port" in parts:
+        port = parts["port"]
+        parts["port"] = int(port) if re.fullmatch("[0-9]{1,9}", port) else port
+    return parts
+
+
+class Reach(Closed):
+    """How to log in to hosts that are there already."""
+
+    user: UserName | None = None
+    """The user to log in as, for every host here that does not say otherwise."""
+    port: Port | None = None
+    """The port of the SSH daemon, for every host here that does not say otherwise."""
+    identity: FilePath | None = None
+    """The private key to log in with, for every host here that does not say otherwise."""
+
+
+class Machine(Closed):
+    """What a provider is asked to make."""
+
+    provider: (
+        Annotated[Literal["sandbox"], BeforeValidator(choice("provider", ("sandbox",), LATER_PROVIDERS))] | None
+    ) = None
+    """Who makes the hosts. `sandbox` makes real Debian hosts as light containers on this machine."""
+    image: Annotated[Literal["debian12", "debian13", "sid"], BeforeValidator(choice("image", IMAGES))] = "debian12"
+    """The system on the host; it decides the Slurm version: 22.05, 24.11 or 26.05."""
+    cpus: Annotated[int, Between(1, 1024)] | None = None
+    """CPUs of each host."""
+    memory: Memory | None = None
+    """Memory of each host, at least 256M."""
+    disk: Disk | None = None
+    """Disk space of each host; without it, whatever this machine has."""
+    gpus: Annotated[int, Between(0, 16)] = 0
+    """Simulated GPUs of each host."""
+    site: SiteName = "a"
+    """Hosts of different sites are on different subnets, behind address translation."""
+    cgroups: StrictBool = False
+    """Give the hosts writable cgroup controllers, so that Slurm confines jobs to their devices. Only with debian12."""
+
+
+class Controller(Reach, Machine):
+    """The host that runs slurmctld. Either `host` or `provider`."""
+
+    host: HostEntry | None = None
+    """The host, when it is there already."""
+    compute: StrictBool = False
+    """Run jobs on it as well. Partitions then may list `controller` among their nodesets."""
+
+
+class HostSet(Reach, Machine):
+    """Hosts of one kind. Either `hosts` or `provider`."""
+
+    hosts: tuple[HostEntry, ...] = ()
+    """Hosts that are there already."""
+    count: Annotated[int, Between(1, 64)] | None = None
+    """How many hosts the provider makes. They are called after the set: `fish1`, `fish2`."""
+
+
+class Login(HostSet):
+    """Hosts that users log in to, to submit jobs from. They run no jobs. Either `hosts` or `provider`."""
+
+
+class NodeSet(HostSet):
+    """Hosts of one kind that run jobs. Either `hosts` or `provider`."""
+
+    features: tuple[FeatureName, ...] = ()
+    """Slurm features, for `--constraint`."""
+    weight: Annotated[int, Between(1, 1_000_000)] = 1
+    """Slurm gives a job the nodes of lowest weight that do."""
+
+
+class Partition(Closed):
+    """A queue over some of the nodesets."""
+
+    nodesets: tuple[str, ...]
+    """The nodesets whose hosts take its jobs; `controller` may be among them when the controller computes."""
+    default: StrictBool = False
+    """Jobs that name no partition go here. When no partition says so, the first one is it."""
+    max_time: SlurmTime | None = None
+    """The longest a job may run: minutes, HH:MM:SS, D-HH:MM:SS or `infinite`. Without it, as long as it likes."""
+    default_time: SlurmTime | None = None
+    """How long a job may run that does not say. Without it, `max_time`."""
+    max_nodes: Annotated[int, Between(1, 65533)] | None = None
+    """The most nodes one job may have."""
+    priority: Annotated[int, Between(1, 65533)] | None = None
+    """Slurm's PriorityTier: jobs of a higher tier start first."""
+
+
+def _option_name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[A-Za-z]{1,64}", value):
+        raise refusal("not a key of slurm.conf", "use letters only")
+    if value.lower() in _MANAGED:
+        raise refusal("Shoal writes this key itself", "delete it here")
+    return value
+
+
+def _option_value(value: object) -> str:
+    # slurm.conf takes several `Key=value` on one line, so a blank would let a value smuggle in another key.
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not re.fullmatch(r"[!$-\[\]-~]{1,1024}", text):
+        raise refusal("not a value of slurm.conf", "use ASCII text without blanks, quotes, `#` and `\\`")
+    return text
+
+
+class SlurmOptions(Closed):
+    """More of slurm.conf."""
+
+    options: dict[
+        Annotated[str, BeforeValidator(_option_name)],
+        Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
+    ] = Field(default_factory=dict)
+    """Keys of slurm.conf that Shoal does not write itself, with their values: `{KillWait: 60}`."""
+
+
+class Spec(Closed):
+    """The whole file."""
+
+    cluster: ClusterName
+    """The cluster's name: Slurm's ClusterName, and the name Shoal keeps host keys under."""
+    network: Annotated[Literal["lan"], BeforeValidator(choice("network", ("lan",), LATER_NETWORKS))] = "lan"
+    """How the hosts reach each other. `lan`: directly, by the addresses they have."""
+    controller: Controller
+    """The host that runs slurmctld."""
+    login: Login | None = None
+    """Hosts to submit from. The controller serves for that as well."""
+    nodesets: dict[NodesetName, NodeSet] = Field(default_factory=dict)
+    """The hosts that run jobs, by the name of their set."""
+    partitions: dict[PartitionName, Partition] = Field(default_factory=dict)
+    """The queues, by name. Without any, one called `main` with every nodeset, and the controller when it computes."""
+    firewall: StrictBool = True
+    """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
+    slurm: SlurmOptions = Field(default_factory=SlurmOptions)
+    """More of slurm.conf."""
+
+    @model_validator(mode="after")
+    def _keeps_the_rules(self) -> Self:
+        problems = rules.problems(self.model_dump())
+        broken = [problem for problem in problems if problem.level == "error"]
+        if broken:
+            raise PydanticCustomError("rules", "{text}", {"text": "; ".join(map(str, broken))})
+        return self

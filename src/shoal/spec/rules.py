@@ -1,0 +1,250 @@
+"""What must hold between several fields of a spec: names that exist, hosts named once, fields that belong together.
+
+The rules read plain data and skip whatever has the wrong shape, so that a file with a misspelt key still gets every
+other finding in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from shoal.spec import hostlist
+from shoal.spec.finding import Level
+from shoal.spec.words import minutes, show, slurm_time
+
+Path = tuple[str | int, ...]
+"""The way to a value: ("nodesets", "lab", "hosts", 1)."""
+
+_PROVIDER_ONLY = ("count", "image", "cpus", "memory", "disk", "gpus", "site", "cgroups")
+_HOSTS_ONLY = ("user", "port", "identity")
+_DEFAULTS: Mapping[str, object] = {"image": "debian12", "gpus": 0, "site": "a", "cgroups": False}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A rule that does not hold, and where."""
+
+    path: Path
+    what: str
+    found: str = ""
+    fix: str = ""
+    level: Level = "error"
+
+    def __str__(self) -> str:
+        found = f"found {self.found}" if self.found else ""
+        return f"{path_text(self.path)}: " + ", ".join(part for part in (self.what, found, self.fix) if part)
+
+
+def path_text(path: Path) -> str:
+    """A path as findings show it: `nodesets.lab.hosts[1]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+            continue
+        shown = part if part and all(c.isalnum() or c in "-_" for c in part) and part.isascii() else show(part)
+        text += f".{shown}" if text else shown
+    return text
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A fix that names the nearest known word, or all of them when none is near."""
+    close = get_close_matches(word[:64], known, n=1)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return f"known: {', '.join(known)}" if known else ""
+
+
+def problems(data: object) -> list[Problem]:
+    """Every rule that does not hold in the data of a whole spec."""
+    if not isinstance(data, Mapping):
+        return []
+    return [
+        *_sources(data),
+        *_hosts_once(data),
+        *_partitions(data),
+        *_times(data),
+        *_options_once(data),
+        *_something_computes(data),
+    ]
+
+
+def _sources(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every set of hosts is either there already or made by a provider, and says nothing that belongs to the other."""
+    for path, entry in _host_sets(data):
+        key = "host" if path == ("controller",) else "hosts"
+        given, made = _is_set(entry, key), _is_set(entry, "provider")
+        if given and made:
+            yield Problem(
+                (*path, "provider"), f"both `{key}` and `provider`", "both", "keep the one you mean, delete the other"
+            )
+            continue
+        if not given and not made:
+            if entry.get(key) == []:
+                yield Problem((*path, key), "an empty list of hosts", "[]", "name at least one host")
+            else:
+                yield Problem(path, f"neither `{key}` nor `provider`", "", f"add `{key}`, or `provider: sandbox`")
+            continue
+        for name in _PROVIDER_ONLY if given else _HOSTS_ONLY:
+            if _is_set(entry, name):
+                other = "provider" if given else key
+                yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
+        if entry.get("provider") == "sandbox" and key == "hosts" and not _is_set(entry, "count"):
+            yield Problem(path, "missing key `count`", "", "say how many hosts to make: `count: 2`")
+        if made and entry.get("cgroups") is True and entry.get("image", "debian12") in ("debian13", "sid"):
+            yield Problem((*path, "cgroups"), "`cgroups` works with debian12 only", show(entry["image"]), "delete it")
+
+
+def _hosts_once(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every host has one place in the cluster. Names are compared as DNS does, without regard to case."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for owner, path, name in _hosts(data):
+        if name.lower() not in seen:
+            seen[name.lower()] = (owner, path)
+            continue
+        first, where = seen[name.lower()]
+        if first == owner:
+            yield Problem(path, "duplicate host", show(name), f"it is named at {path_text(where)} already")
+        elif {first, owner} & {"controller", "login"}:
+            hint = ""
+            if {first, owner} == {"controller", owner} and owner != "login":
+                hint = "; for a controller that also runs jobs use `controller: {compute: true}`"
+            yield Problem(path, f"host is already the {first}'s", show(name), f"name it once{hint}")
+        else:
+            yield Problem(path, "host in two nodesets", show(name), f"it is in `{first}` already; keep one")
+
+
+def _partitions(data: Mapping[str, Any]) -> Iterator[Problem]:
+    controller, nodesets = _mapping(data, "controller"), _mapping(data, "nodesets")
+    computes = controller.get("compute") is True
+    known = [*nodesets, *(["controller"] if computes else [])]
+    default: str | None = None
+    listed: set[str] = set()
+    for name, partition in _entries(data, "partitions"):
+        path: Path = ("partitions", name)
+        sets = partition.get("nodesets")
+        sets = sets if isinstance(sets, list | tuple) else None
+        if sets is not None and not sets:
+            yield Problem((*path, "nodesets"), "a partition without nodesets", "[]", "list at least one")
+        listed_here: set[str] = set()
+        for index, nodeset in enumerate(sets or ()):
+            if not isinstance(nodeset, str):
+                continue
+            where = (*path, "nodesets", index)
+            if nodeset in listed_here:
+                yield Problem(where, "nodeset listed twice", show(nodeset), "delete one")
+            elif nodeset == "controller" and not computes:
+                yield Problem(where, "the controller runs no jobs", show(nodeset), "set `compute: true` on it")
+            elif nodeset not in known:
+                yield Problem(where, "unknown nodeset", show(nodeset), nearest(nodeset, known))
+            listed_here.add(nodeset)
+        listed |= listed_here
+        if partition.get("default") is True:
+            if default is not None:
+                yield Problem((*path, "default"), "two default partitions", show(name), f"`{default}` is one already")
+            default = default or name
+    if not _mapping(data, "partitions"):
+        return
+    for nodeset in known:
+        if nodeset not in listed:
+            where = ("controller", "compute") if nodeset == "controller" else ("nodesets", nodeset)
+            yield Problem(where, "in no partition: no job can run there", "", "list it in a partition", "warning")
+
+
+def _times(data: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, partition in _entries(data, "partitions"):
+        longest, usual = _minutes(partition.get("max_time")), _minutes(partition.get("default_time"))
+        if longest is not None and usual is not None and usual > longest:
+            yield Problem(
+                ("partitions", name, "default_time"),
+                "longer than `max_time`",
+                show(partition["default_time"]),
+                f"give at most {partition['max_time']}",
+            )
+
+
+def _options_once(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """slurm.conf does not tell upper from lower case in its keys."""
+    seen: dict[str, str] = {}
+    for key in _mapping(_mapping(data, "slurm"), "options"):
+        if key.lower() in seen:
+            fix = f"`{seen[key.lower()]}` is the same key to Slurm; delete one"
+            yield Problem(("slurm", "options", key), "duplicate key", show(key), fix)
+        seen.setdefault(key.lower(), key)
+
+
+def _something_computes(data: Mapping[str, Any]) -> Iterator[Problem]:
+    controller = data.get("controller")
+    if isinstance(controller, Mapping) and not controller.get("compute") and data.get("nodesets", {}) == {}:
+        yield Problem((), "no host runs jobs", "", "add `nodesets`, or set `compute: true` on the controller")
+
+
+def _host_sets(data: Mapping[str, Any]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for key in ("controller", "login"):
+        if isinstance(data.get(key), Mapping):
+            yield (key,), data[key]
+    for name, nodeset in _entries(data, "nodesets"):
+        yield ("nodesets", name), nodeset
+
+
+def _hosts(data: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
+    """Every host by the set it belongs to, its place, and its name."""
+    for path, entry in _host_sets(data):
+        owner = str(path[-1])
+        key = "host" if owner == "controller" and len(path) == 1 else "hosts"
+        given = entry.get(key)
+        entries = [((*path, key), given)] if key == "host" else _items((*path, key), given)
+        for place, host in entries:
+            for name in _names(host):
+                yield owner, place, name
+        if entry.get("provider") != "sandbox" or given:
+            continue
+        if key == "host":
+            yield owner, path, "controller"
+        elif isinstance(count := entry.get("count"), int) and 1 <= count <= 64:
+            for number in range(1, count + 1):
+                yield owner, path, f"{owner}{number}"
+
+
+def _names(host: object) -> list[str]:
+    text = host.get("name") if isinstance(host, Mapping) else host
+    if not isinstance(text, str):
+        return []
+    if not isinstance(host, Mapping):
+        text = text.rpartition("@")[2]
+        text = text if text.count(":") > 1 else text.partition(":")[0]
+    try:
+        return hostlist.expand(text)
+    except ValueError:
+        return []
+
+
+def _items(path: Path, value: object) -> list[tuple[Path, Any]]:
+    return [((*path, index), item) for index, item in enumerate(value)] if isinstance(value, list | tuple) else []
+
+
+def _entries(data: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, entry) for name, entry in _mapping(data, key).items() if isinstance(entry, Mapping)]
+
+
+def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = data.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_set(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether the entry says something by this key. A model's own default says nothing."""
+    value = entry.get(key)
+    return value is not None and value != () and value != [] and value != _DEFAULTS.get(key)
+
+
+def _minutes(value: object) -> float | None:
+    try:
+        return None if value is None else minutes(slurm_time(value))
+    except PydanticCustomError:
+        return None
