@@ -1,0 +1,172 @@
+"""The host keys a cluster has met: trusted on first use, refused when they change.
+
+One OpenSSH `known_hosts` file per cluster, one line a host: `name,[address]:port type key`. The name decides; the
+address is there for people and for OpenSSH's own client. Another host may get the address of a former one.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import HostError, HostKeyChanged, ShoalError
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """A host's public key: its type (`ssh-ed25519`) and its base64 text."""
+
+    type: str
+    text: str
+
+    @classmethod
+    def parse(cls, line: str) -> HostKey:
+        """From `ssh-ed25519 AAAA... comment`. Raises ValueError."""
+        words = line.split()
+        if len(words) < 2:
+            raise ValueError("a public key is two words: its type and its base64 text")
+        key = cls(words[0], words[1])
+        _ = key.fingerprint
+        return key
+
+    @property
+    def fingerprint(self) -> str:
+        """As `ssh-keygen -l` shows it."""
+        digest = hashlib.sha256(base64.b64decode(self.text, validate=True)).digest()
+        return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def forget(known_hosts: Path, name: str) -> bool:
+    """Forget a host's key, so that the next connection trusts what it finds. False when none was kept."""
+    return HostKeys(known_hosts).forget(name)
+
+
+class HostKeys:
+    """The keys in one known_hosts file, read once and kept in step by `remember`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._keys: dict[str, HostKey] | None = None
+
+    def known(self, name: str) -> HostKey | None:
+        if self._keys is None:
+            self._keys = _keys(self._read())
+        return self._keys.get(name)
+
+    def remember(self, name: str, address: str, port: int, key: HostKey, *, pinned: bool = False) -> None:
+        """Keep a key we have just met. Raises HostKeyChanged when another process met another key in the meantime.
+
+        A pinned key, told to us by the provider, replaces what was known.
+        """
+        if self.known(name) == key:
+            return
+        with self._locked():
+            lines = self._read()
+            now = _keys(lines).get(name)
+            if now and now != key and not pinned:
+                raise changed(name, now, key, self.path)
+            if now != key:
+                kept = [line for line in lines if not _is_of(line, name)]
+                self._write([*kept, f"{name},[{address}]:{port} {key.type} {key.text}"])
+        assert self._keys is not None
+        self._keys[name] = key
+
+    def forget(self, name: str) -> bool:
+        if not self.path.exists():
+            return False
+        with self._locked():
+            lines = self._read()
+            kept = [line for line in lines if not _is_of(line, name)]
+            if len(kept) != len(lines):
+                self._write(kept)
+        self._keys = None
+        return len(kept) != len(lines)
+
+    def _read(self) -> list[str]:
+        try:
+            return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def _write(self, lines: list[str]) -> None:
+        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)  # made with mode 0600
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(self.path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone with the file, across processes. The lock is a file of its own: the keys' is replaced."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(lock)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+
+def changed(name: str, known: HostKey, shown: HostKey, path: Path, *, pinned: bool = False) -> HostKeyChanged:
+    """The refusal, with both fingerprints and the way out."""
+    met = "its provider said it has" if pinned else "we met"
+    hint = (
+        "the address may belong to another machine now, or someone is between you and the host; ask the provider"
+        if pinned
+        else f"if the host was reinstalled, forget its old key: shoal ssh --forget-key {name} "
+        f"(kept in {path}); if not, someone may be between you and the host"
+    )
+    return HostKeyChanged(
+        name,
+        f"shows the {shown.type} key {shown.fingerprint}, not the {known.type} key {known.fingerprint} {met}",
+        hint=hint,
+    )
+
+
+def pinned_key(name: str, text: str) -> HostKey:
+    try:
+        return HostKey.parse(text)
+    except ValueError as error:
+        raise HostError(
+            name, f"the host key given for it is not a public key: {error}", hint="give it as `ssh-ed25519 AAAA...`"
+        ) from error
+
+
+def _keys(lines: list[str]) -> dict[str, HostKey]:
+    keys: dict[str, HostKey] = {}
+    for line in lines:
+        words = line.split()
+        if len(words) < 3 or line.startswith(("#", "@", "|")):
+            continue
+        # A line that is not a key is somebody's edit; it stays in the file and vouches for no host.
+        with contextlib.suppress(ValueError):
+            keys[words[0].split(",")[0]] = HostKey.parse(" ".join(words[1:3]))
+    return keys
+
+
+def _is_of(line: str, name: str) -> bool:
+    return line.split(",", 1)[0] == name or line.split(" ", 1)[0] == name
+
+
+def _unusable(path: Path, error: OSError) -> ShoalError:
+    return ShoalError(
+        f"cannot use the file of known host keys {path}: {error.strerror or error}",
+        hint=f"make {path.parent} a directory you own and may write to",
+    )

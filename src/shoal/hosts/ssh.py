@@ -1,0 +1,303 @@
+"""Hosts over SSH: one connection a host, keys and config as OpenSSH has them, host keys kept per cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import asyncssh
+
+from shoal.errors import Unreachable
+from shoal.hosts import sudo
+from shoal.hosts.api import Result, Target
+from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
+from shoal.hosts.ssh_config import Route, SshConfig
+from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
+from shoal.hosts.ssh_keys import KeyFile, KeyRing, agent_keys
+from shoal.hosts.ssh_process import Channel, SshProcess
+
+__all__ = ["SshConnector", "SshHost", "forget"]
+
+# The fastest first. A server that has none of them is too old for the Slurm versions we drive.
+_ALGORITHMS: dict[str, Any] = {
+    "kex_algs": [
+        "curve25519-sha256",
+        "curve25519-sha256@libssh.org",
+        "ecdh-sha2-nistp256",
+        "diffie-hellman-group14-sha256",
+    ],
+    "encryption_algs": [
+        "aes128-gcm@openssh.com",
+        "aes256-gcm@openssh.com",
+        "chacha20-poly1305@openssh.com",
+        "aes128-ctr",
+    ],
+    "mac_algs": ["hmac-sha2-256-etm@openssh.com", "hmac-sha2-256"],
+    "compression_algs": ["none"],
+}
+_HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "rsa-sha2-256", "rsa-sha2-512"]
+
+_KEEPALIVE_SECONDS = 5
+_KEEPALIVE_MISSED = 3
+# sshd allows ten sessions a connection (MaxSessions).
+_SESSIONS = 8
+
+
+class SshConnector:
+    """Opens SSH connections for one cluster."""
+
+    def __init__(
+        self,
+        known_hosts: Path,
+        *,
+        ssh_config: Path | None = None,
+        connect_timeout: float = 10.0,
+        agent: bool = True,
+    ) -> None:
+        """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given."""
+        self._host_keys = HostKeys(known_hosts)
+        self._config = SshConfig(ssh_config, agent=agent)
+        self._keys = KeyRing()
+        self._timeout = connect_timeout
+        self._jumps: dict[tuple[Target, ...], _Jump] = {}
+
+    async def connect(self, target: Target) -> SshHost:
+        route = self._config.route(target)
+        if not route.jumps:
+            return SshHost(target, route, await self._log_in(route, target.host_key))
+        jump = self._jumps.setdefault(route.jumps, _Jump(route.jumps))
+        tunnel = await jump.take(self)
+        try:
+            connection = await self._log_in(route, target.host_key, tunnel, via=jump.name)
+        except BaseException:
+            await jump.give_back()
+            raise
+        return SshHost(target, route, connection, jump.give_back)
+
+    async def _log_in(
+        self, route: Route, pinned: str | None, tunnel: asyncssh.SSHClientConnection | None = None, *, via: str = ""
+    ) -> asyncssh.SSHClientConnection:
+        expected = pinned_key(route.name, pinned) if pinned else self._host_keys.known(route.name)
+        client = _Client(route, self._keys.files(route), expected)
+        try:
+            async with asyncio.timeout(self._timeout):
+                connection = await asyncssh.connect(
+                    route.host,
+                    route.port,
+                    tunnel=tunnel,
+                    proxy_command=route.proxy_command,
+                    config=None,
+                    username=route.user,
+                    client_factory=lambda: client,
+                    client_keys=None,
+                    # Not empty, or asyncssh would look into the user's own known_hosts; the client decides.
+                    known_hosts=([], [], []),
+                    server_host_key_algs=_host_key_algorithms(expected),
+                    x509_trusted_certs=None,
+                    gss_host=None,
+                    preferred_auth=["publickey"],
+                    keepalive_interval=_KEEPALIVE_SECONDS,
+                    keepalive_count_max=_KEEPALIVE_MISSED,
+                    **_ALGORITHMS,
+                )
+        except (*FOREIGN, TimeoutError) as error:
+            if client.shown and expected and client.shown != expected:
+                raise changed(
+                    route.name, expected, client.shown, self._host_keys.path, pinned=pinned is not None
+                ) from error
+            raise cannot_connect(route, error, tried=client.tried, timeout=self._timeout, via=via) from error
+        finally:
+            client.close_agent()
+        try:
+            if client.shown:
+                self._host_keys.remember(route.name, route.host, route.port, client.shown, pinned=pinned is not None)
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+
+class SshHost:
+    """A host we are logged in to."""
+
+    def __init__(
+        self,
+        target: Target,
+        route: Route,
+        connection: asyncssh.SSHClientConnection,
+        on_close: Callable[[], Any] | None = None,
+    ) -> None:
+        self.target = target
+        self._user = route.user
+        self._connection = connection
+        self._on_close = on_close
+        self._sessions = asyncio.Semaphore(_SESSIONS)
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
+    ) -> Result:
+        process = await self._open(argv, root=root, whole_stderr=True)
+        try:
+            async with asyncio.timeout(timeout):
+                if stdin:
+                    await process.write(stdin)
+                return await process.wait()
+        except TimeoutError:
+            raise Unreachable(
+                self.name,
+                f"{_told(argv)} did not end within {timeout:g} s",
+                hint="the host may be overloaded or hang on a disk; look at it with: shoal ssh " + self.name,
+            ) from None
+        finally:
+            await process.kill()
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> SshProcess:
+        return await self._open(argv, root=root, whole_stderr=False)
+
+    async def close(self) -> None:
+        self._connection.close()
+        try:
+            async with asyncio.timeout(2):
+                await self._connection.wait_closed()
+        except TimeoutError:
+            self._connection.abort()
+        on_close, self._on_close = self._on_close, None
+        if on_close:
+            await on_close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> SshProcess:
+        through_sudo = root and self._user != "root"
+        command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
+        judge = partial(sudo.judge, self.name, self._user, argv) if through_sudo else _as_it_is
+        await self._sessions.acquire()
+        channel = Channel(
+            partial(connection_lost, self.name, _told(argv)), self._sessions.release, whole_stderr=whole_stderr
+        )
+        try:
+            await self._connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+        except BaseException as error:
+            channel.kill()
+            if isinstance(error, FOREIGN):
+                raise cannot_start(self.name, _told(argv), error) from error
+            raise
+        return SshProcess(channel, judge)
+
+
+class _Client(asyncssh.SSHClient):
+    """Answers asyncssh's questions while it connects: is this host key right, and which key comes next?"""
+
+    def __init__(self, route: Route, files: list[KeyFile], expected: HostKey | None) -> None:
+        self._route = route
+        self._files = files
+        self._expected = expected
+        self._sources = [self._file_keys, self._agent_keys]
+        self._agent: asyncssh.SSHAgentClient | None = None
+        self.shown: HostKey | None = None
+        self.tried: list[str] = []
+
+    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        self.shown = HostKey.parse(key.export_public_key().decode())
+        return self._expected is None or self.shown == self._expected
+
+    async def public_key_auth_requested(self) -> Any:
+        # Files before the agent: a server gives up after a handful of keys, and an agent may hold many.
+        while self._sources:
+            if keys := await self._sources.pop(0)():
+                return keys
+        return None
+
+    def close_agent(self) -> None:
+        if self._agent:
+            self._agent.close()
+
+    async def _file_keys(self) -> list[Any]:
+        self.tried += [str(file.path) for file in self._files if file.offer]
+        return [file.offer for file in self._files if file.offer]
+
+    async def _agent_keys(self) -> list[Any]:
+        if not self._route.agent:
+            return []
+        only = [file.public for file in self._files if file.public] if self._route.only else None
+        try:
+            keys, self._agent = await agent_keys(self._route.agent, only)
+        except OSError:
+            self.tried.append(f"no ssh-agent: {self._route.agent} does not answer")
+            return []
+        self.tried.append(f"{len(keys)} from the ssh-agent")
+        return keys
+
+
+@dataclass
+class _Jump:
+    """A connection to a jump host (or a chain of them), shared by every host behind it and closed with the last."""
+
+    path: tuple[Target, ...]
+    users: int = 0
+    hosts: list[asyncssh.SSHClientConnection] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        return self.path[-1].name
+
+    async def take(self, connector: SshConnector) -> asyncssh.SSHClientConnection:
+        async with self.lock:
+            if not self.hosts or self.hosts[-1].is_closed():
+                self.hosts = await self._connect(connector)
+            self.users += 1
+            return self.hosts[-1]
+
+    async def give_back(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            hosts, self.hosts = self.hosts, []
+            for host in reversed(hosts):
+                host.close()
+
+    async def _connect(self, connector: SshConnector) -> list[asyncssh.SSHClientConnection]:
+        hosts: list[asyncssh.SSHClientConnection] = []
+        try:
+            for target in self.path:
+                route = connector._config.route(target)
+                via = hosts[-1] if hosts else None
+                hosts.append(await connector._log_in(route, None, via))
+        except BaseException:
+            for host in reversed(hosts):
+                host.abort()
+            raise
+        return hosts
+
+
+def _host_key_algorithms(expected: HostKey | None) -> list[str]:
+    """The known key's own algorithms first, so that a host with several keys shows the one we have met."""
+    if expected is None:
+        return _HOST_KEY_ALGORITHMS
+    own = ["rsa-sha2-256", "rsa-sha2-512"] if expected.type == "ssh-rsa" else [expected.type]
+    return own + [name for name in _HOST_KEY_ALGORITHMS if name not in own]
+
+
+def _told(argv: Sequence[str]) -> str:
+    """A command as an error names it. Only the program: arguments may be long, and are not ours to repeat."""
+    return f"`{argv[0]}`"
+
+
+def _as_it_is(result: Result) -> Result:
+    return result

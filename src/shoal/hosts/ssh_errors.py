@@ -1,0 +1,113 @@
+"""What goes wrong with SSH, told as our errors: each with its cause and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Sequence
+
+import asyncssh
+
+from shoal.errors import AuthRefused, ConnectionLost, HostError, Unreachable
+from shoal.hosts.ssh_config import Route
+
+# What asyncssh and the socket layer raise; nothing of it may leave this package.
+FOREIGN = (OSError, EOFError, asyncssh.Error, UnicodeError, OverflowError)
+
+
+def cannot_connect(route: Route, error: BaseException, *, tried: Sequence[str], timeout: float, via: str) -> HostError:
+    """Why a connection could not be made. `tried` names the keys that were offered, `via` the jump host."""
+    name, place = route.name, f"{route.host}:{route.port}" + (f" (through {via})" if via else "")
+    if isinstance(error, asyncssh.PermissionDenied) or "too many authentication failures" in str(error).lower():
+        return _auth_refused(route, str(error), tried)
+    if isinstance(error, socket.gaierror):
+        return Unreachable(
+            name,
+            f"no address is known for {route.host!r}: {error.strerror}",
+            hint=f"check the spelling, give the host an `address:` in the spec, or a `Host {name}` in ~/.ssh/config",
+        )
+    if isinstance(error, TimeoutError):
+        return Unreachable(
+            name,
+            f"{place} does not answer within {timeout:g} s",
+            hint="is the host up, and does a firewall let SSH through?",
+        )
+    if isinstance(error, asyncssh.ChannelOpenError):
+        return Unreachable(
+            name,
+            f"{via or 'the jump host'} cannot reach {route.host}:{route.port}: {error.reason}",
+            hint=f"check the address as seen from {via or 'the jump host'}, and that it allows TCP forwarding",
+        )
+    if isinstance(error, (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError, EOFError)):
+        return Unreachable(
+            name,
+            f"{place} closed the connection before we were logged in",
+            hint="try again; if it stays so, look at sshd's log on the host (MaxStartups, fail2ban, a full disk)",
+        )
+    if isinstance(error, asyncssh.Error):
+        return Unreachable(
+            name,
+            f"{place} does not speak SSH with us: {error}",
+            hint=f"is this the SSH port? compare with: ssh -v {name}",
+        )
+    if isinstance(error, (UnicodeError, OverflowError)):
+        return Unreachable(name, f"{place} is not an address: {error}", hint="correct the host's address or port")
+    assert isinstance(error, OSError)
+    return _no_socket(name, place, error)
+
+
+def connection_lost(name: str, doing: str, error: BaseException | None) -> ConnectionLost:
+    """The host went away while it ran a program for us."""
+    why = f": {error}" if error and str(error) not in ("", "Connection lost") else ""
+    return ConnectionLost(
+        name,
+        f"the connection broke while it ran {doing}{why}",
+        hint="check that the host is up, then run the same again",
+    )
+
+
+def cannot_start(name: str, doing: str, error: BaseException) -> HostError:
+    """The connection is there, and the host does not start the program."""
+    if isinstance(error, asyncssh.ChannelOpenError) and "connection closed" not in str(error).lower():
+        return Unreachable(
+            name,
+            f"will not start {doing}: {error.reason}",
+            hint="is MaxSessions in its sshd_config 0, or ForceCommand set?",
+        )
+    return connection_lost(name, doing, error)
+
+
+def _auth_refused(route: Route, found: str, tried: Sequence[str]) -> AuthRefused:
+    offered = ", ".join(tried) if tried else "no key: none was found"
+    if "too many" in found.lower():
+        return AuthRefused(
+            route.name,
+            f"gave up on {route.user}@{route.host} after too many keys: {offered}",
+            hint="name the right key: `identity:` in the spec, or IdentityFile and IdentitiesOnly in ~/.ssh/config",
+        )
+    return AuthRefused(
+        route.name,
+        f"does not let {route.user}@{route.host}:{route.port} in (tried {offered})",
+        hint=f"put your public key there: ssh-copy-id -p {route.port} {route.user}@{route.host}; "
+        "or name another `user:` or `identity:` in the spec",
+    )
+
+
+def _no_socket(name: str, place: str, error: OSError) -> Unreachable:
+    # asyncio folds the errors of several addresses into one without a number.
+    first = re.search(r"\[Errno (\d+)\]", str(error))
+    number = error.errno or (int(first[1]) if first else 0)
+    if number == errno.ECONNREFUSED:
+        return Unreachable(name, f"{place} refuses the connection", hint="is sshd running there, and on that port?")
+    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN):
+        return Unreachable(
+            name, f"there is no route to {place}", hint="is the host up, and are you on its network (VPN, jump host)?"
+        )
+    if number == errno.ETIMEDOUT:
+        return Unreachable(
+            name, f"{place} does not answer", hint="is the host up, and does a firewall let SSH through?"
+        )
+    return Unreachable(
+        name, f"cannot connect to {place}: {error.strerror or error}", hint=f"compare with: ssh -v {name}"
+    )

@@ -1,0 +1,149 @@
+"""One program on a host, over one SSH channel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+
+import asyncssh
+
+from shoal.errors import HostError
+from shoal.hosts.api import Result
+from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
+
+_CHUNK = 128 << 10
+KILLED = 128 + signal.SIGKILL
+
+
+class Channel(asyncssh.SSHClientSession[bytes]):
+    """What the server tells us about the program: its output, its end, or that the connection is gone."""
+
+    def __init__(
+        self, lost: Callable[[Exception | None], HostError], on_end: Callable[[], None], *, whole_stderr: bool
+    ) -> None:
+        self._lost = lost
+        self._on_end = on_end
+        self._chan: asyncssh.SSHClientChannel[bytes] | None = None
+        self.stdout = Inbox(self._pause, self._resume)
+        self.stderr = Tail(None if whole_stderr else STDERR_TAIL)
+        self.status: int | None = None
+        self.killed = False
+        self.ended = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
+        self._chan = chan
+
+    def data_received(self, data: bytes, datatype: asyncssh.DataType) -> None:
+        if datatype == asyncssh.EXTENDED_DATA_STDERR:
+            self.stderr.feed(data)
+        else:
+            self.stdout.feed(data)
+
+    def eof_received(self) -> bool:
+        # Its output is over; its input stays open until we close it. The reader learns of the end together with the
+        # status, or a connection lost in between would pass for a program that ended well.
+        return True
+
+    def exit_status_received(self, status: int) -> None:
+        self.status = status
+
+    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
+        self.status = 128 + _signal_number(signal)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.ended.is_set():
+            return
+        if self.status is None and self.killed:
+            self.status = KILLED
+        self.stdout.end(None if self.status is not None else self._lost(exc))
+        self._writable.set()
+        self.ended.set()
+        self._on_end()
+
+    async def send(self, data: bytes) -> None:
+        """Write with backpressure. What an ended program does not read is dropped: its end says what happened."""
+        assert self._chan is not None
+        view = memoryview(data)
+        for start in range(0, len(view), _CHUNK):
+            await self._writable.wait()
+            if self.ended.is_set() or self._chan.is_closing():
+                return
+            try:
+                self._chan.write(bytes(view[start : start + _CHUNK]))
+            except (OSError, asyncssh.Error):
+                return
+
+    def close_input(self) -> None:
+        assert self._chan is not None
+        with contextlib.suppress(OSError, asyncssh.Error):
+            self._chan.write_eof()
+
+    def kill(self) -> None:
+        """End the program: by signal where the server passes it on, and by closing the channel in any case."""
+        if self.ended.is_set():
+            return
+        self.killed = True
+        if self._chan:
+            with contextlib.suppress(OSError, asyncssh.Error):
+                self._chan.kill()
+            self._chan.abort()
+        # The server confirms only when the program is really gone, which a program that ignores its input may put off.
+        self.connection_lost(None)
+
+    def _pause(self) -> None:
+        if self._chan:
+            self._chan.pause_reading()
+
+    def _resume(self) -> None:
+        if self._chan and not self.ended.is_set():
+            self._chan.resume_reading()
+
+
+class SshProcess:
+    """A running program, spoken to line by line. `judge` tells sudo's refusal from the program's own end."""
+
+    def __init__(self, channel: Channel, judge: Callable[[Result], Result]) -> None:
+        self._channel = channel
+        self._judge = judge
+        self._any_output = False
+
+    async def write(self, data: bytes) -> None:
+        await self._channel.send(data)
+        if self._channel.ended.is_set() and self._channel.status is None:
+            await self._channel.stdout.rest()  # raises what ended it
+
+    async def readline(self) -> bytes:
+        line = await self._channel.stdout.readline()
+        self._any_output = self._any_output or bool(line)
+        if not line and not self._any_output:
+            self._ending(b"")
+        return line
+
+    async def wait(self) -> Result:
+        self._channel.close_input()
+        return self._ending(await self._channel.stdout.rest())
+
+    async def kill(self) -> None:
+        self._channel.kill()
+
+    def _ending(self, stdout: bytes) -> Result:
+        assert self._channel.status is not None
+        result = Result(self._channel.status, stdout, self._channel.stderr.value())
+        return result if self._any_output or self._channel.killed else self._judge(result)
+
+
+def _signal_number(name: str) -> int:
+    try:
+        return int(signal.Signals[f"SIG{name}"])
+    except KeyError:
+        return int(signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""Becoming root through sudo, and telling sudo's own refusals from the command's errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shoal.errors import SudoRefused
+from shoal.hosts.api import Result
+
+# sudo translates its messages; LANGUAGE=C keeps them as we know them and leaves the command's character set alone.
+_PREFIX = ("env", "LANGUAGE=C", "sudo", "-n", "--")
+
+_NEEDS_PASSWORD = re.compile(
+    r"^sudo: .*(?:password is required|terminal is required|no tty present|must have a tty)", re.M
+)
+_NOT_ALLOWED = re.compile(
+    r"is not in the sudoers file|may not run sudo on|is not allowed to (?:execute|run)"
+    r"|^sudo: .*(?:account validation failure|account is locked|effective uid is not 0|must be owned by uid 0)"
+    r"|^sudo: .*(?:no valid sudoers sources|unable to open /etc/sudoers)",
+    re.M,
+)
+_NO_SUDO = re.compile(r"^env: .?sudo.?: (?:No such file or directory|Permission denied)", re.M)
+
+
+def as_root(argv: Sequence[str]) -> list[str]:
+    """The same command, run as root."""
+    return [*_PREFIX, *argv]
+
+
+def judge(host: str, user: str, argv: Sequence[str], result: Result) -> Result:
+    """How the command itself ended, when `result` is how sudo ended. Raises SudoRefused when it never ran."""
+    error = result.error_text
+    if result.status == 1 and not result.stdout:
+        if _NEEDS_PASSWORD.search(error):
+            raise refused(host, user, "sudo asks for a password")
+        if denied := _NOT_ALLOWED.search(error):
+            line = error[error.rfind("\n", 0, denied.start()) + 1 :].splitlines()[0]
+            raise refused(host, user, f"sudo says: {line.strip()}")
+        # A missing program is status 127 everywhere but under sudo.
+        if f"sudo: {argv[0]}: command not found" in error:
+            return Result(127, result.stdout, result.stderr)
+    if result.status in (126, 127) and not result.stdout and _NO_SUDO.search(error):
+        raise SudoRefused(
+            host,
+            f"{user} is not root and there is no usable sudo on the host",
+            hint=f"install sudo on {host} and allow {user} to use it, or log in as root (`user: root`)",
+        )
+    return result
+
+
+def refused(host: str, user: str, found: str) -> SudoRefused:
+    return SudoRefused(
+        host,
+        f"{user} may not become root: {found}",
+        hint=(
+            f"on {host}, as root: echo '{user} ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/90-shoal "
+            f"&& chmod 440 /etc/sudoers.d/90-shoal; or log in as root (`user: root`)"
+        ),
+    )
