@@ -1,0 +1,65 @@
+"""The firewall: Slurm's ports are open to members and closed to everyone else. Other ports are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+RULES = "/etc/shoal/firewall.nft"
+UNIT = "/etc/systemd/system/shoal-firewall.service"
+
+
+def firewall_rules(members: Iterable[str], ports: Iterable[str]) -> str:
+    """An nftables file that replaces our table and nothing else, in one transaction."""
+    addresses = sorted(set(members), key=_address_order)
+    v4 = ", ".join(a for a in addresses if ":" not in a)
+    v6 = ", ".join(a for a in addresses if ":" in a)
+    sets = ""
+    accepts = ""
+    guarded = ", ".join(ports)
+    if v4:
+        sets += f"\tset members4 {{\n\t\ttype ipv4_addr\n\t\telements = {{ {v4} }}\n\t}}\n"
+        accepts += f"\t\tip saddr @members4 tcp dport {{ {guarded} }} accept\n"
+    if v6:
+        sets += f"\tset members6 {{\n\t\ttype ipv6_addr\n\t\telements = {{ {v6} }}\n\t}}\n"
+        accepts += f"\t\tip6 saddr @members6 tcp dport {{ {guarded} }} accept\n"
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        "table inet shoal\n"
+        "delete table inet shoal\n"
+        "table inet shoal {\n"
+        f"{sets}"
+        "\tchain input {\n"
+        "\t\ttype filter hook input priority filter - 5; policy accept;\n"
+        '\t\tiif "lo" accept\n'
+        f"{accepts}"
+        f"\t\ttcp dport {{ {guarded} }} drop\n"
+        "\t}\n"
+        "}\n"
+    )
+
+
+def firewall_unit() -> str:
+    """A systemd unit that loads the rules at boot, before the network is up."""
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        "[Unit]\n"
+        "Description=Slurm's ports are open to cluster members only\n"
+        "DefaultDependencies=no\n"
+        "Before=network-pre.target\n"
+        "Wants=network-pre.target\n"
+        "\n"
+        "[Service]\n"
+        "Type=oneshot\n"
+        "RemainAfterExit=yes\n"
+        f"ExecStart=/usr/sbin/nft -f {RULES}\n"
+        "ExecStop=/usr/sbin/nft delete table inet shoal\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=sysinit.target\n"
+    )
+
+
+def _address_order(address: str) -> tuple[int, list[int] | list[str]]:
+    if ":" in address:
+        return (1, [address])
+    return (0, [int(part) for part in address.split(".")])

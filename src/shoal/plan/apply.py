@@ -1,0 +1,154 @@
+"""Apply: bring the hosts to what a plan says, stage by stage, and wait until Slurm sees every node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.agent.client import ItemEvent, Report
+from shoal.errors import AgentFailed, SlurmError
+from shoal.plan.fleet import Fleet
+from shoal.plan.model import HostPlan, Plan
+from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
+from shoal.plan.progress import Phase, Progress
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES
+from shoal.roles.documents import Stage
+
+TITLES = {Stage.BASE: "packages, keys, names", Stage.CONTROLLER: "controller", Stage.NODES: "nodes"}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for what does not depend on us."""
+
+    nodes: float = 60.0
+    """Seconds until every node must have registered."""
+    drain: float | None = None
+    """Seconds until a leaving node must be empty; None waits for its jobs however long they run."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What an apply came to."""
+
+    changed: tuple[str, ...] = ()
+    """Hosts on which something was changed."""
+    unready: tuple[tuple[str, str], ...] = ()
+    """Nodes that Slurm does not see ready, with the reason."""
+    staying: tuple[str, ...] = ()
+    """Nodes that are drained and still busy; the next run takes them out."""
+
+
+async def apply(
+    plan: Plan, fleet: Fleet, controller: str, nodes: Sequence[str], progress: Progress, patience: Patience
+) -> Applied:
+    """Do what the plan says. `nodes` are the compute nodes that must be ready at the end."""
+    if plan.drain:
+        await drain(await fleet.host(controller), plan.drain)
+    changed = await _converge(plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress)
+    staying: tuple[str, ...] = ()
+    if plan.drain:
+        staying = await _wait_until_empty(plan.drain, fleet, controller, progress, patience)
+        if not staying:
+            everyone = [host.name for host in plan.after_drain]
+            changed += await _converge(plan.after_drain, everyone, fleet, controller, progress)
+    missing = await _wait_for_nodes(nodes, fleet, controller, progress, patience)
+    return Applied(tuple(dict.fromkeys(changed)), missing, staying)
+
+
+async def _converge(
+    hosts: Sequence[HostPlan], names: Sequence[str], fleet: Fleet, controller: str, progress: Progress
+) -> list[str]:
+    """All stages on the named hosts; a host that fails drops out, a controller that fails ends the run."""
+    if not names:
+        return []
+    agent = await fleet.agent(controller)
+    secrets = {"munge": await agent.secret(MUNGE_KEY, make=MUNGE_KEY_BYTES)}
+    changed: list[str] = []
+    plans = {host.name: host for host in hosts}
+    for stage in Stage:
+        due = [name for name in names if name not in fleet.failures and plans[name].document(stage)]
+        if not due:
+            continue
+        with progress.phase(TITLES[stage], len(due)) as phase:
+
+            async def converge(name: str, stage: Stage = stage, phase: Phase = phase) -> Report:
+                return await _apply_stage(fleet, plans[name], stage, secrets, phase)
+
+            reports = await fleet.each(
+                due, converge, on_done=lambda o, phase=phase: phase.done(o.name, o.error.cause if o.error else "")
+            )
+        changed += [name for name, report in reports.items() if report.changed]
+        if controller in fleet.failures:
+            raise fleet.failures[controller]
+    return changed
+
+
+async def _apply_stage(
+    fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict[str, bytes], phase: Phase
+) -> Report:
+    agent = await fleet.agent(host.name)
+
+    def tell(event: ItemEvent) -> None:
+        phase.say(host.name, event.text)
+
+    report = await agent.apply(host.document(stage), secrets, tell)
+    failed = next((item for item in report.items if item.status == "failed"), None)
+    if failed is not None:
+        raise AgentFailed(host.name, f"{failed.key}: {failed.detail}", hint="mend it and run `shoal up` again")
+    return report
+
+
+async def _wait_until_empty(
+    leaving: Sequence[str], fleet: Fleet, controller: str, progress: Progress, patience: Patience
+) -> tuple[str, ...]:
+    """Wait for the jobs on leaving nodes. Whatever still runs at the end of our patience stays, drained."""
+    host = await fleet.host(controller)
+    clock = asyncio.get_running_loop()
+    end = None if patience.drain is None else clock.time() + patience.drain
+    with progress.phase("jobs on leaving nodes", len(leaving)) as phase:
+        empty: set[str] = set()
+        while True:
+            for node in leaving:
+                jobs = await jobs_on(host, node)
+                if jobs:
+                    phase.say(node, f"waiting for job {', '.join(jobs)}")
+                elif node not in empty:
+                    empty.add(node)
+                    phase.done(node)
+            if len(empty) == len(leaving):
+                return ()
+            if end is not None and clock.time() > end:
+                return tuple(node for node in leaving if node not in empty)
+            await asyncio.sleep(1)
+
+
+async def _wait_for_nodes(
+    nodes: Sequence[str], fleet: Fleet, controller: str, progress: Progress, patience: Patience
+) -> tuple[tuple[str, str], ...]:
+    """Wait until slurmctld has heard from every node that we could reach."""
+    due = [name for name in nodes if name not in fleet.failures]
+    host = await fleet.host(controller)
+    end = asyncio.get_running_loop().time() + patience.nodes
+    missing = await unready(host, due)
+    if not missing:
+        return ()
+    with progress.phase("nodes register with Slurm", len(due)) as phase:
+        seen: set[str] = set()
+        while True:
+            for name in due:
+                if name not in missing and name not in seen:
+                    seen.add(name)
+                    phase.done(name)
+            if not missing or asyncio.get_running_loop().time() > end:
+                return tuple(missing.items())
+            ours = [name for name, reason in missing.items() if LEAVING in reason]
+            if ours:
+                await resume(host, ours)
+            await asyncio.sleep(0.25)
+            try:
+                missing = await unready(host, due)
+            except SlurmError:
+                # slurmctld is between two lives; what we knew still holds.
+                continue

@@ -1,0 +1,60 @@
+"""Nodes as Slurm has them, asked of and changed through the controller's own commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import SlurmError
+from shoal.hosts.api import Host
+from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, parse_jobs, parse_nodes
+from shoal.spec.hostlist import compress
+
+LEAVING = "shoal: leaving the cluster"
+"""The reason on nodes that the spec no longer names. Nodes drained for any other reason are left to whoever did it."""
+
+NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_REG", "INVAL"})
+
+
+async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None:
+    """Take nodes out of scheduling; running jobs go on. Nodes that Slurm does not know are none of its business."""
+    await _update(host, names, f"state=drain", f"reason={reason}")
+
+
+async def resume(host: Host, names: Sequence[str]) -> None:
+    """Put nodes back into scheduling."""
+    await _update(host, names, "state=resume")
+
+
+async def jobs_on(host: Host, node: str) -> list[str]:
+    """The ids of the jobs that run on a node, jobs that are just ending included."""
+    result = await host.run((*JOBS_COMMAND, "--nodelist", node, "--states", "R,S,CF,CG"), timeout=30)
+    if result.status != 0:
+        raise SlurmError(f"squeue on {host.name} failed: {result.error_text.strip()}")
+    return [job.id for job in parse_jobs(result.text)]
+
+
+async def unready(host: Host, names: Sequence[str]) -> dict[str, str]:
+    """Which of these nodes cannot take a job, and why. A drained node counts as ready: somebody drained it."""
+    result = await host.run(NODES_COMMAND, timeout=30)
+    if result.status != 0:
+        raise SlurmError(
+            f"slurmctld on {host.name} does not answer: {result.error_text.strip()}",
+            hint=f"look at `shoal ssh {host.name} journalctl -u slurmctld`",
+        )
+    nodes = {node.name: node for node in parse_nodes(result.text)}
+    missing: dict[str, str] = {}
+    for name in names:
+        node = nodes.get(name)
+        if node is None:
+            missing[name] = "not in Slurm's configuration"
+        elif NOT_READY & set(node.state) or LEAVING in node.reason:
+            missing[name] = node.reason or "+".join(node.state).lower()
+    return missing
+
+
+async def _update(host: Host, names: Sequence[str], *settings: str) -> None:
+    if not names:
+        return
+    result = await host.run(("scontrol", "update", f"nodename={compress(names)}", *settings), timeout=30)
+    if result.status != 0:
+        raise SlurmError(f"scontrol update nodename={compress(names)} failed: {result.error_text.strip()}")

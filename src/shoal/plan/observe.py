@@ -1,0 +1,79 @@
+"""Observe: ask every host what it is, and the controller what Slurm thinks. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.agent.client import Ask
+from shoal.agent.facts import Facts
+from shoal.errors import AgentFailed, HostError, Unreachable
+from shoal.hosts.api import Host
+from shoal.plan.fleet import Fleet
+from shoal.roles.documents import FACT_FILES, FACT_PACKAGES, FACT_SERVICES
+from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
+
+ASK = Ask(
+    packages=FACT_PACKAGES, users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES
+)
+
+
+@dataclass(frozen=True)
+class SlurmView:
+    """What the running slurmctld says. `running` is False when none answers."""
+
+    running: bool = False
+    nodes: Mapping[str, NodeState] = field(default_factory=dict)
+    jobs: tuple[JobState, ...] = ()
+
+    def jobs_on(self, node: str) -> tuple[JobState, ...]:
+        return tuple(job for job in self.jobs if node in job.node_names)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The hosts as they are now."""
+
+    facts: Mapping[str, Facts]
+    failures: Mapping[str, HostError]
+    slurm: SlurmView = SlurmView()
+
+
+async def observe(fleet: Fleet, controller: str) -> Observed:
+    """One round trip to each host, all at once."""
+
+    async def look(name: str) -> tuple[Facts, SlurmView | None]:
+        agent = await fleet.agent(name)
+        facts = _accepted(name, await agent.facts(ASK))
+        # Slurm's commands wait long for a slurmctld that is not there, so they are asked only where one runs.
+        if name != controller or facts.services.get("slurmctld") != "active":
+            return facts, None
+        return facts, await slurm_view(await fleet.host(name))
+
+    answers = await fleet.each(fleet.targets, look)
+    facts = {name: fact for name, (fact, _) in answers.items()}
+    view = next((view for _, view in answers.values() if view is not None), SlurmView())
+    return Observed(facts, dict(fleet.failures), view)
+
+
+async def slurm_view(host: Host) -> SlurmView:
+    """Nodes and jobs as slurmctld has them; an empty view where there is no Slurm yet or it does not answer."""
+    try:
+        nodes, jobs = await asyncio.gather(host.run(NODES_COMMAND, timeout=20), host.run(JOBS_COMMAND, timeout=20))
+    except Unreachable:
+        return SlurmView()
+    if nodes.status != 0 or jobs.status != 0:
+        return SlurmView()
+    return SlurmView(True, {node.name: node for node in parse_nodes(nodes.text)}, tuple(parse_jobs(jobs.text)))
+
+
+def _accepted(name: str, facts: Facts) -> Facts:
+    if facts.package_manager != "apt":
+        raise AgentFailed(
+            name,
+            f"packages are installed with apt; found {facts.package_manager or 'no package manager'} "
+            f"({facts.os_id} {facts.os_version})",
+            hint="use a Debian or Ubuntu host, or take it out of the file",
+        )
+    return facts

@@ -1,0 +1,95 @@
+"""What every member has: the accounts, the packages, the munge key, the names of the others, the firewall."""
+
+from __future__ import annotations
+
+from shoal.agent.document import Block, Directory, Document, File, Group, Item, Packages, SecretRef, Service, User
+from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
+from shoal.network.names import hosts_block
+from shoal.roles.cluster import Cluster
+from shoal.slurm.conf import PORTS
+from shoal.spec.member import Member
+
+MUNGE_KEY = "/etc/munge/munge.key"
+MUNGE_KEY_BYTES = 1024
+HOSTS_BLOCK = "members"
+
+
+def base(cluster: Cluster, member: Member) -> Document:
+    """The state that all roles build on."""
+    return (*_accounts(cluster), *_packages(cluster, member), *_munge(cluster), *_names(cluster), *_firewall(cluster))
+
+
+def munge_digest(cluster: Cluster) -> str | None:
+    """The digest of the controller's key, by which the others are compared without anybody seeing a key."""
+    fact = cluster.facts.get(cluster.controller.name)
+    return fact.files[MUNGE_KEY].sha256 if fact and MUNGE_KEY in fact.files else None
+
+
+def _accounts(cluster: Cluster) -> list[Item]:
+    ids = cluster.ids
+    return [
+        Group("munge", ids.munge.gid),
+        User(
+            "munge",
+            ids.munge.uid,
+            group="munge",
+            owns=("/etc/munge", "/var/lib/munge", "/var/log/munge", "/run/munge"),
+            services=("munge",),
+        ),
+        Group("slurm", ids.slurm.gid),
+        User(
+            "slurm",
+            ids.slurm.uid,
+            group="slurm",
+            home="/var/lib/slurm",
+            owns=("/var/lib/slurm", "/var/log/slurm", "/var/spool/slurm", "/run/slurm", "/etc/slurm"),
+            services=("slurmctld",),
+        ),
+    ]
+
+
+def _packages(cluster: Cluster, member: Member) -> list[Item]:
+    names = ["munge", "slurm-client"]
+    if "controller" in member.roles:
+        names.append("slurmctld")
+    if "compute" in member.roles:
+        names.append("slurmd")
+    if cluster.spec.firewall:
+        names.append("nftables")
+    return [Packages(tuple(names))]
+
+
+def _munge(cluster: Cluster) -> list[Item]:
+    return [
+        Directory("/etc/munge", owner="munge", group="munge", mode=0o700),
+        File(
+            MUNGE_KEY,
+            SecretRef("munge", munge_digest(cluster)),
+            owner="munge",
+            group="munge",
+            mode=0o400,
+            restarts=("munge",),
+        ),
+        Service("munge", command=("/usr/sbin/munged", "--foreground")),
+    ]
+
+
+def _names(cluster: Cluster) -> list[Item]:
+    return [Block("/etc/hosts", HOSTS_BLOCK, hosts_block(cluster.addresses))]
+
+
+def _firewall(cluster: Cluster) -> list[Item]:
+    if not cluster.spec.firewall:
+        return without_firewall()
+    rules = firewall_rules(cluster.addresses.values(), PORTS)
+    return [
+        Directory("/etc/shoal"),
+        File(RULES, rules, restarts=("shoal-firewall",)),
+        File(UNIT, firewall_unit(), restarts=("shoal-firewall",)),
+        Service("shoal-firewall"),
+    ]
+
+
+def without_firewall() -> list[Item]:
+    """Our rules taken away, whether or not they were ever there."""
+    return [Service("shoal-firewall", enabled=False, running=False), File(UNIT), File(RULES)]

@@ -1,0 +1,78 @@
+"""A compute node: slurmd without a configuration of its own. A login host: the clients and a copy of slurm.conf."""
+
+from __future__ import annotations
+
+from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
+from shoal.roles.cluster import Cluster
+from shoal.roles.controller import CONF_FILES, SLURM_CONF
+from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, slurm_conf
+from shoal.spec.member import Member
+
+DEFAULTS = "/etc/default/slurmd"
+DROP_IN = "/etc/systemd/system/slurmd.service.d/shoal.conf"
+DEVICE_RULE = "90-shoal-nvidia"
+
+
+def compute(cluster: Cluster, member: Member) -> Document:
+    """slurmd, which fetches its configuration from the controller when it starts."""
+    return (
+        *_configless(cluster, member),
+        Directory("/var/log/slurm", owner="slurm", group="slurm"),
+        Directory(SPOOL_DIRECTORY),
+        DeviceRule(DEVICE_RULE, device_rules() if _has_nvidia(cluster, member) else ""),
+        Service("slurmd", command=("/usr/sbin/slurmd", "-D", *slurmd_options(cluster, member))),
+    )
+
+
+def login(cluster: Cluster) -> Document:
+    """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld, no daemon of their own is needed."""
+    return (Directory("/etc/slurm"), File(SLURM_CONF, slurm_conf(cluster.conf)))
+
+
+def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
+    if "controller" in member.roles:
+        return ()
+    return ("--conf-server", f"{cluster.addresses[cluster.controller.name]}:{SLURMCTLD_PORT}")
+
+
+def device_rules() -> str:
+    """Every user may open the cards; Slurm's cgroups decide which of them a job sees."""
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        'KERNEL=="nvidia[0-9]*", MODE="0666"\n'
+        'KERNEL=="nvidiactl", MODE="0666"\n'
+        'KERNEL=="nvidia-uvm*", MODE="0666"\n'
+        'KERNEL=="nvidia-modeset", MODE="0666"\n'
+    )
+
+
+def slurmd_drop_in() -> str:
+    """Debian's unit wants a local slurm.conf; a node without one starts all the same, and tries until it is answered."""
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        "[Unit]\n"
+        "ConditionPathExists=\n"
+        "StartLimitIntervalSec=0\n"
+        "\n"
+        "[Service]\n"
+        "Restart=on-failure\n"
+        "RestartSec=3\n"
+    )
+
+
+def _configless(cluster: Cluster, member: Member) -> list[Item]:
+    options = " ".join(slurmd_options(cluster, member))
+    items: list[Item] = [
+        File(DEFAULTS, f'# Written by shoal; changes here are lost.\nSLURMD_OPTIONS="{options}"\n', restarts=("slurmd",)),
+        Directory("/etc/systemd/system/slurmd.service.d"),
+        File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
+    ]
+    if "controller" not in member.roles:
+        # A file left here would be read by srun in place of the one slurmd fetched.
+        items += [File(path) for path in CONF_FILES]
+    return items
+
+
+def _has_nvidia(cluster: Cluster, member: Member) -> bool:
+    fact = cluster.facts.get(member.name)
+    return bool(fact and fact.gpus)

@@ -1,0 +1,42 @@
+"""The controller: slurmctld and the one copy of the configuration that all nodes fetch."""
+
+from __future__ import annotations
+
+from shoal.agent.document import Command, Directory, Document, File, Service
+from shoal.roles.cluster import Cluster
+from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
+
+SLURM_CONF = "/etc/slurm/slurm.conf"
+GRES_CONF = "/etc/slurm/gres.conf"
+CGROUP_CONF = "/etc/slurm/cgroup.conf"
+TOPOLOGY_CONF = "/etc/slurm/topology.conf"
+CONF_FILES = (SLURM_CONF, GRES_CONF, CGROUP_CONF, TOPOLOGY_CONF)
+
+RECONFIGURE = "reconfigure"
+
+
+def controller(cluster: Cluster) -> Document:
+    """slurmctld with its configuration. A change that slurmctld can take while it runs costs no restart."""
+    text = slurm_conf(cluster.conf)
+    in_force = _in_force(cluster, SLURM_CONF)
+    restart = in_force is None or change_cost(in_force, text) == "restart"
+    restarts = ("slurmctld",) if restart else ()
+    reloads = (f"command {RECONFIGURE}",)
+    topology = topology_conf(cluster.conf) if cluster.conf.switches else None
+    return (
+        Directory("/etc/slurm"),
+        Directory("/var/log/slurm", owner="slurm", group="slurm"),
+        Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700),
+        File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads),
+        File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads),
+        File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads),
+        File(SLURM_CONF, text, restarts=restarts, reloads=reloads),
+        Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
+        # Nodes take the configuration from the controller; this pushes a new one to those that already run.
+        Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
+    )
+
+
+def _in_force(cluster: Cluster, path: str) -> str | None:
+    fact = cluster.facts.get(cluster.controller.name)
+    return fact.files[path].text if fact and path in fact.files else None

@@ -1,0 +1,134 @@
+"""What every verb starts from: the spec, where this cluster's host keys are kept, and how hosts are reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import ProviderError, UsageError
+from shoal.hosts.api import Connector, Target
+from shoal.hosts.ssh import SshConnector
+from shoal.plan.fleet import Fleet
+from shoal.plan.progress import Progress, Silence
+from shoal.providers import provider as find_provider
+from shoal.providers.api import Instance, Provider, Request
+from shoal.spec.finding import Finding
+from shoal.spec.hostlist import expand
+from shoal.spec.load import load_all
+from shoal.spec.member import Member
+from shoal.spec.members import default_spec, members
+from shoal.spec.model import Spec
+
+DEFAULT_FILE = Path("shoal.yaml")
+
+
+@dataclass(frozen=True)
+class Context:
+    """One cluster as one run of a command sees it."""
+
+    spec: Spec
+    file: Path | None = None
+    warnings: tuple[Finding, ...] = ()
+    progress: Progress = field(default_factory=Silence)
+    providers: Callable[[str], Provider] = find_provider
+    connector: Connector | None = None
+    """How hosts are reached; None is SSH with this cluster's known host keys."""
+
+    @property
+    def cluster(self) -> str:
+        return self.spec.cluster
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return members(self.spec)
+
+    @property
+    def controller(self) -> Member:
+        return self.members[0]
+
+    @property
+    def known_hosts(self) -> Path:
+        return state_directory(self.cluster) / "known_hosts"
+
+    def connect(self) -> Connector:
+        return self.connector or SshConnector(self.known_hosts)
+
+    async def fleet(self, chosen: Iterable[Member] | None = None) -> Fleet:
+        """The hosts of a run, not yet connected."""
+        targets = await self.targets(chosen if chosen is not None else self.members)
+        return Fleet({target.name: target for target in targets}, self.connect())
+
+    async def targets(self, chosen: Iterable[Member]) -> list[Target]:
+        """Where each member is. A member whose host is yet to be made is refused with the way to make it."""
+        chosen = list(chosen)
+        made = await self.instances() if any(member.provider for member in chosen) else {}
+        return [_target(self.cluster, member, made) for member in chosen]
+
+    async def instances(self) -> dict[str, tuple[str, Instance]]:
+        """Every instance that the spec's providers have for this cluster, by name."""
+        found: dict[str, tuple[str, Instance]] = {}
+        for name in self.provider_names():
+            for instance in await self.providers(name).instances(self.cluster):
+                found[instance.name] = (name, instance)
+        return found
+
+    def provider_names(self) -> list[str]:
+        return sorted({member.provider for member in self.members if member.provider})
+
+    def choose(self, hosts: str | None, nodeset: str | None = None) -> list[Member]:
+        """The members that a hostlist and a nodeset name; all of them when neither is given."""
+        chosen = [member for member in self.members if nodeset in (None, member.nodeset)]
+        if not chosen:
+            sets = ", ".join(dict.fromkeys(member.nodeset for member in self.members))
+            raise UsageError(f"there is no nodeset {nodeset!r} in cluster {self.cluster}", hint=f"use one of {sets}")
+        if hosts is None:
+            return chosen
+        try:
+            names = expand(hosts)
+        except ValueError as problem:
+            raise UsageError(f"{hosts!r} is not a hostlist: {problem}", hint="write gpu01,gpu02 or gpu[01-16]") from None
+        by_name = {member.name: member for member in chosen}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise UsageError(
+                f"cluster {self.cluster} has no host {', '.join(unknown)}", hint=f"use one of {', '.join(by_name)}"
+            )
+        return [by_name[name] for name in names]
+
+
+def open_context(
+    file: Path | None = None, cluster: str | None = None, progress: Progress | None = None
+) -> Context:
+    """The cluster of a spec file; without a file, the sandbox."""
+    progress = progress or Silence()
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    if file is None:
+        return Context(default_spec(cluster or "sandbox"), progress=progress)
+    if cluster is not None:
+        raise UsageError(
+            f"the cluster's name is in {file}; --cluster names one that has no file", hint="leave out --cluster"
+        )
+    spec, warnings = load_all(file)
+    return Context(spec, file, tuple(warnings), progress)
+
+
+def state_directory(cluster: str) -> Path:
+    """Where the operator's machine keeps what it knows of a cluster: host keys, nothing else."""
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "shoal" / cluster
+
+
+def requests(chosen: Iterable[Member], provider: str) -> list[Request]:
+    """What a provider is asked for."""
+    return [Request(member.name, member.shape) for member in chosen if member.provider == provider]
+
+
+def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]]) -> Target:
+    if member.provider is None:
+        return Target(member.name, member.address, member.port, member.user, member.identity)
+    if member.name not in made:
+        raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint="run `shoal up`")
+    return made[member.name][1].target
