@@ -1,7 +1,7 @@
 """Slurm's hostlists: `gpu[01-03,07],login` stands for five names.
 
-`expand` agrees with `scontrol show hostnames`, `compress` with `scontrol show hostlistsorted`, `fold` with `scontrol show
-hostlist`. Where Slurm guesses what broken text may mean (`a[1-2`, `a[1-]`, `a[ 1-2]`), we refuse instead.
+`expand` agrees with `scontrol show hostnames`, `compress` with `scontrol show hostlistsorted`, `fold` with `scontrol
+show hostlist`. Where Slurm guesses what broken text may mean (`a[1-2`, `a[1-]`, `a[ 1-2]`), we refuse instead.
 """
 
 from __future__ import annotations
