@@ -28,7 +28,9 @@ class Finding:
     """The host it concerns, where it concerns one."""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}:{self.col}" if self.file else self.host
+        place = self.file or self.host
+        if self.file and self.line:
+            place = f"{self.file}:{self.line}:{self.col}"
         subject = " ".join(part for part in (place, self.path) if part)
         text = ", ".join(part for part in (self.what, self.found and f"found {self.found}", self.fix) if part)
         return f"{subject}: {text}" if subject else text

@@ -131,6 +131,8 @@ class HostEntry(Closed):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str | dict | HostEntry):
+            raise refusal("not a host", "write its name, or {name: node1, address: 10.0.0.1}")
         return parse_host(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")

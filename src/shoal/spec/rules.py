@@ -81,7 +81,7 @@ def _sources(data: Mapping[str, Any]) -> Iterator[Problem]:
         given, made = _is_set(entry, key), _is_set(entry, "provider")
         if given and made:
             yield Problem(
-                (*path, "provider"), f"both `{key}` and `provider`", "both", "keep the one you mean, delete the other"
+                (*path, "provider"), f"both `{key}` and `provider`", "", "keep the one you mean, delete the other"
             )
             continue
         if not given and not made:
@@ -123,6 +123,7 @@ def _partitions(data: Mapping[str, Any]) -> Iterator[Problem]:
     controller, nodesets = _mapping(data, "controller"), _mapping(data, "nodesets")
     computes = controller.get("compute") is True
     known = [*nodesets, *(["controller"] if computes else [])]
+    readable = isinstance(data.get("nodesets", {}), Mapping)
     default: str | None = None
     listed: set[str] = set()
     for name, partition in _entries(data, "partitions"):
@@ -140,7 +141,7 @@ def _partitions(data: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(where, "nodeset listed twice", show(nodeset), "delete one")
             elif nodeset == "controller" and not computes:
                 yield Problem(where, "the controller runs no jobs", show(nodeset), "set `compute: true` on it")
-            elif nodeset not in known:
+            elif nodeset not in known and readable:
                 yield Problem(where, "unknown nodeset", show(nodeset), nearest(nodeset, known))
             listed_here.add(nodeset)
         listed |= listed_here
@@ -148,7 +149,7 @@ def _partitions(data: Mapping[str, Any]) -> Iterator[Problem]:
             if default is not None:
                 yield Problem((*path, "default"), "two default partitions", show(name), f"`{default}` is one already")
             default = default or name
-    if not _mapping(data, "partitions"):
+    if not _mapping(data, "partitions") or not listed <= set(known):
         return
     for nodeset in known:
         if nodeset not in listed:

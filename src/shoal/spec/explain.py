@@ -1,0 +1,85 @@
+"""pydantic's errors in our words, each at its place in the file."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.spec.finding import Finding
+from shoal.spec.model import Spec
+from shoal.spec.reader import Tree
+from shoal.spec.rules import Path, nearest
+from shoal.spec.words import show
+
+_WRONG_TYPE = {
+    "bool_type": ("not true or false", "write `true` or `false`"),
+    "string_type": ("not text", "write a plain word"),
+    "tuple_type": ("not a list", "write [a, b], or one `- a` a line"),
+    "dict_type": ("not a mapping", "write `key: value` lines under it"),
+    "model_type": ("not a mapping", "write `key: value` lines under it"),
+}
+
+
+def explain(error: ValidationError, tree: Tree) -> list[Finding]:
+    """A finding for each error, except where the reader or the rules have made one."""
+    findings = []
+    for detail in error.errors(include_url=False):
+        if detail["type"] == "rules":
+            continue  # the loader asks the rules itself, about the file as it stands
+        path: Path = detail["loc"]
+        seen = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
+        if seen and detail["type"] != "extra_forbidden":
+            continue
+        findings.append(_explain(detail, tree))
+    return findings
+
+
+def _explain(detail: ErrorDetails, tree: Tree) -> Finding:
+    path: Path = detail["loc"]
+    if detail["type"] == "missing":
+        return tree.finding(path[:-1], f"missing key `{path[-1]}`", "", f"add `{path[-1]}:` here")
+    if detail["type"] == "extra_forbidden":
+        key = str(path[-1])
+        fix = nearest(key, list(_model_at(path[:-1]).model_fields))
+        return tree.finding(path[:-1], "unknown key", show(key), fix, place=tree.keys.get(path))
+    if path[-1:] == ("[key]",):
+        path, place = path[:-1], tree.keys.get(path[:-1])
+        found = show(path[-1])
+    else:
+        while path and path not in tree.places:  # a part of `user@host:port`: the file has only the whole
+            path = path[:-1]
+        place = None
+        found = show(_value_at(tree.data, path)) if path not in tree.source else tree.source[path][:40]
+    context: dict[str, Any] = detail.get("ctx", {})
+    if detail["type"] == "shoal":
+        return tree.finding(path, context["what"], context.get("found", found), context["fix"], place=place)
+    what, fix = _WRONG_TYPE.get(detail["type"], ("not a value that can stand here", ""))
+    return tree.finding(path, what, found, fix, place=place)
+
+
+def _model_at(path: Path) -> type[BaseModel]:
+    """The model that the value at a path is read into."""
+    model: type[BaseModel] = Spec
+    inside = False  # a mapping by name or a list: its next part is a name or an index, not a field
+    for part in path:
+        if inside:
+            inside = False
+            continue
+        annotation = model.model_fields[str(part)].annotation
+        inside = get_origin(annotation) in (dict, tuple)
+        model = _nested(annotation) or model
+    return model
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for argument in get_args(annotation) if (model := _nested(argument))), None)
+
+
+def _value_at(data: Any, path: Path) -> Any:
+    for part in path:
+        data = data[part]
+    return data

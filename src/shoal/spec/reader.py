@@ -1,0 +1,256 @@
+"""YAML text as plain data, with the line and column of everything in it.
+
+Only the plain part of YAML 1.2 is read: mappings, lists, text, whole numbers, true and false. Anchors, aliases, merge
+keys and tags are refused, and so is deep nesting: a spec needs none of them, and each is a way to write a small file
+that is huge once read. `yes`, `010`, `1:30:00` and `2026-01-01` are text, as YAML 1.2 has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+from shoal.errors import SpecError
+from shoal.spec.finding import Finding
+from shoal.spec.rules import Path, path_text
+from shoal.spec.words import show
+
+MAX_BYTES = 1024 * 1024
+MAX_DEPTH = 16
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_NULL = ("", "~", "null", "Null", "NULL")
+_BOOL = {word: truth for truth in (True, False) for word in (str(truth), str(truth).lower(), str(truth).upper())}
+
+_SYNTAX = (
+    (r"'\\t'", "a tab", "indent with spaces"),
+    (r"expected ',' or '\]', but got '\['", "not YAML", 'put quotes around a hostlist: "gpu[01-16]"'),
+    (r"mapping values are not allowed", "not YAML", "check the indentation of this line and the one above"),
+    (r"block end", "not YAML", "indent the line like its neighbours"),
+    (r"expected ':'", "not YAML", "write `key: value`, with a blank after the colon"),
+    (r"end of stream", "not YAML", "close the quote or bracket that is still open"),
+    (r"", "not YAML", "check the quotes, brackets and indentation here"),
+)
+"""What the parser says, and what to do about it."""
+
+
+class Unreadable:
+    """Stands where a value could not be read; the finding about it is made already."""
+
+
+@dataclass
+class Tree:
+    """What a file holds, and where."""
+
+    file: str
+    data: Any = None
+    places: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """Line and column of each value; of its key, where the value is a mapping or a list."""
+    keys: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    source: dict[Path, str] = field(default_factory=dict)
+    """Numbers with a fraction as they are written: `.nan`, `1e3`."""
+    findings: list[Finding] = field(default_factory=list)
+    unreadable: set[Path] = field(default_factory=set)
+
+    def finding(
+        self, path: Path, what: str, found: str = "", fix: str = "", *, place: tuple[int, int] | None = None
+    ) -> Finding:
+        """An error at a path, or at the nearest value above it that the file has."""
+        line, col = place or self.place(path)
+        return Finding("error", what, found=found, fix=fix, path=path_text(path), file=self.file, line=line, col=col)
+
+    def place(self, path: Path) -> tuple[int, int]:
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return (1, 1)
+
+
+def read(text: str, file: str) -> Tree:
+    """The tree of a text that is YAML. Raises SpecError when it is not; what else is wrong is in its `findings`."""
+    if len(text) > MAX_BYTES:
+        raise _stop(Finding("error", "the file is too large", fix="a spec has at most 1 MiB", file=file, line=1, col=1))
+    tree = Tree(file)
+    try:
+        _Builder(tree, YAML(pure=True).parse(text)).build()
+    except ReaderError as error:
+        line, col = position(text, error.position)
+        found = f"character U+{error.character:04X}" if isinstance(error.character, int) else ""
+        raise _stop(Finding("error", "not text", found, "delete it", file=file, line=line, col=col)) from None
+    except YAMLError as error:
+        raise _stop(_syntax(error, file)) from None
+    except (SpecError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # the parser has bugs of its own; for the user each of them is "not YAML"
+        found = show(f"{type(error).__name__}: {error}")
+        raise _stop(Finding("error", "not YAML", found, _SYNTAX[-1][2], file=file, line=1, col=1)) from None
+    return tree
+
+
+def position(text: str | bytes, offset: int) -> tuple[int, int]:
+    """Line and column, from 1, of an offset into the text."""
+    before = text[:offset].decode("utf-8", "replace") if isinstance(text, bytes) else text[:offset]
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
+
+
+class _Builder:
+    """Builds the data from the parser's events, so that no more is built than the file's own length."""
+
+    def __init__(self, tree: Tree, events: Iterator[Event]) -> None:
+        self._tree = tree
+        self._events = events
+
+    def build(self) -> None:
+        next(self._events)  # the start of the stream
+        event = next(self._events)
+        if isinstance(event, StreamEndEvent):
+            raise self._fatal((1, 1), "the file is empty", "", "write a spec into it: `shoal init` makes one")
+        assert isinstance(event, DocumentStartEvent)
+        event = next(self._events)
+        self._tree.places[()] = _mark(event)
+        data = self._value(event, ())
+        assert isinstance(next(self._events), DocumentEndEvent)
+        event = next(self._events)
+        if not isinstance(event, StreamEndEvent):
+            raise self._fatal(_mark(event), "several documents in one file", "`---`", "keep one")
+        if isinstance(data, Unreadable):
+            self._tree.findings.clear()
+            raise self._fatal((1, 1), "the file is empty", "", "write a spec into it: `shoal init` makes one")
+        if not isinstance(data, dict):
+            fix = "start it with `cluster: NAME`"
+            raise self._fatal(self._tree.places[()], "the file is not a mapping", show(data), fix)
+        self._tree.data = data
+
+    def _value(self, event: Event, path: Path) -> Any:
+        if isinstance(event, AliasEvent):
+            return self._refuse(event, path, "aliases are not supported", f"`*{event.anchor}`", "write the value out")
+        if anchor := getattr(event, "anchor", None):
+            shown = f"`&{anchor}`"
+            self._refuse(event, path, "anchors are not supported", shown, "delete it and write the value out")
+        tag = getattr(event, "tag", None)
+        if tag and tag != "!":
+            self._refuse(event, path, "tags are not supported", show(str(tag)), "delete it")
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event, path)
+        if len(path) >= MAX_DEPTH:
+            raise self._fatal(_mark(event), "nested too deeply", "", f"a spec has at most {MAX_DEPTH} levels")
+        if isinstance(event, SequenceStartEvent):
+            return self._list(path)
+        assert isinstance(event, MappingStartEvent)
+        return self._mapping(path)
+
+    def _list(self, path: Path) -> list[Any]:
+        items: list[Any] = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            place = (*path, len(items))
+            self._tree.places[place] = _mark(event)
+            items.append(self._value(event, place))
+        return items
+
+    def _mapping(self, path: Path) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        while not isinstance(key := next(self._events), MappingEndEvent):
+            if not isinstance(key, ScalarEvent):
+                raise self._fatal(_mark(key), "not a key", "", "a key is a plain word", path)
+            name = str(key.value)
+            place = (*path, name)
+            event = next(self._events)
+            if name == "<<" and key.style is None:
+                fix = "write the keys out"
+                self._tree.findings.append(
+                    self._tree.finding(path, "merge keys are not supported", "`<<`", fix, place=_mark(key))
+                )
+                self._value(event, (*path, "<<"))
+                continue
+            if name in entries:
+                line = self._tree.keys[place][0]
+                fix = f"it is at line {line} already; keep one"
+                self._tree.findings.append(
+                    self._tree.finding(place, "duplicate key", show(name), fix, place=_mark(key))
+                )
+                _skip(event, self._events)
+                continue
+            self._tree.keys[place] = _mark(key)
+            plain = isinstance(event, ScalarEvent) and not (event.style is None and event.value == "")
+            self._tree.places[place] = _mark(event) if plain else _mark(key)
+            entries[name] = self._value(event, place)
+        return entries
+
+    def _scalar(self, event: ScalarEvent, path: Path) -> Any:
+        text = str(event.value)
+        if event.style is not None or (event.tag and event.tag != "!"):
+            return text
+        if text in _NULL:
+            return self._refuse(event, path, "no value", "nothing", "give one, or delete the key")
+        if text in _BOOL:
+            return _BOOL[text]
+        if _INT.fullmatch(text):
+            if len(text) > 18:
+                return self._refuse(event, path, "the number is too large", show(text), "give a smaller one")
+            return int(text)
+        if _FLOAT.fullmatch(text):
+            self._tree.source[path] = text
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return text
+
+    def _refuse(self, event: Event, path: Path, what: str, found: str, fix: str) -> Unreadable:
+        self._tree.unreadable.add(path)
+        self._tree.findings.append(self._tree.finding(path, what, found, fix))
+        return Unreadable()
+
+    def _fatal(self, place: tuple[int, int], what: str, found: str, fix: str, path: Path = ()) -> SpecError:
+        return _stop(self._tree.finding(path, what, found, fix, place=place), *self._tree.findings)
+
+
+def _skip(event: Event, events: Iterator[Event]) -> None:
+    """Pass over a value without building it."""
+    depth = 0
+    while True:
+        if isinstance(event, MappingStartEvent | SequenceStartEvent):
+            depth += 1
+        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+            depth -= 1
+        if depth == 0:
+            return
+        event = next(events)
+
+
+def _mark(event: Event) -> tuple[int, int]:
+    return event.start_mark.line + 1, event.start_mark.column + 1
+
+
+def _syntax(error: YAMLError, file: str) -> Finding:
+    problem, mark = "", None
+    if isinstance(error, MarkedYAMLError):
+        problem = error.problem or error.context or ""
+        mark = error.problem_mark or error.context_mark
+    line, col = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+    what, fix = next((what, fix) for pattern, what, fix in _SYNTAX if re.search(pattern, problem))
+    found = "" if what == "a tab" else problem if problem.isprintable() else ascii(problem)[1:-1]
+    return Finding("error", what, found, fix, file=file, line=line, col=col)
+
+
+def _stop(*findings: Finding) -> SpecError:
+    def place(finding: Finding) -> tuple[int, int]:
+        return finding.line, finding.col
+
+    return SpecError(tuple(sorted(findings, key=place)))
