@@ -38,9 +38,10 @@ class Inbox:
             self._error = error
             self._wakeup.set()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
+    def raise_error(self) -> None:
+        """Raise what broke the stream, if something has."""
+        if self._error:
+            raise self._error
 
     async def readline(self) -> bytes:
         while True:
@@ -48,8 +49,7 @@ class Inbox:
             if found >= 0:
                 return self._take(found + 1)
             if self._ended:
-                if self._error:
-                    raise self._error
+                self.raise_error()
                 return self._take(len(self._buffer))
             # A line longer than the high water mark still has to come in whole.
             self._scanned = len(self._buffer)
@@ -60,8 +60,7 @@ class Inbox:
         self._drain = True
         while not self._ended:
             await self._more()
-        if self._error:
-            raise self._error
+        self.raise_error()
         return self._take(len(self._buffer))
 
     def _take(self, count: int) -> bytes:

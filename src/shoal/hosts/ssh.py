@@ -13,14 +13,14 @@ from typing import Any, Self
 
 import asyncssh
 
-from shoal.errors import Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
+from shoal.hosts.process import LineProcess, as_it_is, run_to_end, told
+from shoal.hosts.ssh_channel import SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
 from shoal.hosts.ssh_keys import KeyFile, KeyRing, agent_keys
-from shoal.hosts.ssh_process import Channel, SshProcess
 
 __all__ = ["SshConnector", "SshHost", "forget"]
 
@@ -147,21 +147,9 @@ class SshHost:
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
     ) -> Result:
         process = await self._open(argv, root=root, whole_stderr=True)
-        try:
-            async with asyncio.timeout(timeout):
-                if stdin:
-                    await process.write(stdin)
-                return await process.wait()
-        except TimeoutError:
-            raise Unreachable(
-                self.name,
-                f"{_told(argv)} did not end within {timeout:g} s",
-                hint="the host may be overloaded or hang on a disk; look at it with: shoal ssh " + self.name,
-            ) from None
-        finally:
-            await process.kill()
+        return await run_to_end(self.name, argv, process, stdin, timeout)
 
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> SshProcess:
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
         return await self._open(argv, root=root, whole_stderr=False)
 
     async def close(self) -> None:
@@ -183,22 +171,22 @@ class SshHost:
     ) -> None:
         await self.close()
 
-    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> SshProcess:
+    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"
         command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
-        judge = partial(sudo.judge, self.name, self._user, argv) if through_sudo else _as_it_is
+        judge = partial(sudo.judge, self.name, self._user, argv) if through_sudo else as_it_is
         await self._sessions.acquire()
-        channel = Channel(
-            partial(connection_lost, self.name, _told(argv)), self._sessions.release, whole_stderr=whole_stderr
+        channel = SshChannel(
+            partial(connection_lost, self.name, told(argv)), self._sessions.release, whole_stderr=whole_stderr
         )
         try:
             await self._connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
         except BaseException as error:
             channel.kill()
             if isinstance(error, FOREIGN):
-                raise cannot_start(self.name, _told(argv), error) from error
+                raise cannot_start(self.name, told(argv), error) from error
             raise
-        return SshProcess(channel, judge)
+        return LineProcess(channel, judge)
 
 
 class _Client(asyncssh.SSHClient):
@@ -292,12 +280,3 @@ def _host_key_algorithms(expected: HostKey | None) -> list[str]:
         return _HOST_KEY_ALGORITHMS
     own = ["rsa-sha2-256", "rsa-sha2-512"] if expected.type == "ssh-rsa" else [expected.type]
     return own + [name for name in _HOST_KEY_ALGORITHMS if name not in own]
-
-
-def _told(argv: Sequence[str]) -> str:
-    """A command as an error names it. Only the program: arguments may be long, and are not ours to repeat."""
-    return f"`{argv[0]}`"
-
-
-def _as_it_is(result: Result) -> Result:
-    return result

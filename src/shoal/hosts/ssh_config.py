@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from asyncssh.misc import IllegalUserName
 
 from shoal.errors import HostError
 from shoal.hosts.api import Target
+from shoal.hosts.sudo import login_name
 
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa", "id_ed25519_sk", "id_ecdsa_sk")
 
@@ -44,7 +44,7 @@ class SshConfig:
         default = Path("~/.ssh/config").expanduser()
         self._path = path or (default if default.exists() else None)
         self._agent = agent
-        self._user = _login_name()
+        self._user = login_name()
         self._routes: dict[Target, Route] = {}
 
     def route(self, target: Target) -> Route:
@@ -126,10 +126,3 @@ def _jump(target: Target, text: str) -> Target:
             target.name, f"cannot understand ProxyJump {text!r} in the SSH config", hint="write it as user@host:port"
         )
     return replace(Target(name), user=user or None, port=int(port) if port else None)
-
-
-def _login_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "root"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import re
 from collections.abc import Sequence
 
@@ -58,3 +59,11 @@ def refused(host: str, user: str, found: str) -> SudoRefused:
             f"&& chmod 440 /etc/sudoers.d/90-shoal; or log in as root (`user: root`)"
         ),
     )
+
+
+def login_name() -> str:
+    """Who we are on this machine; a user id without a name counts as root's, as in a bare container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "root"

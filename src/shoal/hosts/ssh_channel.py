@@ -10,14 +10,13 @@ from collections.abc import Callable
 import asyncssh
 
 from shoal.errors import HostError
-from shoal.hosts.api import Result
 from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
+from shoal.hosts.process import KILLED
 
 _CHUNK = 128 << 10
-KILLED = 128 + signal.SIGKILL
 
 
-class Channel(asyncssh.SSHClientSession[bytes]):
+class SshChannel(asyncssh.SSHClientSession[bytes]):
     """What the server tells us about the program: its output, its end, or that the connection is gone."""
 
     def __init__(
@@ -107,39 +106,6 @@ class Channel(asyncssh.SSHClientSession[bytes]):
     def _resume(self) -> None:
         if self._chan and not self.ended.is_set():
             self._chan.resume_reading()
-
-
-class SshProcess:
-    """A running program, spoken to line by line. `judge` tells sudo's refusal from the program's own end."""
-
-    def __init__(self, channel: Channel, judge: Callable[[Result], Result]) -> None:
-        self._channel = channel
-        self._judge = judge
-        self._any_output = False
-
-    async def write(self, data: bytes) -> None:
-        await self._channel.send(data)
-        if self._channel.ended.is_set() and self._channel.status is None:
-            await self._channel.stdout.rest()  # raises what ended it
-
-    async def readline(self) -> bytes:
-        line = await self._channel.stdout.readline()
-        self._any_output = self._any_output or bool(line)
-        if not line and not self._any_output:
-            self._ending(b"")
-        return line
-
-    async def wait(self) -> Result:
-        self._channel.close_input()
-        return self._ending(await self._channel.stdout.rest())
-
-    async def kill(self) -> None:
-        self._channel.kill()
-
-    def _ending(self, stdout: bytes) -> Result:
-        assert self._channel.status is not None
-        result = Result(self._channel.status, stdout, self._channel.stderr.value())
-        return result if self._any_output or self._channel.killed else self._judge(result)
 
 
 def _signal_number(name: str) -> int:

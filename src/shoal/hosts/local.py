@@ -1,0 +1,159 @@
+"""This machine as a host, for an operator who sits on the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self, cast
+
+from shoal.errors import HostError, Unreachable
+from shoal.hosts import sudo
+from shoal.hosts.api import Result, Target
+from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
+from shoal.hosts.process import KILLED, LineProcess, as_it_is, run_to_end, told
+
+_CHUNK = 128 << 10
+# A shell starts the program, as it does over SSH, so that a missing one is status 127 here as well.
+_SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
+
+
+class LocalConnector:
+    """Gives every target as this machine."""
+
+    async def connect(self, target: Target) -> LocalHost:
+        return LocalHost(target)
+
+
+class LocalHost:
+    """This machine. `through_sudo` says whether root is reached by sudo; by default, when we are not root."""
+
+    def __init__(self, target: Target, *, through_sudo: bool | None = None) -> None:
+        self.target = target
+        self._through_sudo = os.geteuid() != 0 if through_sudo is None else through_sudo
+        self._running: set[_LocalWire] = set()
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
+    ) -> Result:
+        process = await self._open(argv, root=root, whole_stderr=True)
+        return await run_to_end(self.name, argv, process, stdin, timeout)
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        return await self._open(argv, root=root, whole_stderr=False)
+
+    async def close(self) -> None:
+        """End what still runs, as the end of an SSH connection would."""
+        for wire in list(self._running):
+            wire.kill()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
+        through_sudo = root and self._through_sudo
+        judge = partial(sudo.judge, self.name, sudo.login_name(), argv) if through_sudo else as_it_is
+        wire = _LocalWire(self._running.discard, whole_stderr=whole_stderr)
+        try:
+            await asyncio.get_running_loop().subprocess_exec(
+                lambda: wire, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
+            )
+        except OSError as error:
+            raise _cannot_start(self.name, argv, error) from error
+        self._running.add(wire)
+        return LineProcess(wire, judge)
+
+
+class _LocalWire(asyncio.SubprocessProtocol):
+    """The pipes of a child process."""
+
+    def __init__(self, on_end: Callable[[_LocalWire], None], *, whole_stderr: bool) -> None:
+        self._on_end = on_end
+        self._transport: asyncio.SubprocessTransport | None = None
+        self.stdout = Inbox(lambda: self._stdout().pause_reading(), lambda: self._stdout().resume_reading())
+        self.stderr = Tail(None if whole_stderr else STDERR_TAIL)
+        self.status: int | None = None
+        self.killed = False
+        self._ended = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        (self.stdout if fd == 1 else self.stderr).feed(data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 0:
+            self._writable.set()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process has ended and its pipes are drained."""
+        if self._ended:
+            return
+        self._ended = True
+        assert self._transport is not None
+        code = self._transport.get_returncode()
+        self.status = KILLED if code is None else code if code >= 0 else 128 - code
+        self.stdout.end()
+        self._writable.set()
+        self._transport.close()
+        self._on_end(self)
+
+    async def send(self, data: bytes) -> None:
+        assert self._transport is not None
+        pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        view = memoryview(data)
+        for start in range(0, len(view), _CHUNK):
+            await self._writable.wait()
+            if self._ended or pipe.is_closing():
+                return
+            pipe.write(bytes(view[start : start + _CHUNK]))
+
+    def close_input(self) -> None:
+        assert self._transport is not None
+        pipe = self._transport.get_pipe_transport(0)
+        if pipe and not pipe.is_closing():
+            cast(asyncio.WriteTransport, pipe).write_eof()
+
+    def kill(self) -> None:
+        if self._ended:
+            return
+        assert self._transport is not None
+        self.killed = True
+        # The whole session: the program's children hold its pipes too. One that sudo made root's is not ours to kill;
+        # it loses its pipes.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._transport.get_pid(), signal.SIGKILL)
+        self._transport.close()
+        self.connection_lost(None)
+
+    def _stdout(self) -> asyncio.ReadTransport:
+        assert self._transport is not None
+        return cast(asyncio.ReadTransport, self._transport.get_pipe_transport(1))
+
+
+def _cannot_start(name: str, argv: Sequence[str], error: OSError) -> HostError:
+    return Unreachable(
+        name, f"cannot start {told(argv)}: {error.strerror or error}", hint="is the machine out of memory or processes?"
+    )
