@@ -24,7 +24,7 @@ def load(path: Path) -> Spec:
 
 def load_all(path: Path) -> tuple[Spec, list[Finding]]:
     """The spec in a file, and what is worth a warning about it. Raises SpecError with every finding."""
-    return load_text_all(_decode(_bytes(path), str(path)), str(path))
+    return load_text_all(read_text(path), str(path))
 
 
 def load_text(text: str, file: str) -> Spec:
@@ -44,11 +44,16 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
         failure = str(error)
         findings += explain(error, tree)
     findings += [_finding(problem, tree) for problem in rules.problems(tree.data)]
-    findings = sorted(dict.fromkeys(findings), key=lambda finding: (finding.line, finding.col))
+    findings = sorted(dict.fromkeys(findings), key=reader.by_place)
     if spec is None or any(finding.level == "error" for finding in findings):
         assert findings, failure
         raise SpecError(tuple(findings))
     return spec, findings
+
+
+def read_text(path: Path) -> str:
+    """What is in the file, as text. Raises SpecError when it cannot be read."""
+    return _decode(_bytes(path), str(path))
 
 
 def _finding(problem: rules.Problem, tree: reader.Tree) -> Finding:

@@ -43,6 +43,7 @@ from shoal.spec.words import (
     NodesetName,
     PartitionName,
     Port,
+    SetName,
     SiteName,
     SlurmTime,
     UserName,
@@ -229,7 +230,7 @@ class NodeSet(HostSet):
 class Partition(Closed):
     """A queue over some of the nodesets."""
 
-    nodesets: tuple[str, ...]
+    nodesets: tuple[SetName, ...]
     """The nodesets whose hosts take its jobs; `controller` may be among them when the controller computes."""
     default: StrictBool = False
     """Jobs that name no partition go here. When no partition says so, the first one is it."""

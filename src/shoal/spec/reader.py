@@ -106,6 +106,11 @@ def read(text: str, file: str) -> Tree:
     return tree
 
 
+def by_place(finding: Finding) -> tuple[int, int]:
+    """The order in which findings are shown."""
+    return finding.line, finding.col
+
+
 def position(text: str | bytes, offset: int) -> tuple[int, int]:
     """Line and column, from 1, of an offset into the text."""
     before = text[:offset].decode("utf-8", "replace") if isinstance(text, bytes) else text[:offset]
@@ -250,7 +255,5 @@ def _syntax(error: YAMLError, file: str) -> Finding:
 
 
 def _stop(*findings: Finding) -> SpecError:
-    def place(finding: Finding) -> tuple[int, int]:
-        return finding.line, finding.col
-
-    return SpecError(tuple(sorted(findings, key=place)))
+    ordered: list[Finding] = sorted(findings, key=by_place)
+    return SpecError(tuple(ordered))

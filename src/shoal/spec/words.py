@@ -266,6 +266,7 @@ NodesetName = Annotated[str, BeforeValidator(_nodeset), _schema("name", pattern=
 PartitionName = Annotated[str, BeforeValidator(_partition), _schema("name", pattern="^[a-z][a-z0-9_-]*$", maxLength=32)]
 FeatureName = Annotated[str, BeforeValidator(_feature), _schema("name", pattern="^[A-Za-z][A-Za-z0-9_.-]*$")]
 SiteName = Annotated[str, BeforeValidator(_site), _schema("name", pattern="^[a-z][a-z0-9]*$", maxLength=8)]
+SetName = Annotated[str, _schema("name")]
 HostNames = Annotated[str, BeforeValidator(host_names), _schema("host name or hostlist")]
 Address = Annotated[str, BeforeValidator(address), _schema("IP address or DNS name")]
 UserName = Annotated[str, BeforeValidator(user_name), _schema("user name", pattern=f"^{_USER.pattern}$")]

@@ -1,0 +1,170 @@
+"""The reference of `shoal.yaml`, made from the models: a page for people, a JSON Schema for editors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from shoal.spec.model import (
+    Closed,
+    Controller,
+    HostEntry,
+    HostSet,
+    Login,
+    Machine,
+    NodeSet,
+    Partition,
+    Reach,
+    SlurmOptions,
+    Spec,
+)
+
+EXAMPLE = """\
+# shoal.yaml
+cluster: reef
+controller: {host: desktop, compute: true}
+nodesets:
+  lab:
+    hosts: [gpu01, gpu02, {name: gpu03, address: 10.0.0.13}]
+    user: ubuntu
+  rack:
+    hosts:
+      - rack[01-16]
+    features: [a100]
+  fish:
+    provider: sandbox
+    count: 2
+    gpus: 2
+partitions:
+  main: {nodesets: [lab, controller], default: true, max_time: 1-00:00:00}
+  big: {nodesets: [rack], max_nodes: 8}
+  play: {nodesets: [fish], max_time: 30}
+"""
+
+_SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
+    ("The file", Spec),
+    ("controller", Controller),
+    ("login", Login),
+    ("nodesets", NodeSet),
+    ("A host", HostEntry),
+    ("Logging in", Reach),
+    ("Made by a provider", Machine),
+    ("partitions", Partition),
+    ("slurm", SlurmOptions),
+)
+
+_INTRODUCTION = f"""\
+<!-- Made from the models in src/shoal/spec/model.py by `python -m shoal.spec.docs > docs/spec.md`. -->
+
+# shoal.yaml
+
+One file says what the cluster is. `shoal check` reads it and names everything that is wrong with it, each with its line
+and column; `shoal schema` prints a JSON Schema, with which an editor completes it; `shoal init` writes a first one.
+
+```yaml
+{EXAMPLE}```
+
+The file is plain YAML 1.2: mappings, lists, text, whole numbers, `true` and `false`. Anchors, aliases, merge keys and
+tags are refused, and so is every key that is not on this page.
+"""
+
+
+def spec_markdown() -> str:
+    """The page `docs/spec.md`."""
+    return "\n".join([_INTRODUCTION, *(_section(title, model) for title, model in _SECTIONS)]).rstrip() + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """A JSON Schema (draft 2020-12) of the file."""
+    body = _tidy(Spec.model_json_schema())
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **body,
+        "title": "shoal.yaml",
+        "description": "A Slurm cluster, as Shoal builds it.",
+    }
+
+
+def _tidy(entry: Any) -> Any:
+    """Only what the loader does: it takes no `null` for an optional field, and no key that has the wrong form."""
+    if isinstance(entry, list):
+        return [_tidy(part) for part in entry]
+    if not isinstance(entry, dict):
+        return entry
+    tidy = {key: _tidy(value) for key, value in entry.items() if key not in ("properties", "$defs")}
+    for names in ("properties", "$defs"):  # their keys are the user's words, not the schema's
+        if names in entry:
+            tidy[names] = {name: _tidy(value) for name, value in entry[names].items()}
+    if tidy.get("default", ...) is None:
+        del tidy["default"]
+    if "patternProperties" in tidy:
+        tidy["additionalProperties"] = False
+    if {"type": "null"} in tidy.get("anyOf", ()):
+        (only,) = (option for option in tidy.pop("anyOf") if option != {"type": "null"})
+        tidy = {**tidy, **only}
+    return tidy
+
+
+def _section(title: str, model: type[Closed]) -> str:
+    definition = _tidy(model.model_json_schema())
+    definition = definition["anyOf"][1] if "anyOf" in definition else definition
+    required = definition.get("required", [])
+    lines = [f"## {title}", "", inspect.cleandoc(model.__doc__ or ""), ""]
+    own = _own_fields(model)
+    if own:
+        lines += ["| Field | Type | Default | What it says |", "|---|---|---|---|"]
+    for name in own:
+        entry = definition["properties"][name]
+        default = "required" if name in required else _default(entry.get("default"))
+        lines.append(f"| `{name}` | {_type(entry)} | {default} | {entry['description']} |")
+    for base, text in ((Reach, "Logging in"), (Machine, "Made by a provider")):
+        if base in model.__mro__[1:]:
+            anchor = text.lower().replace(" ", "-")
+            when = "With `provider`" if base is Machine else "Without `provider`"
+            lines += ["", f"{when}, also the fields of [{text}](#{anchor})."]
+    return "\n".join(lines) + "\n"
+
+
+def _own_fields(model: type[Closed]) -> list[str]:
+    """The fields of a section; what all sets of hosts share is shown once, in its own section."""
+    shared = {*Reach.model_fields, *Machine.model_fields} if model not in (Reach, Machine) else set()
+    shared = shared if issubclass(model, Reach | Machine) else set()
+    own = [name for name in model.model_fields if name not in shared]
+    # `hosts` before what is particular to the kind of set
+    return sorted(own, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else own
+
+
+def _default(value: object) -> str:
+    if value is None or value == [] or value == {}:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _type(entry: dict[str, Any]) -> str:
+    if "$ref" in entry:
+        return _LINKS[entry["$ref"].rpartition("/")[2]]
+    if "const" in entry:
+        return f"`{entry['const']}`"
+    if "enum" in entry:
+        return ", ".join(f"`{word}`" for word in entry["enum"])
+    kind = entry["type"]
+    if kind == "integer":
+        return f"{entry['minimum']} to {entry['maximum']}"
+    if kind == "boolean":
+        return "`true`, `false`"
+    if kind == "array":
+        return f"list of {_type(entry['items'])}"
+    if kind == "object":
+        values = entry.get("patternProperties", {"": entry["additionalProperties"]})
+        return f"name: {_type(next(iter(values.values())))}"
+    return str(entry["title"]) if "title" in entry else "text or number"
+
+
+_LINKS = {
+    model.__name__: f"[{'host' if model is HostEntry else title}](#{title.lower().replace(' ', '-')})"
+    for title, model in _SECTIONS
+}
+
+
+if __name__ == "__main__":
+    print(spec_markdown(), end="")
