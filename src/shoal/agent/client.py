@@ -1,0 +1,267 @@
+"""The operator's end of the agent: sends the program to a host once and speaks with it for as long as wanted."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib import resources
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from shoal.agent.document import Document, to_wire
+from shoal.agent.facts import Facts, from_wire
+from shoal.errors import AgentFailed, ConnectionLost
+from shoal.hosts.api import Host, Process
+
+Status = Literal["ok", "change", "changed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to look up on a host, beside what is always told. Every name costs a little; ask only for what is used."""
+
+    packages: tuple[str, ...] = ()
+    """For one that is not installed the version that could be is told too; that fetches the package lists if there are none."""
+    users: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    files: Mapping[str, Literal["hash", "text"]] = field(default_factory=dict)
+    services: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """How one item of the document stands."""
+
+    key: str
+    status: Status
+    action: str = ""
+    """What was or would be done: `restart slurmd (file /etc/slurm/slurm.conf changes)`."""
+    diff: str = ""
+    detail: str = ""
+    """Why it failed and what to do, or what is worth knowing."""
+
+
+@dataclass(frozen=True)
+class ItemEvent:
+    """Something to show while a host is being converged."""
+
+    key: str
+    text: str = ""
+    """What is going on: `download 40%`."""
+    result: ItemResult | None = None
+    """Set when the item is finished."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a document stands on a host: one result an item, in its order, then restarts of services it does not name."""
+
+    items: tuple[ItemResult, ...]
+    changed: int
+    failed: int
+
+
+# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew costs
+# more than all the rest of a run that changes nothing.
+LOADER = """
+import marshal, os, sys
+if sys.version_info < (3, 8):
+    print('{"event": "refused", "python": "%d.%d"}' % sys.version_info[:2])
+    sys.exit(3)
+pipe = open(0, "rb", 0, closefd=False)
+size, digest, state = pipe.readline().decode().split()
+packed = b""
+while len(packed) < int(size):
+    part = pipe.read(int(size) - len(packed))
+    if not part:
+        sys.exit(4)
+    packed += part
+folder = state + "/agent"
+path = folder + "/" + digest + "-" + sys.implementation.cache_tag
+def source():
+    import zlib
+    return zlib.decompress(packed)
+code = None
+try:
+    owner = os.stat(folder)
+    if owner.st_uid == os.geteuid() and not owner.st_mode & 0o077:
+        with open(path, "rb") as file:
+            code = marshal.loads(file.read())
+except (OSError, ValueError, EOFError, TypeError):
+    pass
+if code is None:
+    code = compile(source(), "shoal-agent", "exec")
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        os.chmod(folder, 0o700)
+        for name in os.listdir(folder):
+            os.unlink(folder + "/" + name)
+        new = path + ".%d" % os.getpid()
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(marshal.dumps(code))
+        os.rename(new, path)
+    except OSError:
+        pass
+space = {"__name__": "shoal_agent"}
+exec(code, space)
+space["main"](state, source)
+"""
+COMMAND = ("python3", "-I", "-S", "-B", "-c", LOADER)
+STATE = "/var/lib/shoal"
+
+
+class AgentSession:
+    """One conversation with the agent on one host. Requests go one after another.
+
+    A host without a usable Python, and an agent that ends unexpectedly, raise AgentFailed; a lost connection raises
+    ConnectionLost. An item that fails is part of the report, not an exception.
+    """
+
+    def __init__(self, host: Host, process: Process) -> None:
+        self._host = host
+        self._process = process
+
+    @classmethod
+    async def open(cls, host: Host, *, state: str = STATE) -> AgentSession:
+        """Start the agent. `state` is the directory on the host where it keeps what has to outlive a run."""
+        session = cls(host, await host.start(COMMAND))
+        await session._write(_payload(state))
+        return session
+
+    async def facts(self, ask: Ask | None = None) -> Facts:
+        """What the host is, and how far its clock is ahead of ours."""
+        begin = time.time()
+        await self._request({"op": "facts", **asdict(ask or Ask())})
+        async for event in self._events():
+            if event["event"] == "facts":
+                found = from_wire(event["facts"])
+                # The host reads its clock as the last thing before it answers, so that the way back is what is unknown.
+                return replace(found, clock_offset=_offset(begin, time.time(), event))
+        raise AssertionError("unreachable")
+
+    async def check(self, document: Document) -> Report:
+        """What applying the document would change. Changes nothing."""
+        await self._request({"op": "check", "items": to_wire(document)})
+        return await self._report(len(document), lambda event: None)
+
+    async def apply(
+        self,
+        document: Document,
+        secrets: Mapping[str, bytes],
+        on_event: Callable[[ItemEvent], None],
+        *,
+        defer_restarts: bool = False,
+    ) -> Report:
+        """Bring the host to what the document says. With `defer_restarts`, running services wait for a later call."""
+        items = to_wire(document, dict(secrets))
+        await self._request({"op": "apply", "items": items, "defer_restarts": defer_restarts})
+        return await self._report(len(document), on_event)
+
+    async def secret(self, path: str, make: int = 0) -> bytes:
+        """The content of a secret file; one of `make` random bytes is made first if there is none."""
+        await self._request({"op": "secret", "path": path, "make": make})
+        async for event in self._events():
+            if event["event"] == "secret":
+                return base64.b64decode(event["content_b64"])
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Let the agent go. Safe to call more than once, and after an error."""
+        try:
+            await self._process.write(b'{"op": "exit"}\n')
+            await self._process.wait()
+        except ConnectionLost:
+            pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            await self._process.kill()
+
+    async def _report(self, count: int, on_event: Callable[[ItemEvent], None]) -> Report:
+        ordered: dict[int, ItemResult] = {}
+        further: list[ItemResult] = []
+        async for event in self._events():
+            if event["event"] == "progress":
+                on_event(ItemEvent(event["key"], event["text"]))
+            elif event["event"] == "item":
+                result = ItemResult(
+                    event["key"], event["status"], event["action"], event["diff"], event.get("detail", "")
+                )
+                if event["index"] < 0:
+                    further.append(result)
+                else:
+                    ordered[event["index"]] = result
+                on_event(ItemEvent(result.key, result=result))
+            elif event["event"] == "done":
+                items = tuple(ordered[index] for index in range(count)) + tuple(further)
+                return Report(items, event["changed"], event["failed"])
+        raise AssertionError("unreachable")
+
+    async def _request(self, request: dict[str, Any]) -> None:
+        await self._write(json.dumps(request).encode() + b"\n")
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            await self._process.write(data)
+        except ConnectionLost as lost:
+            # The program may have ended before it read anything: then its end says more than the broken pipe.
+            raise await self._ended() from lost
+
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        while line := await self._process.readline():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a login script that prints is none of our business
+            if event["event"] == "refused":
+                raise AgentFailed(
+                    self._host.name,
+                    f"its python3 is version {event['python']}, and Shoal needs 3.8 or newer",
+                    hint="install a newer python3 on the host, or use a newer release of its distribution",
+                )
+            if event["event"] == "error":
+                raise AgentFailed(self._host.name, event["text"])
+            yield event
+        raise await self._ended()
+
+    async def _ended(self) -> AgentFailed:
+        """Why the agent ended before it answered. Raises ConnectionLost when it was the connection."""
+        result = await self._process.wait()
+        said = "\n".join(result.error_text.strip().splitlines()[-10:])
+        if result.status == 127 or "python3: not found" in said or "python3: command not found" in said:
+            return AgentFailed(
+                self._host.name, "has no python3, which Shoal needs there", hint="install it: apt-get install python3"
+            )
+        text = f"the agent ended unexpectedly with status {result.status}"
+        return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
+
+
+def _offset(begin: float, end: float, event: Mapping[str, Any]) -> float:
+    clock: float = event["facts"]["clock"]
+    took: float = event["took"]
+    # The clock was read `took` seconds after the request arrived; what is left of the time is the way there and back.
+    return clock - (begin + took + (end - begin - took) / 2)
+
+
+def _payload(state: str) -> bytes:
+    packed, digest = _program()
+    return f"{len(packed)} {digest} {state}\n".encode() + packed
+
+
+@cache
+def _program() -> tuple[bytes, str]:
+    source = resources.files("shoal.agent").joinpath("program.py").read_bytes()
+    return zlib.compress(source, 9), hashlib.sha256(source).hexdigest()
