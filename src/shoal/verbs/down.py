@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.agent.client import Report
 from shoal.errors import AgentFailed, HostError, ProviderError, ShoalError
 from shoal.plan.observe import slurm_view
 from shoal.roles.documents import farewell
+from shoal.spec.member import Member
 from shoal.verbs.context import Context, state_directory
 
 
@@ -27,7 +28,8 @@ async def down(context: Context, *, force: bool = False) -> DownResult:
     """Stop Slurm and remove what Shoal made. Refused while jobs run, unless forced."""
     if not force:
         await _refuse_running_jobs(context)
-    released, failures = await _release(context)
+    lent = [member for member in context.members if member.provider is None]
+    released, failures = await release(context, lent)
     deleted = await _delete(context)
     if not failures:
         shutil.rmtree(state_directory(context.cluster), ignore_errors=True)
@@ -48,15 +50,14 @@ async def _refuse_running_jobs(context: Context) -> None:
         )
 
 
-async def _release(context: Context) -> tuple[tuple[str, ...], dict[str, HostError]]:
-    """Bring the hosts that we did not make back to a state without us."""
-    lent = [member for member in context.members if member.provider is None]
+async def release(context: Context, lent: Sequence[Member]) -> tuple[tuple[str, ...], dict[str, HostError]]:
+    """Bring hosts that we did not make back to a state without us."""
     if not lent:
         return (), {}
     async with await context.fleet(lent) as fleet:
         with context.progress.phase("hosts released", len(lent)) as phase:
 
-            async def release(name: str) -> Report:
+            async def say_farewell(name: str) -> Report:
                 agent = await fleet.agent(name)
                 report = await agent.apply(farewell(), {}, lambda event: phase.say(name, event.text))
                 failed = next((item for item in report.items if item.status == "failed"), None)
@@ -65,7 +66,7 @@ async def _release(context: Context) -> tuple[tuple[str, ...], dict[str, HostErr
                 return report
 
             done = await fleet.each(
-                fleet.targets, release, on_done=lambda o: phase.done(o.name, o.error.cause if o.error else "")
+                fleet.targets, say_farewell, on_done=lambda o: phase.done(o.name, o.error.cause if o.error else "")
             )
         return tuple(done), dict(fleet.failures)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from shoal.errors import SpecError, UsageError
 from shoal.spec.load import load_text
 from shoal.spec.members import default_spec
+from shoal.spec.model import parse_host
 
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
@@ -97,7 +99,7 @@ def _included(patterns: Sequence[str], base: Path) -> list[Path]:
 
 
 def _given(hosts: list[str], cluster: str) -> str:
-    controller, *nodes = [_quoted(host) for host in hosts]
+    controller, *nodes = [_entry(host, number) for number, host in enumerate(hosts, start=1)]
     lines = [
         *_head(cluster),
         "# The host that runs slurmctld. `compute: true` lets jobs run on it as well.",
@@ -144,7 +146,7 @@ def _sandbox(cluster: str) -> str:
 
 def _head(cluster: str) -> list[str]:
     return [
-        "# What the cluster is. `shoal check` reads this file, `shoal plan` shows what would change, `shoal up` does it.",
+        "# What the cluster is. `shoal check` reads it, `shoal plan` shows what would change, `shoal up` does it.",
         f"cluster: {_quoted(cluster)}",
         "",
     ]
@@ -162,6 +164,19 @@ def _tail(nodeset: str) -> list[str]:
         "# firewall: false         # leave the hosts' firewalls alone",
         "",
     ]
+
+
+def _entry(host: str, number: int) -> str:
+    """A host as it stands in the file. One that is given as an address needs a name that Slurm can use."""
+    parts = parse_host(host)
+    try:
+        ipaddress.ip_address(parts["name"].strip("[]"))
+    except ValueError:
+        return _quoted(host)
+    name, address = f"node{number}", parts.pop("name").strip("[]")
+    rest = "".join(f", {key}: {_quoted(str(value))}" for key, value in parts.items() if key == "user")
+    rest += f", port: {parts['port']}" if "port" in parts else ""
+    return f"{{name: {name}, address: {_quoted(address)}{rest}}}"
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from shoal.spec.edit import remove_host
 from shoal.spec.load import load_all
 from shoal.spec.member import Member
 from shoal.verbs.context import Context
+from shoal.verbs.down import release
 from shoal.verbs.up import UpResult, up
 
 
@@ -38,9 +39,14 @@ async def remove_node(context: Context, name: str, patience: Patience) -> UpResu
         raise UsageError(
             f"there is no file to take {node} out of", hint="write one with `shoal init`, then run the command again"
         )
+    lent = [member for member in context.choose(node) if member.provider is None]
     remove_host(context.file, node)
     spec, warnings = load_all(context.file)
-    return await up(replace(context, spec=spec, warnings=tuple(warnings)), patience)
+    result = await up(replace(context, spec=spec, warnings=tuple(warnings)), patience)
+    if lent and not result.staying:
+        _, failures = await release(context, lent)
+        return replace(result, failures={**result.failures, **failures})
+    return result
 
 
 def _nodes(context: Context, hosts: str) -> list[str]:

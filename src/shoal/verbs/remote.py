@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shoal.errors import HostError, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fanout import group_equal
+from shoal.hosts.host_keys import forget
 from shoal.verbs.context import Context
 
 
@@ -57,3 +58,9 @@ async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[
     if target.identity:
         command += ["-i", str(target.identity), "-o", "IdentitiesOnly=yes"]
     return [*command, target.address or target.name, *argv]
+
+
+def forget_host(context: Context, host: str) -> bool:
+    """Forget the key of a host that was reinstalled, so that the next connection meets it anew."""
+    [member] = context.choose(host)
+    return forget(context.known_hosts, member.name)

@@ -46,7 +46,7 @@ async def plan(context: Context) -> Plan:
         return creation_plan(context.cluster, missing, orphans)
     async with await context.fleet() as fleet:
         observed = await _look(context, fleet)
-        planned, _ = await make_plan(context.spec, observed, fleet, _reached(fleet), orphans)
+        planned, _ = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
         return planned
 
 
@@ -58,7 +58,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
     async with await context.fleet() as fleet:
         observed = await _look(context, fleet)
         with context.progress.phase("compare", len(fleet.live)):
-            planned, goal = await make_plan(context.spec, observed, fleet, _reached(fleet), orphans)
+            planned, goal = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
         _refuse_job_loss(planned, observed, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
@@ -108,7 +108,7 @@ async def _look(context: Context, fleet: Fleet) -> Observed:
     return observed
 
 
-def _reached(fleet: Fleet) -> dict[str, str]:
+def reached_addresses(fleet: Fleet) -> dict[str, str]:
     """The addresses that our connections went to, where they are addresses."""
     reached = {}
     for name, target in fleet.targets.items():

@@ -1,0 +1,224 @@
+"""The `shoal` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal import __version__
+from shoal.cli.session import Session, run_main
+
+app = typer.Typer(
+    name="shoal",
+    help="Turns the machines you have into one Slurm cluster. Without a file, the cluster is a sandbox on this machine.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+node_app = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(node_app, name="node")
+
+File = Annotated[
+    Path | None, typer.Option("--file", "-f", envvar="SHOAL_FILE", help="The spec. Default: shoal.yaml here, else the sandbox.")
+]
+Cluster = Annotated[
+    str | None, typer.Option("--cluster", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+DrainTimeout = Annotated[
+    float | None, typer.Option(help="Seconds to wait for jobs on nodes that leave. Default: as long as they run.", min=0)
+]
+
+
+def main() -> None:
+    """Entry point of the `shoal` command."""
+    run_main(app)
+
+
+@app.command()
+def init(
+    hosts: Annotated[str | None, typer.Option(help="Hosts, as gpu01,gpu02 or gpu[01-16]; the first is the controller.")] = None,
+    ssh_config: Annotated[Path | None, typer.Option(help="Take the hosts from this SSH config.")] = None,
+    cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "reef",
+    file: Annotated[Path, typer.Option("--file", "-f", help="The file to write.")] = Path("shoal.yaml"),
+    json: Json = False,
+) -> None:
+    """Write a commented shoal.yaml: for hosts, from an SSH config, or for the sandbox."""
+    with Session(json) as session:
+        from shoal.verbs.init import init as write
+
+        session.finish_init(file, write(file, hosts=hosts, ssh_config=ssh_config, cluster=cluster))
+
+
+@app.command()
+def schema(json: Annotated[bool, typer.Option("--json", help="The schema is JSON in any case.")] = False) -> None:
+    """Print the JSON Schema of shoal.yaml, for editors."""
+    with Session(True):
+        from shoal.verbs.schema import schema_text
+
+        print(schema_text())
+
+
+@app.command()
+def check(file: File = None, cluster: Cluster = None, json: Json = False) -> None:
+    """Say everything that stands in the way, without changing anything."""
+    with Session(json) as session:
+        from shoal.verbs.check import check as verb
+
+        session.finish_check(session.run(verb(session.open(file, cluster))))
+
+
+@app.command()
+def plan(
+    file: File = None,
+    cluster: Cluster = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Show the changes inside files.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what `up` would change on each host and what that costs."""
+    with Session(json) as session:
+        from shoal.verbs.up import plan as verb
+
+        session.finish_plan(session.run(verb(session.open(file, cluster))), diff)
+
+
+@app.command()
+def up(
+    file: File = None,
+    cluster: Cluster = None,
+    drain_timeout: DrainTimeout = None,
+    allow_job_loss: Annotated[bool, typer.Option("--allow-job-loss", help="Go on when a change ends running jobs.")] = False,
+    json: Json = False,
+) -> None:
+    """Build the cluster, or bring it to what the file says."""
+    with Session(json) as session:
+        from shoal.plan.apply import Patience
+        from shoal.verbs.up import up as verb
+
+        context = session.open(file, cluster)
+        session.finish_up(session.run(verb(context, Patience(drain=drain_timeout), allow_job_loss=allow_job_loss)))
+
+
+@app.command()
+def status(file: File = None, cluster: Cluster = None, json: Json = False) -> None:
+    """Show nodes, partitions and jobs at a glance."""
+    with Session(json) as session:
+        from shoal.verbs.status import status as verb
+
+        session.finish_status(session.run(verb(session.open(file, cluster))))
+
+
+@app.command()
+def down(
+    file: File = None,
+    cluster: Cluster = None,
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs are running.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Take the cluster away: sandbox hosts are removed, other hosts are released."""
+    with Session(json) as session:
+        from shoal.verbs.down import down as verb
+
+        context = session.open(file, cluster)
+        session.confirm_down(context, yes)
+        session.finish_down(session.run(verb(context, force=force)))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def ssh(
+    host: Annotated[str, typer.Argument(help="A host of the cluster.")],
+    command: Annotated[list[str] | None, typer.Argument(help="What to run there; a shell when left out.")] = None,
+    file: File = None,
+    cluster: Cluster = None,
+    forget_key: Annotated[bool, typer.Option("--forget-key", help="Forget the host's key: it was reinstalled.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the ssh command line instead of running it.")] = False,
+) -> None:
+    """Open a shell on a host, with this cluster's keys."""
+    with Session(json) as session:
+        from shoal.verbs.remote import forget_host, ssh_command
+
+        context = session.open(file, cluster)
+        if forget_key:
+            return session.finish_forget(host, forget_host(context, host))
+        line = session.run(ssh_command(context, host, command or []))
+        if json:
+            return session.finish_value({"command": line})
+        os.execvp(line[0], line)
+
+
+@app.command("exec", context_settings={"allow_interspersed_args": False})
+def exec_(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
+    hosts: Annotated[str | None, typer.Option("--hosts", "-w", help="Which hosts: gpu01,gpu02 or gpu[01-16]. Default: all.")] = None,
+    nodeset: Annotated[str | None, typer.Option(help="Only the hosts of this nodeset.")] = None,
+    user: Annotated[bool, typer.Option("--user", help="As the login user instead of root.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait on each host.", min=0)] = None,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Run a command on many hosts at once; equal outputs are shown once."""
+    with Session(json) as session:
+        from shoal.verbs.remote import execute
+
+        context = session.open(file, cluster)
+        session.finish_exec(session.run(execute(context, command, hosts, nodeset, root=not user, timeout=timeout)))
+
+
+@node_app.command("drain")
+def node_drain(
+    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].")],
+    reason: Annotated[str, typer.Option(help="Why; shown by `status`.")] = "drained by hand",
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Let running jobs end and start no new ones."""
+    with Session(json) as session:
+        from shoal.verbs.node import drain_nodes
+
+        session.finish_nodes("draining", session.run(drain_nodes(session.open(file, cluster), hosts, reason)))
+
+
+@node_app.command("resume")
+def node_resume(
+    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].")],
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Give drained nodes jobs again."""
+    with Session(json) as session:
+        from shoal.verbs.node import resume_nodes
+
+        session.finish_nodes("resumed", session.run(resume_nodes(session.open(file, cluster), hosts)))
+
+
+@node_app.command("remove")
+def node_remove(
+    host: Annotated[str, typer.Argument(help="One node.")],
+    file: File = None,
+    cluster: Cluster = None,
+    drain_timeout: DrainTimeout = None,
+    json: Json = False,
+) -> None:
+    """Take a node out of the file and the cluster, once its jobs have ended."""
+    with Session(json) as session:
+        from shoal.plan.apply import Patience
+        from shoal.verbs.node import remove_node
+
+        context = session.open(file, cluster)
+        session.finish_up(session.run(remove_node(context, host, Patience(drain=drain_timeout))))
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print Shoal's version.")] = False) -> None:
+    if version:
+        print(f"shoal {__version__}")
+        sys.exit(0)

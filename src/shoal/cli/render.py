@@ -1,0 +1,179 @@
+"""What a person sees: plans, status, findings and summaries. Colours only where the console has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shoal.errors import HostError
+from shoal.plan.model import Change, Cost, Plan
+from shoal.slurm.state import NodeState
+from shoal.spec.finding import Finding
+from shoal.spec.hostlist import compress
+from shoal.verbs.down import DownResult
+from shoal.verbs.remote import ExecResult
+from shoal.verbs.status import Status
+from shoal.verbs.up import UpResult
+
+COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
+LEVEL_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
+STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "red", "UNKNOWN": "red", "ERROR": "red"}
+
+
+def show_plan(console: Console, plan: Plan, diff: bool) -> None:
+    """Changes grouped: hosts to which the very same happens share a line."""
+    show_findings(console, plan.findings)
+    show_failures(console, plan.unreached)
+    if plan.empty:
+        console.print(f"{plan.cluster}: no changes")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("hosts", "what", "change", "costs"):
+        table.add_column(column, overflow="fold")
+    for (what, action, cost), hosts in _grouped(plan.changes).items():
+        table.add_row(compress(hosts), escape(what), escape(action), Text(cost.words, style=COST_STYLE[cost]))
+    console.print(table)
+    if diff:
+        for change in plan.changes:
+            if change.diff:
+                console.print(f"\n[bold]{change.host}[/] {escape(change.what)}")
+                console.print(_coloured(change.diff))
+    hosts = {change.host for change in plan.changes}
+    console.print(f"\n{len(plan.changes)} change(s) on {len(hosts)} host(s), at most: {plan.cost.words}")
+    if plan.create:
+        console.print("What the new hosts need is worked out once they answer.")
+
+
+def show_up(console: Console, result: UpResult) -> None:
+    show_findings(console, result.findings)
+    for name, reason in result.unready:
+        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {escape(reason)}")
+    for name in result.staying:
+        console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `shoal up` again when they have ended")
+    show_failures(console, {name: error for name, error in result.failures.items()})
+    parts = []
+    for word, names in (("created", result.created), ("changed", result.changed), ("removed", result.removed)):
+        if names:
+            parts.append(f"{word} {compress(names)}")
+    if result.whole:
+        console.print(f"[green]✓[/] {result.cluster}: " + (", ".join(parts) if parts else "no changes"))
+    else:
+        console.print(f"[yellow]![/] {result.cluster}: " + (", ".join(parts) if parts else "no changes") + "; not complete")
+
+
+def show_down(console: Console, result: DownResult) -> None:
+    show_failures(console, {name: error for name, error in result.failures.items()})
+    if result.deleted:
+        console.print(f"removed {compress(result.deleted)}")
+    if result.released:
+        console.print(f"released {compress(result.released)}: Slurm stopped, our files gone, packages left in place")
+    if not (result.deleted or result.released or result.failures):
+        console.print(f"{result.cluster}: nothing to take down")
+
+
+def show_status(console: Console, status: Status) -> None:
+    """Nodes by state, partitions, queue."""
+    counts = Counter(_headline(node) for node in status.nodes)
+    summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    console.print(f"[bold]{status.cluster}[/]  Slurm {status.version} on {status.controller}  nodes: {summary or 'none'}")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("nodes", "state", "cpus", "memory", "gpus", "slurm", "reason"):
+        table.add_column(column, overflow="fold")
+    for nodes in _alike(status.nodes):
+        node = nodes[0]
+        base = next((word for word in STATE_STYLE if word in node.state), "")
+        style = "magenta" if "DRAIN" in node.state else STATE_STYLE.get(base, "")
+        table.add_row(
+            compress([each.name for each in nodes]),
+            Text(_headline(node), style=style),
+            f"{sum(each.cpus_alloc for each in nodes)}/{sum(each.cpus for each in nodes)}",
+            f"{node.memory_mb / 1024:.1f}G",
+            escape(node.gres) or "-",
+            node.version or "-",
+            escape(node.reason),
+        )
+    console.print(table)
+    for name in status.absent:
+        console.print(f"[red]{name}[/] is in the file and not in Slurm: run `shoal up`")
+    for name in status.extra:
+        console.print(f"[yellow]{name}[/] is in Slurm and not in the file: `shoal up` drains and removes it")
+    console.print()
+    partitions = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("partition", "state", "nodes", "time limit"):
+        partitions.add_column(column)
+    for partition in status.partitions:
+        name = f"{partition.name}*" if partition.default else partition.name
+        partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time)
+    console.print(partitions)
+    console.print()
+    if not status.jobs:
+        console.print("no jobs")
+        return
+    jobs = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("job", "name", "user", "state", "time", "limit", "nodes", "where or why"):
+        jobs.add_column(column, overflow="fold")
+    for job in status.jobs:
+        where = job.nodes or f"({job.reason})"
+        jobs.add_row(
+            job.id, escape(job.name), job.user, job.state.lower(), job.time_used, job.time_limit, str(job.node_count),
+            escape(where),
+        )
+    console.print(jobs)
+
+
+def show_exec(console: Console, result: ExecResult) -> None:
+    """Hosts with equal output share one heading, as clush -b does."""
+    for names, outcome in result.groups:
+        status = f" (exit {outcome.status})" if outcome.status else ""
+        console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False)
+        console.print(Text(outcome.text.rstrip("\n")))
+        if outcome.stderr:
+            console.print(Text(outcome.error_text.rstrip("\n"), style="red"))
+    show_failures(console, {name: error for name, error in result.failures.items()})
+
+
+def show_findings(console: Console, findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        console.print(f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(finding))}", highlight=False)
+
+
+def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
+    """Each host that dropped out, with the cause and the fix."""
+    for name, error in failures.items():
+        cause, hint = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
+        console.print(f"[red]✗[/] {name}: {escape(cause)}", highlight=False)
+        if hint:
+            console.print(f"    fix: {escape(hint)}", highlight=False)
+
+
+def _grouped(changes: Iterable[Change]) -> dict[tuple[str, str, Cost], list[str]]:
+    groups: dict[tuple[str, str, Cost], list[str]] = {}
+    for change in changes:
+        groups.setdefault((change.what, change.action, change.cost), []).append(change.host)
+    return groups
+
+
+def _alike(nodes: Iterable[NodeState]) -> list[list[NodeState]]:
+    """Nodes that would print the same line, together."""
+    groups: dict[tuple[object, ...], list[NodeState]] = {}
+    for node in nodes:
+        key = (node.state, node.reason, node.memory_mb, node.gres, node.version)
+        groups.setdefault(key, []).append(node)
+    return list(groups.values())
+
+
+def _headline(node: NodeState) -> str:
+    return "+".join(node.state).lower()
+
+
+def _coloured(diff: str) -> Text:
+    text = Text()
+    for line in diff.splitlines():
+        style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
+        text.append(line + "\n", style=style)
+    return text

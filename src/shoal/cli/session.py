@@ -1,0 +1,201 @@
+"""One run of the command: opens the cluster, runs the verb, prints the result, and turns errors into exit codes.
+
+The terminal tells three stories apart: your mistake (exit 2, what to change), what failed out there (exit 1 or 3, which
+host and why), and our bug (exit 70, with a traceback to report).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import click
+import typer
+from rich.console import Console
+
+from shoal.cli.as_json import dump, plain
+from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.plan.model import Plan
+    from shoal.spec.finding import Finding
+    from shoal.verbs.context import Context
+    from shoal.verbs.down import DownResult
+    from shoal.verbs.remote import ExecResult
+    from shoal.verbs.status import Status
+    from shoal.verbs.up import UpResult
+
+T = TypeVar("T")
+
+PARTLY = 3
+BUG = 70
+
+
+class Session:
+    """Printing and exit codes of one run."""
+
+    def __init__(self, json: bool) -> None:
+        self.json = json
+        self.console = Console(soft_wrap=False)
+        self.errors = Console(stderr=True)
+
+    def open(self, file: Path | None, cluster: str | None) -> Context:
+        from shoal.cli.progress import TerminalProgress
+        from shoal.verbs.context import open_context
+
+        return open_context(file, cluster, None if self.json else TerminalProgress(self.errors))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""
+        try:
+            return asyncio.run(work)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped", hint="run the same command again to go on from here") from None
+
+    def finish_value(self, value: Any) -> None:
+        print(dump(value))
+
+    def finish_init(self, file: Path, path: Path) -> None:
+        if self.json:
+            return self.finish_value({"file": str(path)})
+        self.console.print(f"wrote {path}; look at it, then run `shoal up`", highlight=False)
+
+    def finish_check(self, findings: list[Finding]) -> None:
+        from shoal.cli.render import show_findings
+
+        errors = sum(finding.level == "error" for finding in findings)
+        if self.json:
+            self.finish_value({"ok": not errors, "findings": findings})
+        else:
+            show_findings(self.console, findings)
+            self.console.print("[green]✓[/] nothing in the way" if not errors else f"[red]✗[/] {errors} error(s)")
+        if errors:
+            raise typer.Exit(1)
+
+    def finish_plan(self, plan: Plan, diff: bool) -> None:
+        from shoal.cli.render import show_plan
+
+        if self.json:
+            hosts = [{"name": host.name, "changes": host.changes} for host in plan.hosts]
+            self.finish_value(
+                {
+                    "cluster": plan.cluster,
+                    "cost": plan.cost,
+                    "changes": plan.changes,
+                    "hosts": hosts,
+                    "findings": plan.findings,
+                    "unreached": plan.unreached,
+                }
+            )
+        else:
+            show_plan(self.console, plan, diff)
+        if plan.unreached:
+            raise typer.Exit(PARTLY)
+
+    def finish_up(self, result: UpResult) -> None:
+        from shoal.cli.render import show_up
+
+        if self.json:
+            self.finish_value({**plain(result), "unchanged": result.unchanged, "whole": result.whole})
+        else:
+            show_up(self.console, result)
+        if not result.whole:
+            raise typer.Exit(PARTLY)
+
+    def finish_down(self, result: DownResult) -> None:
+        from shoal.cli.render import show_down
+
+        if self.json:
+            self.finish_value(result)
+        else:
+            show_down(self.console, result)
+        if result.failures:
+            raise typer.Exit(PARTLY)
+
+    def finish_status(self, status: Status) -> None:
+        from shoal.cli.render import show_status
+
+        if self.json:
+            self.finish_value(status)
+        else:
+            show_status(self.console, status)
+
+    def finish_exec(self, result: ExecResult) -> None:
+        from shoal.cli.render import show_exec
+
+        if self.json:
+            groups = [
+                {"hosts": names, "status": r.status, "stdout": r.text, "stderr": r.error_text} for names, r in result.groups
+            ]
+            self.finish_value({"groups": groups, "failures": result.failures})
+        else:
+            show_exec(self.console, result)
+        if result.failures:
+            raise typer.Exit(PARTLY)
+        if result.worst:
+            raise typer.Exit(result.worst if result.worst < 126 else 1)
+
+    def finish_nodes(self, verb: str, names: list[str]) -> None:
+        if self.json:
+            return self.finish_value({verb: names})
+        self.console.print(f"{verb} {', '.join(names)}", highlight=False)
+
+    def finish_forget(self, host: str, known: bool) -> None:
+        if self.json:
+            return self.finish_value({"host": host, "forgotten": known})
+        self.console.print(f"forgot the key of {host}" if known else f"no key of {host} was kept", highlight=False)
+
+    def confirm_down(self, context: Context, yes: bool) -> None:
+        """Hosts that are not ours to delete are released only when asked for plainly."""
+        lent = [member.name for member in context.members if member.provider is None]
+        if not lent or yes:
+            return
+        if not sys.stdin.isatty():
+            raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="say --yes")
+        typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", abort=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, ShoalError):
+            self._report(error)
+            raise typer.Exit(error.exit_code) from None
+        if error is not None and not isinstance(error, (click.exceptions.Exit, click.ClickException, click.Abort, SystemExit)):
+            self._bug(error)
+            raise typer.Exit(BUG) from None
+
+    def _report(self, error: ShoalError) -> None:
+        if self.json:
+            print(dump(error))
+            return
+        if isinstance(error, SpecError):
+            for finding in error.findings:
+                self.errors.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+            return
+        self.errors.print("[red]error:[/] ", end="")
+        self.errors.print(error.message, markup=False, highlight=False, soft_wrap=True)
+        if error.hint:
+            self.errors.print(f"  fix: {error.hint}", markup=False, highlight=False, soft_wrap=True)
+
+    def _bug(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        if self.json:
+            print(dump({"error": "bug", "message": str(error), "traceback": text}))
+            return
+        self.errors.print(text, markup=False, highlight=False)
+        self.errors.print("[red]This is a bug in Shoal.[/] Please report the lines above; your cluster was not told more.")
+
+
+def run_main(app: typer.Typer) -> None:
+    """Run the command line. Usage errors of typer exit 2 by themselves."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

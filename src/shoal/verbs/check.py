@@ -1,0 +1,76 @@
+"""`shoal check`: everything that stands in the way of a working cluster, found without changing anything."""
+
+from __future__ import annotations
+
+from shoal.errors import HostError, SlurmError, VersionWindow
+from shoal.plan.diff import make_plan
+from shoal.plan.fleet import Fleet
+from shoal.plan.nodes import unready
+from shoal.plan.observe import Observed, observe
+from shoal.spec.finding import Finding
+from shoal.verbs.context import Context, requests
+from shoal.verbs.up import reached_addresses
+
+LEAST_FREE_MB = 1024
+
+
+async def check(context: Context) -> list[Finding]:
+    """All findings, worst first. No finding of level `error` means that `shoal up` can do its work."""
+    findings = list(context.warnings)
+    for name in context.provider_names():
+        findings += context.providers(name).check(requests(context.members, name))
+    made = await context.instances()
+    absent = [m.name for m in context.members if m.provider and m.name not in made]
+    if absent:
+        findings.append(Finding("info", "hosts are not made yet", ", ".join(absent), "run `shoal up`"))
+    present = [m for m in context.members if m.name not in absent]
+    if present:
+        async with await context.fleet(present) as fleet:
+            findings += await _look(context, fleet)
+    return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.level))
+
+
+async def _look(context: Context, fleet: Fleet) -> list[Finding]:
+    controller = context.controller.name
+    with context.progress.phase("connect and look", len(fleet.targets)):
+        observed = await observe(fleet, controller)
+    findings = [_unreached(name, error) for name, error in fleet.failures.items()] + _disks(observed)
+    if controller not in observed.facts:
+        return findings
+    try:
+        plan, _ = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
+    except VersionWindow as window:
+        return [*findings, Finding("error", window.message, fix=window.hint)]
+    findings += plan.findings
+    if plan.changes:
+        count = len({change.host for change in plan.changes})
+        what = f"{len(plan.changes)} change(s) on {count} host(s) are due"
+        findings.append(Finding("info", what, fix="see `shoal plan`, then run `shoal up`"))
+    if observed.slurm.running:
+        findings += await _nodes(context, fleet)
+    return findings
+
+
+def _unreached(name: str, error: HostError) -> Finding:
+    return Finding("error", error.cause, fix=error.hint, host=name)
+
+
+def _disks(observed: Observed) -> list[Finding]:
+    return [
+        Finding("error", f"little space on {disk.mount}", f"{disk.free_mb} MB", "free at least 1 GB", host=name)
+        for name, fact in observed.facts.items()
+        for disk in fact.disks
+        if disk.mount in ("/", "/var") and disk.free_mb < LEAST_FREE_MB
+    ]
+
+
+async def _nodes(context: Context, fleet: Fleet) -> list[Finding]:
+    names = [member.name for member in context.members if "compute" in member.roles]
+    try:
+        missing = await unready(await fleet.host(context.controller.name), names)
+    except SlurmError as error:
+        return [Finding("error", error.message, fix=error.hint, host=context.controller.name)]
+    return [
+        Finding("error", "Slurm cannot use the node", reason, "run `shoal up`; `shoal status` shows the state", host=name)
+        for name, reason in missing.items()
+    ]
