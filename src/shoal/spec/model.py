@@ -154,7 +154,8 @@ def parse_host(text: str) -> dict[str, Any]:
     match = _HOST_TEXT.fullmatch(text)
     assert match is not None
     if text.count(":") > 1:  # an IPv6 address, whole; the field says what to do about it
-        return {"name": text.rpartition("@")[2]}
+        user, at, name = text.rpartition("@")
+        return {"name": name, "user": user} if at else {"name": name}
     parts: dict[str, Any] = {key: value for key, value in match.groupdict().items() if value is not None}
     if "port" in parts:
         port = parts["port"]
@@ -288,7 +289,7 @@ class Spec(Closed):
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
     slurm: SlurmOptions = Field(default_factory=SlurmOptions)
-    """More of slurm.conf."""
+    """Further keys of slurm.conf."""
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:
