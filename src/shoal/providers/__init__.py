@@ -1,1 +1,34 @@
-"""Where hosts come from when they are not there yet. Code asks a provider for capabilities, never for its name."""
+"""Providers: what makes hosts. One table names those that come with Shoal; others join by entry point."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from shoal.errors import ProviderError
+from shoal.providers.api import Capability, Faults, Instance, Progress, Provider, Request
+
+__all__ = ["PROVIDERS", "Capability", "Faults", "Instance", "Progress", "Provider", "Request", "provider"]
+
+PROVIDERS = {
+    "fake": "shoal.providers.fake:FakeProvider",
+    "sandbox": "shoal.providers.sandbox.provider:SandboxProvider",
+}
+"""Name -> `module:class`. The module is imported when the provider is asked for."""
+
+GROUP = "shoal.providers"
+"""The entry point group by which an installed package adds a provider."""
+
+
+def provider(name: str) -> Provider:
+    """The provider of that name. Raises ProviderError with the names there are."""
+    others = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in PROVIDERS:
+        module, _, attribute = PROVIDERS[name].partition(":")
+        made: Provider = getattr(import_module(module), attribute)()
+        return made
+    if name in others:
+        made = others[name].load()()
+        return made
+    known = ", ".join(sorted({*PROVIDERS, *others}))
+    raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")

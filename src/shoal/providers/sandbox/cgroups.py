@@ -1,0 +1,123 @@
+"""The cgroups of one host: how its processes are counted, limited, frozen and ended all together.
+
+On a machine with cgroup v1 a host has a group in every hierarchy; on one with v2 there is a single one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import ProviderError
+
+SECONDS_TO_DIE = 15.0
+
+
+def hierarchies(mounts: str | None = None) -> dict[str, Path]:
+    """Where the machine's cgroup hierarchies are: controller (v1) or "unified" (v2) -> mount point."""
+    found: dict[str, Path] = {}
+    for line in (mounts if mounts is not None else Path("/proc/self/mounts").read_text()).splitlines():
+        _, where, kind, options, *_ = line.split()
+        if kind == "cgroup2":
+            found["unified"] = Path(where)
+        elif kind == "cgroup":
+            found[Path(where).name if "name=" in options else options.split(",")[-1]] = Path(where)
+    return found
+
+
+def is_v2_only(found: dict[str, Path]) -> bool:
+    return set(found) == {"unified"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One host's group in every hierarchy."""
+
+    name: str
+    roots: dict[str, Path]
+
+    @property
+    def paths(self) -> list[Path]:
+        return [root / self.name for root in self.roots.values()]
+
+    def make(self, cpus: list[int], memory_mb: int | None) -> None:
+        """Make the groups and set their limits. A limit that this machine's hierarchy does not know is left out."""
+        for controller, root in self.roots.items():
+            group = root / self.name
+            group.mkdir(exist_ok=True)
+            if controller == "cpuset":
+                (group / "cpuset.mems").write_text((root / "cpuset.mems").read_text())
+                (group / "cpuset.cpus").write_text(",".join(str(cpu) for cpu in cpus))
+            if controller == "memory":
+                (group / "memory.limit_in_bytes").write_text(str(memory_mb << 20) if memory_mb else "-1")
+            if controller == "unified" and memory_mb:
+                with contextlib.suppress(OSError):
+                    (root / "cgroup.subtree_control").write_text("+memory")
+                    (group / "memory.max").write_text(str(memory_mb << 20))
+
+    def pids(self) -> list[int]:
+        """Every process of the host, as this machine numbers them."""
+        found: set[int] = set()
+        for path in self.paths:
+            for procs in path.rglob("cgroup.procs"):
+                with contextlib.suppress(OSError):
+                    found.update(int(pid) for pid in procs.read_text().split())
+        return sorted(found - {0})
+
+    def leader(self) -> int | None:
+        """The host's PID 1."""
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+                if len(numbers) > 1 and numbers[-1] == "1":
+                    return pid
+        return None
+
+    @property
+    def frozen(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._freezer()[0].read_text().strip() in ("FROZEN", "FREEZING", "1")
+        return False
+
+    def freeze(self, on: bool) -> None:
+        path, values = self._freezer()
+        path.write_text(values[on])
+
+    async def kill(self) -> None:
+        """End every process of the host at once, frozen or not."""
+        for _ in range(int(SECONDS_TO_DIE / 0.05)):
+            pids = self.pids()
+            if not pids:
+                return
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if self.frozen:  # a frozen process takes no signal, not even this one
+                with contextlib.suppress(OSError):
+                    self.freeze(False)
+            await asyncio.sleep(0.05)
+        raise ProviderError(f"processes of {self.name} do not end: {self.pids()}", hint="look at them with `ps -l`")
+
+    def remove(self) -> None:
+        """Remove the groups; they must be empty."""
+        for path in self.paths:
+            below = [Path(found) for found, _, _ in os.walk(path, topdown=False)]
+            for group in below:
+                with contextlib.suppress(FileNotFoundError):
+                    group.rmdir()
+
+    def _freezer(self) -> tuple[Path, tuple[str, str]]:
+        if "freezer" in self.roots:
+            return self.roots["freezer"] / self.name / "freezer.state", ("THAWED", "FROZEN")
+        return self.roots["unified"] / self.name / "cgroup.freeze", ("0", "1")
+
+
+def groups_named(prefix: str, roots: dict[str, Path]) -> list[Group]:
+    """Every host group whose name begins so, whoever made it."""
+    names = {path.name for root in roots.values() for path in root.glob(f"{prefix}*") if path.is_dir()}
+    return [Group(name, roots) for name in sorted(names)]

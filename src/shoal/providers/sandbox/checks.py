@@ -1,0 +1,159 @@
+"""What stands in the way of sandbox hosts on this machine, and what to install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.providers.api import Request
+from shoal.providers.sandbox import images
+from shoal.providers.sandbox.cgroups import hierarchies, is_v2_only
+from shoal.providers.sandbox.layout import NAME
+from shoal.spec.finding import Finding
+
+PROGRAMS = {
+    "systemd-nspawn": "systemd-container",
+    "ip": "iproute2",
+    "nft": "nftables",
+    "unshare": "util-linux",
+    "setsid": "util-linux",
+    "taskset": "util-linux",
+    "mkfs.ext4": "e2fsprogs",
+}
+"""Program -> the Debian package it is in."""
+HOST_MB = 60
+"""What one idle host takes of the machine's memory."""
+IMAGE_MB = 1500
+HOST_DISK_MB = 150
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks look at."""
+
+    root: bool
+    programs: frozenset[str]
+    cpus: int
+    memory_mb: int
+    available_mb: int
+    disk_free_mb: int
+    overlay: bool
+    loop: bool
+    cgroup_v2: bool
+    images: frozenset[str] = frozenset()
+
+    @classmethod
+    def observe(cls, cache: Path) -> Machine:
+        memory = _meminfo()
+        there = next(path for path in (cache, *cache.parents) if path.exists())
+        return cls(
+            root=os.geteuid() == 0,
+            programs=frozenset(name for name in (*PROGRAMS, "mmdebstrap", "debootstrap") if _find(name)),
+            cpus=len(os.sched_getaffinity(0)),
+            memory_mb=memory.get("MemTotal", 0) // 1024,
+            available_mb=memory.get("MemAvailable", 0) // 1024,
+            disk_free_mb=shutil.disk_usage(there).free >> 20,
+            overlay="overlay" in Path("/proc/filesystems").read_text() or _module("overlay"),
+            loop=Path("/dev/loop-control").exists() or _module("loop"),
+            cgroup_v2=is_v2_only(hierarchies()),
+            images=frozenset(image for image in images.SUITES if images.exists(cache, image)),
+        )
+
+
+def findings(cache: Path, requests: Sequence[Request], machine: Machine) -> list[Finding]:
+    """Every reason why these hosts cannot be made here, and every doubt."""
+    return [
+        *_tools(machine),
+        *_cache(cache),
+        *(finding for request in requests for finding in _host(request, machine)),
+        *_together(requests, machine),
+    ]
+
+
+def _tools(machine: Machine) -> list[Finding]:
+    found = []
+    if not machine.root:
+        found.append(Finding("error", "sandbox hosts take root", "an ordinary user", "run the command with sudo"))
+    packages = [package for name, package in PROGRAMS.items() if name not in machine.programs]
+    missing = [name for name in PROGRAMS if name not in machine.programs]
+    if not machine.programs & {"mmdebstrap", "debootstrap"}:
+        missing.append("mmdebstrap")
+        packages.append("mmdebstrap")
+    if missing:
+        install = f"apt-get install {' '.join(dict.fromkeys(packages))}"
+        found.append(Finding("error", "sandbox hosts take programs", f"no {', '.join(missing)}", f"run `{install}`"))
+    if not machine.overlay:
+        found.append(Finding("error", "sandbox hosts take overlayfs", "none in this kernel", "run `modprobe overlay`"))
+    return found
+
+
+def _cache(cache: Path) -> list[Finding]:
+    if any(letter in str(cache) for letter in ':,\\"\n'):
+        fix = "set SHOAL_CACHE to a directory without colons, commas, quotes and backslashes"
+        return [Finding("error", "overlayfs cannot take this cache directory", str(cache), fix)]
+    return []
+
+
+def _host(request: Request, machine: Machine) -> list[Finding]:
+    shape, found = request.shape, []
+
+    def bad(what: str, there: str, fix: str) -> None:
+        found.append(Finding("error", what, there, fix, host=request.name))
+
+    if not NAME.fullmatch(request.name) or len(request.name) > 40:
+        bad("not a host name", repr(request.name), "use lower-case letters, digits and hyphens, at most 40 of them")
+    if not NAME.fullmatch(shape.site):
+        bad("not a site name", repr(shape.site), "use lower-case letters, digits and hyphens")
+    if shape.image not in images.SUITES:
+        bad("unknown image", repr(shape.image), f"use one of: {', '.join(images.SUITES)}")
+    if shape.cpus is not None and not 1 <= shape.cpus <= machine.cpus:
+        bad("cpus of this machine", str(shape.cpus), f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}")
+    if shape.memory_mb is not None and not HOST_MB <= shape.memory_mb <= machine.memory_mb:
+        bad("memory_mb of this machine", str(shape.memory_mb), f"ask for {HOST_MB} to {machine.memory_mb}")
+    if shape.disk_mb is not None and shape.disk_mb < 16:
+        bad("disk_mb too small for a host", str(shape.disk_mb), "ask for at least 16")
+    if shape.disk_mb is not None and not machine.loop:
+        bad("disk_mb takes loop devices", "no /dev/loop-control", "run `modprobe loop`, or leave disk_mb out")
+    if not 0 <= shape.gpus <= 64:
+        bad("simulated GPUs", str(shape.gpus), "ask for 0 to 64")
+    if shape.cgroups and shape.image != "debian12" and not machine.cgroup_v2:
+        bad("cgroups on a machine with cgroup v1", shape.image, "use image debian12, or leave cgroups out")
+    return found
+
+
+def _together(requests: Sequence[Request], machine: Machine) -> list[Finding]:
+    found = []
+    need = len(requests) * HOST_MB
+    if need > machine.available_mb:
+        fix = "ask for fewer hosts, or free memory"
+        found.append(Finding("error", f"{len(requests)} hosts take {need} MB", f"{machine.available_mb} MB free", fix))
+    asked = sum(request.shape.memory_mb or 0 for request in requests)
+    if asked > machine.memory_mb:
+        fix = "fine while the hosts do not use it all"
+        found.append(Finding("warning", f"the hosts' memory_mb add up to {asked} MB", f"{machine.memory_mb} MB", fix))
+    missing = {request.shape.image for request in requests} & set(images.SUITES) - machine.images
+    disk = len(missing) * IMAGE_MB + len(requests) * HOST_DISK_MB
+    if disk > machine.disk_free_mb:
+        fix = "free some, or set SHOAL_CACHE to a directory on a larger disk"
+        found.append(Finding("error", f"the cache takes {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix))
+    return found
+
+
+def _meminfo() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+
+
+def _find(program: str) -> str | None:
+    """An ordinary user's path often lacks the sbin directories; the package is there all the same."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    return shutil.which(program, path=path)
+
+
+def _module(name: str) -> bool:
+    """Whether the kernel could load the module."""
+    release = os.uname().release
+    return any(Path("/lib/modules", release).glob(f"kernel/**/{name}.ko*"))

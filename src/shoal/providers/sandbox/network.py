@@ -1,0 +1,190 @@
+"""The sandbox's network: a bridge and subnet for each site, a cable to each host, NAT to the world.
+
+    world ── machine ──┬── bridge of site a ── hosts          reachable from the cluster's other sites
+                       └── bridge of site b ── hosts          behind NAT: opens connections, takes none
+
+The machine itself reaches every host. Each host has a network namespace made here, so its address outlives a reboot.
+"""
+
+# Files here are small and local: reading one takes less time than a thread would.
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.providers.sandbox.layout import HostRecord, Layout, Site, locked, other_subnets
+from shoal.providers.sandbox.programs import call
+
+POOL = ipaddress.IPv4Network("10.64.0.0/10")
+MACHINE_LOCK = Path("/run")
+"""Locked while something that all clusters share is changed; a directory, so no lock file stays behind."""
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+FORWARDING_BEFORE = Path("/run/shoal-ip-forward")
+"""What ip_forward was before the first cluster; put back and removed with the last one."""
+
+
+async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
+    """Give every named site a subnet and a bridge, and the cluster its firewall table."""
+    async with locked(MACHINE_LOCK):
+        sites = await _choose_sites(layout, names)
+        for site in sites.values():
+            await _ensure_bridge(layout, site)
+        if not FORWARDING_BEFORE.exists():
+            FORWARDING_BEFORE.write_text(FORWARDING.read_text())
+        FORWARDING.write_text("1\n")
+        await call("nft", "-f", "-", stdin=render_table(layout, sites.values()))
+    return sites
+
+
+def choose_subnet(seed: str, taken: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
+    """A /24 of our pool that overlaps with none of `taken`; the same seed begins its search at the same place."""
+    used = list(taken)
+    count = 1 << (24 - POOL.prefixlen)
+    start = int(hashlib.sha256(seed.encode()).hexdigest(), 16) % count
+    for step in range(count):
+        base = int(POOL.network_address) + ((start + step) % count << 8)
+        subnet = ipaddress.IPv4Network((base, 24))
+        if not any(subnet.overlaps(other) for other in used):
+            return subnet
+    raise ProviderError(f"no free subnet is left in {POOL}", hint="take other sandbox clusters down")
+
+
+def gateway(site: Site) -> str:
+    """The machine's address on the site."""
+    return str(ipaddress.IPv4Network(site.subnet)[1])
+
+
+def free_address(site: Site, taken: Iterable[str]) -> str:
+    """The first address of the site that no host has."""
+    used = {*taken, gateway(site)}
+    for address in ipaddress.IPv4Network(site.subnet).hosts():
+        if str(address) not in used:
+            return str(address)
+    raise ProviderError(f"site {site.name} is full: 253 hosts", hint="put further hosts on another site")
+
+
+def render_table(layout: Layout, sites: Iterable[Site]) -> str:
+    """The cluster's nftables rules, as text that replaces those that were there."""
+    ordered = sorted(sites, key=lambda site: site.index)
+    own = ", ".join(f'"{layout.bridge(site)}"' for site in ordered)
+    forward, nat = [], []
+    for site in ordered:
+        bridge = layout.bridge(site)
+        allowed = f'"{bridge}"' if site.behind_nat else f"{{ {own} }}"
+        forward.append(f'        oifname "{bridge}" iifname != {allowed} drop comment "site {site.name}"')
+        nat.append(f'        ip saddr {site.subnet} oifname != "{bridge}" masquerade comment "site {site.name}"')
+    return "\n".join(
+        [
+            f"table inet {layout.table} {{}}",
+            f"delete table inet {layout.table}",
+            f"table inet {layout.table} {{",
+            "    chain forward {",
+            "        type filter hook forward priority filter; policy accept;",
+            "        ct state established,related accept",
+            *forward,
+            "    }",
+            "    chain postrouting {",
+            "        type nat hook postrouting priority srcnat; policy accept;",
+            *nat,
+            "    }",
+            "}",
+            "",
+        ]
+    )
+
+
+async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
+    """Make the host's network namespace and its cable to the bridge. Finishes what was half made."""
+    space, link = layout.namespace(host.name), layout.link(host)
+    if not Path("/run/netns", space).exists():
+        await call("ip", "netns", "add", space)
+    if not Path("/sys/class/net", link).exists():
+        await call("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+    await call("ip", "link", "set", link, "master", layout.bridge(site), "up")
+    inside = [
+        "link set lo up",
+        f"link set eth0 address {hardware_address(layout, host)} up",
+        f"addr replace {host.address}/{ipaddress.IPv4Network(site.subnet).prefixlen} dev eth0",
+        f"route replace default via {gateway(site)}",
+    ]
+    await call("ip", "-n", space, "-batch", "-", stdin="\n".join(inside) + "\n")
+
+
+def hardware_address(layout: Layout, host: HostRecord) -> str:
+    """A fixed address for the host's network card, so that neighbours remember the right one."""
+    digest = hashlib.sha256(f"{layout.id}/{host.name}".encode()).digest()
+    return ":".join(f"{byte:02x}" for byte in (0x02, *digest[:5]))
+
+
+async def set_cable(layout: Layout, host: HostRecord, connected: bool) -> None:
+    """Connect or disconnect the host's cable."""
+    await call("ip", "link", "set", layout.link(host), "up" if connected else "down")
+
+
+async def unplug(layout: Layout, host: HostRecord) -> None:
+    """Remove the host's cable and namespace."""
+    await _remove_link(layout.link(host))
+    await _remove_namespace(layout.namespace(host.name))
+
+
+async def remove_all(layout: Layout) -> None:
+    """Remove every link, namespace and rule of the cluster, found by their names."""
+    async with locked(MACHINE_LOCK):
+        for path in sorted(Path("/sys/class/net").iterdir()):
+            if path.name.startswith((layout.link_prefix, layout.bridge_prefix)):
+                await _remove_link(path.name)
+        for path in sorted(Path("/run/netns").glob(f"{layout.prefix}*")):
+            await _remove_namespace(path.name)
+        tables = await call("nft", "list", "tables")
+        if f"table inet {layout.table}\n" in tables:
+            await call("nft", "delete", "table", "inet", layout.table)
+        others = [line for line in tables.splitlines() if line.startswith("table inet shoal_")]
+        if FORWARDING_BEFORE.exists() and others in ([], [f"table inet {layout.table}"]):
+            FORWARDING.write_text(FORWARDING_BEFORE.read_text())
+            FORWARDING_BEFORE.unlink()
+
+
+async def _choose_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
+    sites = layout.sites()
+    wanted = sorted(set(names) - set(sites))
+    if not wanted:
+        return sites
+    taken = [ipaddress.IPv4Network(subnet) for subnet in other_subnets(layout.cache)]
+    taken += _networks(await call("ip", "-j", "-4", "addr"), await call("ip", "-j", "-4", "route"))
+    for name in wanted:
+        subnet = choose_subnet(f"{layout.id}/{name}", taken)
+        index = 1 + max((site.index for site in sites.values()), default=-1)
+        sites[name] = Site(name, index, str(subnet))
+        taken.append(subnet)
+    layout.save_sites(sites)
+    return sites
+
+
+def _networks(addresses: str, routes: str) -> list[ipaddress.IPv4Network]:
+    """The networks that `ip -j addr` and `ip -j route` speak of."""
+    found = [f"{a['local']}/{a['prefixlen']}" for link in json.loads(addresses) for a in link.get("addr_info", ())]
+    found += [route["dst"] for route in json.loads(routes) if route.get("dst", "default") != "default"]
+    return [ipaddress.IPv4Network(text, strict=False) for text in found]
+
+
+async def _ensure_bridge(layout: Layout, site: Site) -> None:
+    bridge = layout.bridge(site)
+    if not Path("/sys/class/net", bridge).exists():
+        await call("ip", "link", "add", bridge, "type", "bridge", "forward_delay", "0")
+    await call("ip", "addr", "replace", f"{gateway(site)}/24", "dev", bridge)
+    await call("ip", "link", "set", bridge, "up")
+
+
+async def _remove_link(name: str) -> None:
+    if Path("/sys/class/net", name).exists():
+        await call("ip", "link", "del", name)
+
+
+async def _remove_namespace(name: str) -> None:
+    if Path("/run/netns", name).exists():
+        await call("ip", "netns", "del", name)

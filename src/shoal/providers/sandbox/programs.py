@@ -1,0 +1,63 @@
+"""Running the machine's own programs (ip, nft, mmdebstrap). Arguments are a list; no shell is in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from shoal.errors import ProviderError
+
+LAST_LINES = 15
+
+
+async def call(*argv: str | Path, stdin: str = "", check: bool = True) -> str:
+    """Run a program to its end and return what it printed. Raises ProviderError with its last lines when it fails."""
+    process = await _spawn(argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    try:
+        output, _ = await process.communicate(stdin.encode())
+    except asyncio.CancelledError:
+        await _end(process)
+        raise
+    text = output.decode("utf-8", "replace")
+    if check and process.returncode != 0:
+        command = " ".join(str(word) for word in argv[:6])
+        raise ProviderError(f"`{command}` ended with status {process.returncode}: {last_lines(text)}")
+    return text
+
+
+async def call_logged(*argv: str | Path, log: Path, env: dict[str, str] | None = None) -> int:
+    """Run a long program with its output in a log file, and return its status."""
+    with log.open("ab") as sink:
+        process = await _spawn(argv, stdin=asyncio.subprocess.DEVNULL, stdout=sink.fileno(), env=env)
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            await _end(process)
+            raise
+
+
+def last_lines(text: str) -> str:
+    """The end of a program's output, for an error message."""
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:]) or "(it printed nothing)"
+
+
+async def _spawn(
+    argv: tuple[str | Path, ...], *, stdin: int, stdout: int, env: dict[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})},
+        )
+    except FileNotFoundError as error:
+        raise ProviderError(f"the program {argv[0]} is not installed", hint="run `shoal check`") from error
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
