@@ -17,7 +17,8 @@
     │   └── VersionWindow                 hosts whose Slurm versions cannot talk to each other
     └── Interrupted              exit 130 Ctrl-C
 
-The text says what was asked and what was found; `hint` says what to do about it. Anything else that escapes is our bug and exits 70.
+The text says what was asked and what was found; `hint` says what to do about it. Anything else that escapes is our
+bug and exits 70.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the agent found out about a host, as typed data. Unknown keys are tolerated: an agent may know more than we do."""
+"""What the agent found out about a host, as typed data. Unknown keys are tolerated: an agent may know more."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from shoal.cli.session import Session, run_main
 
 app = typer.Typer(
     name="shoal",
-    help="Turns the machines you have into one Slurm cluster. Without a file, the cluster is a sandbox on this machine.",
+    help="One Slurm cluster from the machines you have. Without a file, it is a sandbox on this machine.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -24,14 +25,16 @@ node_app = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=T
 app.add_typer(node_app, name="node")
 
 File = Annotated[
-    Path | None, typer.Option("--file", "-f", envvar="SHOAL_FILE", help="The spec. Default: shoal.yaml here, else the sandbox.")
+    Path | None,
+    typer.Option("--file", "-f", envvar="SHOAL_FILE", help="The spec. Default: shoal.yaml here, else the sandbox."),
 ]
 Cluster = Annotated[
     str | None, typer.Option("--cluster", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DrainTimeout = Annotated[
-    float | None, typer.Option(help="Seconds to wait for jobs on nodes that leave. Default: as long as they run.", min=0)
+    float | None,
+    typer.Option(help="Seconds to wait for jobs on nodes that leave. Default: as long as they run.", min=0),
 ]
 
 
@@ -42,7 +45,9 @@ def main() -> None:
 
 @app.command()
 def init(
-    hosts: Annotated[str | None, typer.Option(help="Hosts, as gpu01,gpu02 or gpu[01-16]; the first is the controller.")] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Hosts, as gpu01,gpu02 or gpu[01-16]; the first is the controller.")
+    ] = None,
     ssh_config: Annotated[Path | None, typer.Option(help="Take the hosts from this SSH config.")] = None,
     cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "reef",
     file: Annotated[Path, typer.Option("--file", "-f", help="The file to write.")] = Path("shoal.yaml"),
@@ -52,7 +57,10 @@ def init(
     with Session(json) as session:
         from shoal.verbs.init import init as write
 
-        session.finish_init(file, write(file, hosts=hosts, ssh_config=ssh_config, cluster=cluster))
+        # A comma inside brackets belongs to a hostlist: node[1,3],gpu01 names two entries.
+        names = re.split(r",(?![^\[]*\])", hosts) if hosts is not None else None
+        write(file, hosts=names, ssh_config=ssh_config, cluster=cluster)
+        session.finish_init(file)
 
 
 @app.command()
@@ -92,7 +100,9 @@ def up(
     file: File = None,
     cluster: Cluster = None,
     drain_timeout: DrainTimeout = None,
-    allow_job_loss: Annotated[bool, typer.Option("--allow-job-loss", help="Go on when a change ends running jobs.")] = False,
+    allow_job_loss: Annotated[
+        bool, typer.Option("--allow-job-loss", help="Go on when a change ends running jobs.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Build the cluster, or bring it to what the file says."""
@@ -136,7 +146,9 @@ def ssh(
     command: Annotated[list[str] | None, typer.Argument(help="What to run there; a shell when left out.")] = None,
     file: File = None,
     cluster: Cluster = None,
-    forget_key: Annotated[bool, typer.Option("--forget-key", help="Forget the host's key: it was reinstalled.")] = False,
+    forget_key: Annotated[
+        bool, typer.Option("--forget-key", help="Forget the host's key: it was reinstalled.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the ssh command line instead of running it.")] = False,
 ) -> None:
     """Open a shell on a host, with this cluster's keys."""
@@ -155,7 +167,9 @@ def ssh(
 @app.command("exec", context_settings={"allow_interspersed_args": False})
 def exec_(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
-    hosts: Annotated[str | None, typer.Option("--hosts", "-w", help="Which hosts: gpu01,gpu02 or gpu[01-16]. Default: all.")] = None,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", "-w", help="Which hosts: gpu01,gpu02 or gpu[01-16]. Default: all.")
+    ] = None,
     nodeset: Annotated[str | None, typer.Option(help="Only the hosts of this nodeset.")] = None,
     user: Annotated[bool, typer.Option("--user", help="As the login user instead of root.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait on each host.", min=0)] = None,

@@ -43,8 +43,8 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
             if change.diff:
                 console.print(f"\n[bold]{change.host}[/] {escape(change.what)}")
                 console.print(_coloured(change.diff))
-    hosts = {change.host for change in plan.changes}
-    console.print(f"\n{len(plan.changes)} change(s) on {len(hosts)} host(s), at most: {plan.cost.words}")
+    touched = {change.host for change in plan.changes}
+    console.print(f"\n{len(plan.changes)} change(s) on {len(touched)} host(s), at most: {plan.cost.words}")
     if plan.create:
         console.print("What the new hosts need is worked out once they answer.")
 
@@ -63,7 +63,9 @@ def show_up(console: Console, result: UpResult) -> None:
     if result.whole:
         console.print(f"[green]✓[/] {result.cluster}: " + (", ".join(parts) if parts else "no changes"))
     else:
-        console.print(f"[yellow]![/] {result.cluster}: " + (", ".join(parts) if parts else "no changes") + "; not complete")
+        console.print(
+            f"[yellow]![/] {result.cluster}: " + (", ".join(parts) if parts else "no changes") + "; not complete"
+        )
 
 
 def show_down(console: Console, result: DownResult) -> None:
@@ -80,7 +82,9 @@ def show_status(console: Console, status: Status) -> None:
     """Nodes by state, partitions, queue."""
     counts = Counter(_headline(node) for node in status.nodes)
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    console.print(f"[bold]{status.cluster}[/]  Slurm {status.version} on {status.controller}  nodes: {summary or 'none'}")
+    console.print(
+        f"[bold]{status.cluster}[/]  Slurm {status.version} on {status.controller}  nodes: {summary or 'none'}"
+    )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("nodes", "state", "cpus", "memory", "gpus", "slurm", "reason"):
         table.add_column(column, overflow="fold")
@@ -120,7 +124,13 @@ def show_status(console: Console, status: Status) -> None:
     for job in status.jobs:
         where = job.nodes or f"({job.reason})"
         jobs.add_row(
-            job.id, escape(job.name), job.user, job.state.lower(), job.time_used, job.time_limit, str(job.node_count),
+            job.id,
+            escape(job.name),
+            job.user,
+            job.state.lower(),
+            job.time_used,
+            job.time_limit,
+            str(job.node_count),
             escape(where),
         )
     console.print(jobs)

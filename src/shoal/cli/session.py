@@ -60,7 +60,7 @@ class Session:
     def finish_value(self, value: Any) -> None:
         print(dump(value))
 
-    def finish_init(self, file: Path, path: Path) -> None:
+    def finish_init(self, path: Path) -> None:
         if self.json:
             return self.finish_value({"file": str(path)})
         self.console.print(f"wrote {path}; look at it, then run `shoal up`", highlight=False)
@@ -130,7 +130,8 @@ class Session:
 
         if self.json:
             groups = [
-                {"hosts": names, "status": r.status, "stdout": r.text, "stderr": r.error_text} for names, r in result.groups
+                {"hosts": names, "status": r.status, "stdout": r.text, "stderr": r.error_text}
+                for names, r in result.groups
             ]
             self.finish_value({"groups": groups, "failures": result.failures})
         else:
@@ -162,11 +163,15 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, ShoalError):
             self._report(error)
             raise typer.Exit(error.exit_code) from None
-        if error is not None and not isinstance(error, (click.exceptions.Exit, click.ClickException, click.Abort, SystemExit)):
+        if error is not None and not isinstance(
+            error, (click.exceptions.Exit, click.ClickException, click.Abort, SystemExit)
+        ):
             self._bug(error)
             raise typer.Exit(BUG) from None
 
@@ -189,7 +194,9 @@ class Session:
             print(dump({"error": "bug", "message": str(error), "traceback": text}))
             return
         self.errors.print(text, markup=False, highlight=False)
-        self.errors.print("[red]This is a bug in Shoal.[/] Please report the lines above; your cluster was not told more.")
+        self.errors.print(
+            "[red]This is a bug in Shoal.[/] Please report the lines above; your cluster was not told more."
+        )
 
 
 def run_main(app: typer.Typer) -> None:

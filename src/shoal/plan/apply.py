@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.agent.client import ItemEvent, Report
 from shoal.errors import AgentFailed, SlurmError
+from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import HostPlan, Plan
 from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
@@ -46,7 +48,9 @@ async def apply(
     """Do what the plan says. `nodes` are the compute nodes that must be ready at the end."""
     if plan.drain:
         await drain(await fleet.host(controller), plan.drain)
-    changed = await _converge(plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress)
+    changed = await _converge(
+        plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
+    )
     staying: tuple[str, ...] = ()
     if plan.drain:
         staying = await _wait_until_empty(plan.drain, fleet, controller, progress, patience)
@@ -76,18 +80,19 @@ async def _converge(
             async def converge(name: str, stage: Stage = stage, phase: Phase = phase) -> Report:
                 return await _apply_stage(fleet, plans[name], stage, secrets, phase)
 
-            reports = await fleet.each(
-                due, converge, on_done=lambda o, phase=phase: phase.done(o.name, o.error.cause if o.error else "")
-            )
+            reports = await fleet.each(due, converge, on_done=ending(phase))
         changed += [name for name, report in reports.items() if report.changed]
         if controller in fleet.failures:
             raise fleet.failures[controller]
     return changed
 
 
-async def _apply_stage(
-    fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict[str, bytes], phase: Phase
-) -> Report:
+def ending(phase: Phase) -> Callable[[Outcome[Any]], None]:
+    """Tells a phase of every host that has finished it."""
+    return lambda outcome: phase.done(outcome.name, outcome.error.cause if outcome.error else "")
+
+
+async def _apply_stage(fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict[str, bytes], phase: Phase) -> Report:
     agent = await fleet.agent(host.name)
 
     def tell(event: ItemEvent) -> None:

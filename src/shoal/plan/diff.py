@@ -1,4 +1,4 @@
-"""Diff: from the spec, the facts and the agents' dry runs to a plan. Pure, but for `make_plan`, which asks the agents."""
+"""Diff: from the spec, the facts and the agents' dry runs to a plan. Pure, but for `make_plan`, which asks agents."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal.roles.controller import GRES_CONF, SLURM_CONF
 from shoal.roles.documents import Stage, documents
 from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
 from shoal.slurm.known import known_nodes
+from shoal.slurm.model import Node
 from shoal.slurm.versions import window_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
@@ -47,8 +48,12 @@ def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted
 
 
 async def make_plan(
-    spec: Spec, observed: Observed, fleet: Fleet, reached: Mapping[str, str], orphans: Sequence[tuple[str, Instance]] = ()
-) -> tuple[Plan, Wanted]:
+    spec: Spec,
+    observed: Observed,
+    fleet: Fleet,
+    reached: Mapping[str, str],
+    orphans: Sequence[tuple[str, Instance]] = (),
+) -> Plan:
     """Ask each host, in one round trip, how it differs from what it should be."""
     goal = wanted(spec, observed, reached)
     stages = _stages(goal.now)
@@ -62,10 +67,10 @@ async def make_plan(
     hosts = tuple(
         HostPlan(name, stages[name], _changes(name, report, controller_cost)) for name, report in reports.items()
     )
-    after = ()
+    after: tuple[HostPlan, ...] = ()
     if goal.later is not None:
         after = tuple(HostPlan(name, planned) for name, planned in _stages(goal.later).items() if name in reports)
-    plan = Plan(
+    return Plan(
         cluster=spec.cluster,
         drain=goal.leaving,
         delete=tuple((provider, instance.name) for provider, instance in orphans),
@@ -74,7 +79,6 @@ async def make_plan(
         findings=(*clock_findings(observed), *goal.now.findings),
         unreached={name: error.cause for name, error in fleet.failures.items()},
     )
-    return plan, goal
 
 
 def creation_plan(cluster: str, create: Sequence[tuple[str, Request]], orphans: Sequence[tuple[str, Instance]]) -> Plan:
@@ -101,7 +105,7 @@ def clock_findings(observed: Observed) -> list[Finding]:
     ]
 
 
-def _known(spec: Spec, observed: Observed) -> dict[str, object]:
+def _known(spec: Spec, observed: Observed) -> dict[str, Node]:
     fact = observed.facts.get(members_of(spec)[0].name)
     if fact is None or SLURM_CONF not in fact.files:
         return {}
@@ -121,9 +125,10 @@ def _refuse_skew(cluster: Cluster) -> None:
     others = {host: version for host, version in cluster.versions.items() if host != name}
     findings = window_findings((name, cluster.versions[name]), others)
     if any(finding.level == "error" for finding in findings):
-        raise VersionWindow("the hosts' Slurm versions cannot talk to each other; nothing was changed\n" + "\n".join(
-            f"  {finding}" for finding in findings
-        ))
+        raise VersionWindow(
+            "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
+            + "\n".join(f"  {finding}" for finding in findings)
+        )
 
 
 def _stages(cluster: Cluster) -> dict[str, tuple[tuple[Stage, Document], ...]]:

@@ -71,7 +71,8 @@ class Plan:
     @property
     def changes(self) -> tuple[Change, ...]:
         made = tuple(
-            Change(request.name, "host", f"create on {provider}: {_shape(request)}") for provider, request in self.create
+            Change(request.name, "host", f"create on {provider}: {_shape(request)}")
+            for provider, request in self.create
         )
         drained = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
         deleted = tuple(Change(name, "host", f"delete from {provider}") for provider, name in self.delete)

@@ -17,7 +17,7 @@ NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_R
 
 async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None:
     """Take nodes out of scheduling; running jobs go on. Nodes that Slurm does not know are none of its business."""
-    await _update(host, names, f"state=drain", f"reason={reason}")
+    await _update(host, names, "state=drain", f"reason={reason}")
 
 
 async def resume(host: Host, names: Sequence[str]) -> None:

@@ -14,9 +14,7 @@ from shoal.plan.fleet import Fleet
 from shoal.roles.documents import FACT_FILES, FACT_PACKAGES, FACT_SERVICES
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 
-ASK = Ask(
-    packages=FACT_PACKAGES, users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES
-)
+ASK = Ask(packages=FACT_PACKAGES, users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES)
 
 
 @dataclass(frozen=True)

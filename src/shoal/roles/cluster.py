@@ -9,8 +9,8 @@ from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
 from shoal.roles.ids import Ids, choose_ids
 from shoal.slurm.conf import gpu_type
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
-from shoal.slurm.versions import Version, knows, packaged
+from shoal.slurm.model import CgroupPlugin, ClusterConf, GpuLine, Node, Partition
+from shoal.slurm.versions import Version, known_to_all, packaged
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
@@ -58,16 +58,20 @@ def assemble(
     nodes = [node for m in members if "compute" in m.roles and (node := _node(m, facts, addresses, known)) is not None]
     stay = tuple(known[name] for name in leaving if name in known)
     controller = members[0]
+    jobs = confinement([facts[m.name] for m in members if "compute" in m.roles and m.name in facts], versions)
     conf = ClusterConf(
         name=spec.cluster,
         controller=controller.name,
         controller_address=addresses.get(controller.name, ""),
-        versions=tuple(versions.values()),
+        versions=versions,
         nodes=(*nodes, *stay),
         partitions=_partitions(spec, members, {node.name for node in nodes}, leaving),
         switches=(),
         options={key: str(value) for key, value in spec.slurm.options.items()},
-        **_confinement([facts[m.name] for m in members if "compute" in m.roles and m.name in facts], versions),
+        proctrack_cgroup=jobs.tracked,
+        constrain_cores=jobs.cores,
+        constrain_devices=jobs.devices,
+        cgroup_plugin=jobs.plugin,
     )
     return Cluster(
         spec=spec,
@@ -150,21 +154,29 @@ def _partitions(
     return tuple(lines)
 
 
-def _confinement(computes: list[Facts], versions: Mapping[str, Version]) -> dict[str, bool | str]:
-    """How jobs are tracked and confined. These settings are the whole cluster's, so the weakest host decides."""
-    v1 = all(fact.cgroup.version == 1 for fact in computes)
-    v2 = all(fact.cgroup.version == 2 for fact in computes)
-    tracked = bool(computes) and (
-        (v1 and all("freezer" in fact.cgroup.writable for fact in computes))
-        or (v2 and all(fact.cgroup.writable for fact in computes))
-    )
-    devices = tracked and (v2 or all("devices" in fact.cgroup.writable for fact in computes))
-    usable = tracked or all(fact.cgroup.version == 1 for fact in computes)
-    if usable:
-        plugin = "autodetect"
-    elif all(knows(version, "cgroup_disabled") for version in versions.values()):
-        plugin = "disabled"
-    else:
-        # Naming the plugin keeps an older slurmd from looking for a cgroup file system that is not there.
-        plugin = "cgroup/v1"
-    return {"proctrack_cgroup": tracked, "constrain_devices": devices, "cgroup_plugin": plugin}
+@dataclass(frozen=True)
+class Confinement:
+    """How jobs are tracked and confined. The settings are the whole cluster's, so the weakest host decides."""
+
+    tracked: bool
+    """Slurm can keep a job's processes in a cgroup of their own."""
+    devices: bool
+    cores: bool
+    plugin: CgroupPlugin
+
+
+def confinement(computes: list[Facts], versions: Mapping[str, Version]) -> Confinement:
+    """What the cgroups of these hosts allow. Memory is left to Slurm's own watch: few hosts give that controller away."""
+    same = len({fact.cgroup.version for fact in computes}) == 1
+    version = computes[0].cgroup.version if same else 0
+    shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
+    if version == 2 and "cpuset" in shared:
+        # On the unified hierarchy devices are confined by a program, not by a controller.
+        return Confinement(tracked=True, devices=True, cores=True, plugin="autodetect")
+    if version == 1 and "freezer" in shared:
+        return Confinement(True, "devices" in shared, "cpuset" in shared, "autodetect")
+    if version == 1:
+        return Confinement(False, False, False, "autodetect")
+    # Naming the old plugin keeps a slurmd that cannot do without one from looking for a file system that is not there.
+    plugin: CgroupPlugin = "disabled" if known_to_all("cgroup_disabled", versions.values()) else "cgroup/v1"
+    return Confinement(False, False, False, plugin)

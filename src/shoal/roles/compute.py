@@ -47,7 +47,7 @@ def device_rules() -> str:
 
 
 def slurmd_drop_in() -> str:
-    """Debian's unit wants a local slurm.conf; a node without one starts all the same, and tries until it is answered."""
+    """Debian's unit wants a local slurm.conf; a node without one starts all the same, and tries until answered."""
     return (
         "# Written by shoal; changes here are lost.\n"
         "[Unit]\n"
@@ -63,7 +63,9 @@ def slurmd_drop_in() -> str:
 def _configless(cluster: Cluster, member: Member) -> list[Item]:
     options = " ".join(slurmd_options(cluster, member))
     items: list[Item] = [
-        File(DEFAULTS, f'# Written by shoal; changes here are lost.\nSLURMD_OPTIONS="{options}"\n', restarts=("slurmd",)),
+        File(
+            DEFAULTS, f'# Written by shoal; changes here are lost.\nSLURMD_OPTIONS="{options}"\n', restarts=("slurmd",)
+        ),
         Directory("/etc/systemd/system/slurmd.service.d"),
         File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
     ]

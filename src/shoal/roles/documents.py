@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Literal
 
 from shoal.agent.document import Block, Document, File, Service
-from shoal.network.firewall import RULES, UNIT
 from shoal.roles.base import HOSTS_BLOCK, MUNGE_KEY, base, without_firewall
 from shoal.roles.cluster import Cluster
 from shoal.roles.compute import DEFAULTS, DROP_IN, compute, login
@@ -14,11 +15,11 @@ from shoal.spec.member import Member
 
 FACT_PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd", "nftables")
 FACT_SERVICES = ("munge", "slurmctld", "slurmd")
-FACT_FILES = {MUNGE_KEY: "hash", **{path: "text" for path in CONF_FILES}}
+FACT_FILES: Mapping[str, Literal["hash", "text"]] = {MUNGE_KEY: "hash", **dict.fromkeys(CONF_FILES, "text")}
 
 
 class Stage(IntEnum):
-    """All hosts finish a stage before any begins the next: nodes fetch their configuration from a running controller."""
+    """All hosts finish a stage before any begins the next: nodes take their configuration from a running controller."""
 
     BASE = 1
     CONTROLLER = 2
@@ -48,6 +49,3 @@ def farewell() -> Document:
         File(MUNGE_KEY),
         Block("/etc/hosts", HOSTS_BLOCK, ""),
     )
-
-
-__all__ = ["FACT_FILES", "FACT_PACKAGES", "FACT_SERVICES", "RULES", "UNIT", "Stage", "documents", "farewell"]

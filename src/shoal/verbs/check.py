@@ -38,7 +38,7 @@ async def _look(context: Context, fleet: Fleet) -> list[Finding]:
     if controller not in observed.facts:
         return findings
     try:
-        plan, _ = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
+        plan = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
     except VersionWindow as window:
         return [*findings, Finding("error", window.message, fix=window.hint)]
     findings += plan.findings
@@ -71,6 +71,8 @@ async def _nodes(context: Context, fleet: Fleet) -> list[Finding]:
     except SlurmError as error:
         return [Finding("error", error.message, fix=error.hint, host=context.controller.name)]
     return [
-        Finding("error", "Slurm cannot use the node", reason, "run `shoal up`; `shoal status` shows the state", host=name)
+        Finding(
+            "error", "Slurm cannot use the node", reason, "run `shoal up`; `shoal status` shows the state", host=name
+        )
         for name, reason in missing.items()
     ]

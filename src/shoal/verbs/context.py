@@ -11,7 +11,7 @@ from shoal.errors import ProviderError, UsageError
 from shoal.hosts.api import Connector, Target
 from shoal.hosts.ssh import SshConnector
 from shoal.plan.fleet import Fleet
-from shoal.plan.progress import Progress, Silence
+from shoal.plan.progress import Phase, Progress, Silence
 from shoal.providers import provider as find_provider
 from shoal.providers.api import Instance, Provider, Request
 from shoal.spec.finding import Finding
@@ -88,7 +88,9 @@ class Context:
         try:
             names = expand(hosts)
         except ValueError as problem:
-            raise UsageError(f"{hosts!r} is not a hostlist: {problem}", hint="write gpu01,gpu02 or gpu[01-16]") from None
+            raise UsageError(
+                f"{hosts!r} is not a hostlist: {problem}", hint="write gpu01,gpu02 or gpu[01-16]"
+            ) from None
         by_name = {member.name: member for member in chosen}
         unknown = [name for name in names if name not in by_name]
         if unknown:
@@ -98,9 +100,7 @@ class Context:
         return [by_name[name] for name in names]
 
 
-def open_context(
-    file: Path | None = None, cluster: str | None = None, progress: Progress | None = None
-) -> Context:
+def open_context(file: Path | None = None, cluster: str | None = None, progress: Progress | None = None) -> Context:
     """The cluster of a spec file; without a file, the sandbox."""
     progress = progress or Silence()
     if file is None and DEFAULT_FILE.exists():
@@ -132,3 +132,8 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
     if member.name not in made:
         raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint="run `shoal up`")
     return made[member.name][1].target
+
+
+def telling(phase: Phase) -> Callable[[str, float], None]:
+    """A provider's progress, shown in a phase."""
+    return lambda text, part: phase.at(part, text)

@@ -1,4 +1,4 @@
-"""`shoal down`: take the cluster away. Hosts that a provider made are removed; other hosts are left as they were lent."""
+"""`shoal down`: take the cluster away. Hosts that a provider made are removed; other hosts are given back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from shoal.agent.client import Report
 from shoal.errors import AgentFailed, HostError, ProviderError, ShoalError
+from shoal.plan.apply import ending
 from shoal.plan.observe import slurm_view
 from shoal.roles.documents import farewell
 from shoal.spec.member import Member
-from shoal.verbs.context import Context, state_directory
+from shoal.verbs.context import Context, state_directory, telling
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ async def release(context: Context, lent: Sequence[Member]) -> tuple[tuple[str, 
                     raise AgentFailed(name, f"{failed.key}: {failed.detail}", hint="mend it and run `shoal down` again")
                 return report
 
-            done = await fleet.each(
-                fleet.targets, say_farewell, on_done=lambda o: phase.done(o.name, o.error.cause if o.error else "")
-            )
+            done = await fleet.each(fleet.targets, say_farewell, on_done=ending(phase))
         return tuple(done), dict(fleet.failures)
 
 
@@ -77,5 +76,5 @@ async def _delete(context: Context) -> tuple[str, ...]:
         provider = context.providers(name)
         deleted += [instance.name for instance in await provider.instances(context.cluster)]
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
-            await provider.destroy(context.cluster, lambda text, part, phase=phase: phase.at(part, text))
+            await provider.destroy(context.cluster, telling(phase))
     return tuple(deleted)

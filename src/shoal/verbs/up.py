@@ -14,7 +14,7 @@ from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
-from shoal.verbs.context import Context
+from shoal.verbs.context import Context, telling
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ async def plan(context: Context) -> Plan:
         return creation_plan(context.cluster, missing, orphans)
     async with await context.fleet() as fleet:
         observed = await _look(context, fleet)
-        planned, _ = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
-        return planned
+        return await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
 
 
 async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
@@ -58,7 +57,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
     async with await context.fleet() as fleet:
         observed = await _look(context, fleet)
         with context.progress.phase("compare", len(fleet.live)):
-            planned, goal = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
+            planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
         _refuse_job_loss(planned, observed, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
@@ -96,7 +95,7 @@ async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
         if problems:
             raise SpecError(tuple(problems))
         with context.progress.phase(f"{name} hosts", 1) as phase:
-            await provider.create(context.cluster, wanted, lambda text, part, phase=phase: phase.at(part, text))
+            await provider.create(context.cluster, wanted, telling(phase))
 
 
 async def _look(context: Context, fleet: Fleet) -> Observed:
@@ -135,5 +134,5 @@ async def _remove(context: Context, planned: Plan, applied: Applied) -> tuple[st
     for name in dict.fromkeys(provider for provider, _ in planned.delete):
         gone = [host for at, host in planned.delete if at == name]
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
-            await context.providers(name).delete(context.cluster, gone, lambda text, part, phase=phase: phase.at(part, text))
+            await context.providers(name).delete(context.cluster, gone, telling(phase))
     return tuple(dict.fromkeys((*planned.drain, *(host for _, host in planned.delete))))
