@@ -1,0 +1,34 @@
+"""The texts that the network room renders."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.goldens import assert_golden
+
+from shoal.network.firewall import firewall_rules, firewall_unit
+from shoal.network.names import hosts_block
+
+ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
+PORTS = ("6817", "6818", "60001-63000")
+
+
+def test_names_of_members() -> None:
+    assert_golden("network/hosts", hosts_block({**ADDRESSES, "unreached": ""}))
+
+
+def test_firewall_rules_with_both_kinds_of_addresses() -> None:
+    assert_golden("network/firewall.nft", firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
+
+
+def test_firewall_unit() -> None:
+    assert_golden("network/shoal-firewall.service", firewall_unit())
+
+
+def test_nft_accepts_the_rules(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.nft"
+    rules.write_text(firewall_rules([*ADDRESSES.values(), "2001:db8::1"], PORTS))
+    try:
+        subprocess.run(["nft", "--check", "--file", rules], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("nft is not installed: apt-get install nftables")
