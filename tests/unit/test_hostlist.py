@@ -49,7 +49,8 @@ REFUSALS = {
     "a[1-65537]": "hostlist 'a[1-65537]': the range '1-65537' has more than 65536 names",
     "a[1-400]b[1-400]": "hostlist 'a[1-400]b[1-400]': stands for more than 100000 names",
     "a[1-60000],b[1-60000]": "hostlist 'b[1-60000]': stands for more than 100000 names",
-    "a[9999999999999999999]": "hostlist 'a[9999999999999999999]': the number '9999999999999999999' is too large for Slurm",
+    "a[9999999999999999999]": "hostlist 'a[9999999999999999999]': the number '9999999999999999999' "
+    "is too large for Slurm",
     "a\x0b": "hostlist 'a\\x0b': a strange blank at character 2",
 }
 

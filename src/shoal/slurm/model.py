@@ -1,0 +1,96 @@
+"""What Slurm is told about a cluster: the data its configuration files are rendered from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.slurm.versions import Version
+
+CgroupPlugin = Literal["autodetect", "cgroup/v1", "cgroup/v2", "disabled"]
+
+
+@dataclass(frozen=True)
+class GpuLine:
+    """One GPU of a node."""
+
+    type: str
+    """Slurm's type, `h100`; made from the GPU's name by `conf.gpu_type`."""
+    device: str
+    """Its device file, `/dev/nvidia0`."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host that runs jobs, as Slurm counts it."""
+
+    name: str
+    hostname: str
+    """What `hostname -s` says on it."""
+    address: str
+    """Where the other members reach it: an IP address or a name."""
+    cpus: int = 1
+    sockets: int = 1
+    cores_per_socket: int = 1
+    threads_per_core: int = 1
+    memory_mb: int = 1024
+    """The memory found on the host; what Slurm is told is a little less."""
+    gpus: tuple[GpuLine, ...] = ()
+    features: tuple[str, ...] = ()
+    weight: int = 1
+    real_memory: int | None = None
+    """What Slurm is told, where that is known already: a node read back from a slurm.conf."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A queue and the nodes it may use."""
+
+    name: str
+    nodes: tuple[str, ...]
+    default: bool = False
+    max_time: str | None = None
+    """As Slurm writes times: `1-00:00:00`, minutes, or `UNLIMITED`."""
+    default_time: str | None = None
+    max_nodes: int | None = None
+    priority: int | None = None
+    """PriorityTier: a higher one is scheduled first."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Nodes that are close to each other. Jobs do not span switches that nothing connects."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClusterConf:
+    """One cluster, all that its configuration files say."""
+
+    name: str
+    controller: str
+    controller_address: str | None
+    """None or empty leaves it to each member to resolve the controller's name."""
+    versions: tuple[Version, ...]
+    """The Slurm of every member, the controller's included, which is the newest. All of them read the same text."""
+    nodes: tuple[Node, ...]
+    partitions: tuple[Partition, ...]
+    switches: tuple[Switch, ...] = ()
+    proctrack_cgroup: bool = False
+    """Every node has a cgroup tree in which Slurm can track a job's processes."""
+    constrain_cores: bool = False
+    constrain_memory: bool = False
+    constrain_devices: bool = False
+    """Jobs may open only the GPUs they were given. The three want `proctrack_cgroup`, and the controllers for it."""
+    cgroup_plugin: CgroupPlugin = "autodetect"
+    """`disabled` where some node has no cgroups at all."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Settings of slurm.conf that the user gives; they replace ours."""
+    slurm_user: str = "slurm"
+    pmix: bool = False
+    """Every node has Slurm's PMIx plugin."""
+    controller_hostname: str | None = None
+    """What `hostname -s` says on the controller, where that is not its name: slurmctld compares."""
