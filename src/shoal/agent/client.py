@@ -27,7 +27,7 @@ class Ask:
     """What to look up on a host, beside what is always told. Every name costs a little; ask only for what is used."""
 
     packages: tuple[str, ...] = ()
-    """For one that is not installed the version that could be is told too; that fetches the package lists if there are none."""
+    """Where one is not installed, the version that could be is told; lists are fetched if there are none."""
     users: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text"]] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class Report:
     failed: int
 
 
-# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew costs
-# more than all the rest of a run that changes nothing.
+# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew
+# costs as much as all the rest of a run that changes nothing.
 LOADER = """
 import marshal, os, sys
 if sys.version_info < (3, 8):
@@ -86,7 +86,7 @@ folder = state + "/agent"
 path = folder + "/" + digest + "-" + sys.implementation.cache_tag
 def source():
     import zlib
-    return zlib.decompress(packed)
+    return zlib.decompress(packed[:-1])
 code = None
 try:
     owner = os.stat(folder)
@@ -131,7 +131,7 @@ class AgentSession:
     async def open(cls, host: Host, *, state: str = STATE) -> AgentSession:
         """Start the agent. `state` is the directory on the host where it keeps what has to outlive a run."""
         session = cls(host, await host.start(COMMAND))
-        await session._write(_payload(state))
+        await session._process.write(_payload(state))
         return session
 
     async def facts(self, ask: Ask | None = None) -> Facts:
@@ -211,14 +211,7 @@ class AgentSession:
         raise AssertionError("unreachable")
 
     async def _request(self, request: dict[str, Any]) -> None:
-        await self._write(json.dumps(request).encode() + b"\n")
-
-    async def _write(self, data: bytes) -> None:
-        try:
-            await self._process.write(data)
-        except ConnectionLost as lost:
-            # The program may have ended before it read anything: then its end says more than the broken pipe.
-            raise await self._ended() from lost
+        await self._process.write(json.dumps(request).encode() + b"\n")
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         while line := await self._process.readline():
@@ -238,7 +231,7 @@ class AgentSession:
         raise await self._ended()
 
     async def _ended(self) -> AgentFailed:
-        """Why the agent ended before it answered. Raises ConnectionLost when it was the connection."""
+        """Why the agent ended before it answered. Raises ConnectionLost or SudoRefused when that was the cause."""
         result = await self._process.wait()
         said = "\n".join(result.error_text.strip().splitlines()[-10:])
         if result.status == 127 or "python3: not found" in said or "python3: command not found" in said:
@@ -264,4 +257,4 @@ def _payload(state: str) -> bytes:
 @cache
 def _program() -> tuple[bytes, str]:
     source = resources.files("shoal.agent").joinpath("program.py").read_bytes()
-    return zlib.compress(source, 9), hashlib.sha256(source).hexdigest()
+    return zlib.compress(source, 9) + b"\n", hashlib.sha256(source).hexdigest()

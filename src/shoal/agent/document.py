@@ -98,7 +98,7 @@ class User(Item):
     shell: str = "/usr/sbin/nologin"
     groups: tuple[str, ...] = ()
     owns: tuple[str, ...] = ()
-    """Directories whose files may be handed over to the new ids; a file of the old ids anywhere else stops the change."""
+    """Directories whose files may be handed over to the new ids; a file of the old ids elsewhere stops the change."""
     services: tuple[str, ...] = ()
     """Services that may be stopped while the ids change, and are started again."""
 

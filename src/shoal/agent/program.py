@@ -99,7 +99,9 @@ class Wire:
 class World:
     """What one check or apply knows: its items, whether it is a dry run, what is due, and who listens."""
 
-    def __init__(self, wire: Wire, state: str, items: list[Item], dry: bool, source: Callable[[], bytes] = bytes) -> None:
+    def __init__(
+        self, wire: Wire, state: str, items: list[Item], dry: bool, source: Callable[[], bytes] = bytes
+    ) -> None:
         self.wire = wire
         self.state = state
         self.items = items
@@ -135,8 +137,8 @@ def run(
 ) -> tuple[int, str]:
     """Run a program to its end: its status and what it said. 127: not there; 124: took longer than `timeout`.
 
-    Output goes to memory files, not to pipes: if the agent is killed, a half-done `dpkg` goes on undisturbed. `watch` is
-    called with each line the program writes to descriptor 3.
+    Output goes to memory files, not to pipes: if the agent is killed, a half-done `dpkg` goes on undisturbed. `watch`
+    is called with each line the program writes to descriptor 3.
     """
     said, told, given = memory_file(), memory_file(), memory_file()
     try:
@@ -148,7 +150,7 @@ def run(
                 argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigdef=[signal.SIGPIPE]
             )
         except OSError as error:
-            return 127, "{}: {}".format(argv[0], error.strerror)
+            return 127, f"{argv[0]}: {error.strerror}"
         return _await(pid, timeout, told, watch), text_of(said)
     finally:
         for fd in (said, told, given):
@@ -201,7 +203,7 @@ def must(argv: list[str], what: str, timeout: float = 120.0) -> str:
     """Run a program that has to succeed."""
     status, text = run(argv, timeout=timeout)
     if status:
-        raise Failure("{}: `{}` ended with status {}\n{}".format(what, " ".join(argv), status, last_lines(text)))
+        raise Failure(f"{what}: `{' '.join(argv)}` ended with status {status}\n{last_lines(text)}")
     return text
 
 
@@ -242,8 +244,10 @@ def gather_facts(ask: Item, world: World) -> Item:
         "cgroup": cgroup(),
         "boot_id": read_text("/proc/sys/kernel/random/boot_id").strip(),
         "addresses": addresses(),
-        "users": {name: {"id": a.pw_uid, "gid": a.pw_gid} for name in ask.get("users", ()) for a in [user_of(name)] if a},
-        "groups": {name: {"id": g.gr_gid} for name in ask.get("groups", ()) for g in [group_of(name)] if g},
+        "users": {
+            a.pw_name: {"id": a.pw_uid, "gid": a.pw_gid} for a in accounts(ask.get("users", ()), user_of, "passwd")
+        },
+        "groups": {g.gr_name: {"id": g.gr_gid} for g in accounts(ask.get("groups", ()), group_of, "group")},
         "files": {path: file_fact(path, how) for path, how in ask.get("files", {}).items()},
         "packages": package_facts(ask.get("packages", []), world),
         "services": service_facts(ask.get("services", [])),
@@ -271,7 +275,7 @@ def cpu_topology(usable: set[int], folder: str) -> dict[str, int]:
     """Sockets, cores and threads of the usable CPUs. An irregular set counts as one socket of single-threaded cores."""
     cores: dict[tuple[int, int], int] = {}
     for cpu in usable:
-        where = "{}/cpu{}/topology/".format(folder, cpu)
+        where = f"{folder}/cpu{cpu}/topology/"
         try:
             place = int(read_text(where + "physical_package_id")), int(read_text(where + "core_id"))
         except ValueError:
@@ -315,19 +319,20 @@ def gpus() -> list[Item]:
     program = which("nvidia-smi")
     if not program:
         return []
-    status, text = run(
-        [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"], timeout=30.0
-    )
-    minors = gpu_minors()
+    query = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    status, text = run(query, timeout=30.0)
+    return parse_gpus(text, gpu_minors()) if status == 0 else []
+
+
+def parse_gpus(text: str, minors: dict[str, str]) -> list[Item]:
     found = []
-    for line in text.splitlines() if status == 0 else ():
+    for line in text.splitlines():
         part = [field.strip() for field in line.split(",")]
         if len(part) == 4 and part[0].isdigit():
-            memory = int(part[3]) if part[3].isdigit() else 0
-            device = "/dev/nvidia{}".format(minors.get(part[1], part[0]))
-            found.append(
-                {"index": int(part[0]), "uuid": part[1], "name": part[2], "memory_mb": memory, "device": device}
-            )
+            index, uuid, name, memory = part
+            device = f"/dev/nvidia{minors.get(uuid, index)}"
+            megabytes = int(memory) if memory.isdigit() else 0  # a GPU that shares the machine's memory says [N/A]
+            found.append({"index": int(index), "uuid": uuid, "name": name, "memory_mb": megabytes, "device": device})
     return found
 
 
@@ -336,7 +341,7 @@ def gpu_minors() -> dict[str, str]:
     base = "/proc/driver/nvidia/gpus"
     minors = {}
     for name in sorted(os.listdir(base)) if os.path.isdir(base) else ():
-        pairs = (line.partition(":") for line in read_text("{}/{}/information".format(base, name)).splitlines())
+        pairs = (line.partition(":") for line in read_text(f"{base}/{name}/information").splitlines())
         fields = {key.strip(): value.strip() for key, _, value in pairs}
         if "GPU UUID" in fields and "Device Minor" in fields:
             minors[fields["GPU UUID"]] = fields["Device Minor"]
@@ -370,7 +375,7 @@ def cgroup() -> Item:
     if os.path.exists(base + "/cgroup.controllers"):
         return {"version": 2, "writable": read_text(base + "/cgroup.controllers").split() if can_group(base) else []}
     try:
-        names = [name for name in sorted(os.listdir(base)) if os.path.exists("{}/{}/cgroup.procs".format(base, name))]
+        names = [name for name in sorted(os.listdir(base)) if os.path.exists(f"{base}/{name}/cgroup.procs")]
     except OSError:
         names = []
     controllers = [name for name in names if name not in ("systemd", "unified")]
@@ -382,7 +387,7 @@ def cgroup() -> Item:
 
 def can_group(folder: str) -> bool:
     """Whether a control group can be made here; nothing but trying tells."""
-    probe = "{}/shoal-probe-{}".format(folder, os.getpid())
+    probe = f"{folder}/shoal-probe-{os.getpid()}"
     try:
         os.mkdir(probe)
         os.rmdir(probe)
@@ -412,13 +417,22 @@ def addresses() -> list[Item]:
                     length, name = struct.unpack_from("=HH", rest)
                     parts[name], rest = rest[4:length], rest[(length + 3) & ~3 :]
                 raw = parts.get(2, parts.get(1))  # the local end where there is one, else the address
-                if raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6):  # not link, not host
+                if (
+                    raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6)
+                ):  # not link, not host
                     text = socket.inet_ntop(family, raw)
                     found.append({"interface": socket.if_indextoname(index), "address": text, "prefix": prefix})
     except OSError:
         return found
     finally:
         link.close()
+
+
+def accounts(names: list[str], find: Callable[[str], Any], table: str) -> list[Any]:
+    """The accounts of these names that there are; `*` asks for all that are local to the host."""
+    if "*" in names:
+        names = [line.partition(":")[0] for line in read_text("/etc/" + table).splitlines() if line[:1] not in "#+-"]
+    return [found for found in map(find, names) if found]
 
 
 def user_of(name: str) -> Any:
@@ -475,24 +489,31 @@ def package_facts(names: list[str], world: World) -> Item:
 def installed_packages(names: list[str]) -> dict[str, str]:
     """The versions of those of `names` that are fully installed, read from dpkg's own file: no process is started."""
     try:
-        data = read_bytes("/var/lib/dpkg/status")
+        return parse_dpkg_status(read_bytes("/var/lib/dpkg/status"), names)
     except OSError:
         return {}
+
+
+def parse_dpkg_status(data: bytes, names: list[str]) -> dict[str, str]:
     data = b"\n" + data
     found = {}
     for name in names:
-        start = data.find(b"\nPackage: " + name.encode() + b"\n")
-        while start >= 0:
+        head = b"\nPackage: " + name.encode() + b"\n"
+        start = data.find(head)
+        while start >= 0:  # more than once where there is more than one architecture
             stanza = data[start : data.find(b"\n\n", start)]
             if b"\nStatus: install ok installed\n" in stanza or b"\nStatus: hold ok installed\n" in stanza:
                 found[name] = stanza.split(b"\nVersion: ")[1].split(b"\n")[0].decode()
                 break
-            start = data.find(b"\nPackage: " + name.encode() + b"\n", start + 1)
+            start = data.find(head, start + 1)
     return found
 
 
 def package_candidates(names: list[str]) -> dict[str, str]:
-    _, text = run(["apt-cache", "policy", *names], timeout=120.0)
+    return parse_apt_policy(run(["apt-cache", "policy", *names], timeout=120.0)[1])
+
+
+def parse_apt_policy(text: str) -> dict[str, str]:
     found, name = {}, ""
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -546,7 +567,7 @@ def read_text(path: str) -> str:
 
 
 def write_atomic(path: str, data: bytes, mode: int, uid: int, gid: int) -> None:
-    """Put a whole file in place: a reader sees the old one or the new one. A link at `path` is replaced, not followed."""
+    """Put a whole file in place: a reader sees the old one or the new one. A link there is replaced, not followed."""
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         os.makedirs(folder, 0o755)
@@ -585,7 +606,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def temporary_name(path: str) -> str:
-    return "{}/.{}.shoal-tmp".format(os.path.dirname(path), os.path.basename(path))
+    return f"{os.path.dirname(path)}/.{os.path.basename(path)}.shoal-tmp"
 
 
 def remove(path: str) -> None:
@@ -622,19 +643,19 @@ def owner_ids(item: Item, world: World) -> tuple[int, int] | None:
     if world.dry:
         return None
     missing = "user " + item["owner"] if not user else "group " + item["group"]
-    raise Failure("there is no {} on this host to own {}; name it earlier in the document".format(missing, item["path"]))
+    raise Failure(f"there is no {missing} on this host to own {item['path']}; name it earlier in the document")
 
 
 def attribute_change(item: Item, found: os.stat_result, world: World) -> str:
     """What has to change about owner, group and mode; "" when nothing has to."""
     ids = owner_ids(item, world)
     if ids is None:
-        return "owner {}:{}".format(item["owner"], item["group"])
+        return f"owner {item['owner']}:{item['group']}"
     notes = []
     if (found.st_uid, found.st_gid) != ids:
-        notes.append("owner {}:{}".format(item["owner"], item["group"]))
+        notes.append(f"owner {item['owner']}:{item['group']}")
     if stat.S_IMODE(found.st_mode) != item["mode"]:
-        notes.append("mode {:04o}".format(item["mode"]))
+        notes.append(f"mode {item['mode']:04o}")
     return ", ".join(notes)
 
 
@@ -643,19 +664,21 @@ def attribute_change(item: Item, found: os.stat_result, world: World) -> str:
 
 def check_file(item: Item, world: World) -> Change | None:
     path, found = item["path"], file_status(item["path"])
+    if not world.dry and os.path.isdir(os.path.dirname(path)):
+        remove(temporary_name(path))  # what a killed run left
     if found and stat.S_ISDIR(found.st_mode):
-        raise Failure("{0} is a directory, and a file is wanted there; move it away: mv {0} {0}.old".format(path))
+        raise Failure(f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old")
     if not item.get("secret") and item["content"] is None:
-        return Change("remove {}".format(path)) if found else None
+        return Change(f"remove {path}") if found else None
     if found is None:
-        return Change("create {}".format(path), _file_diff(item, b"", found))
+        return Change(f"create {path}", _file_diff(item, b"", found))
     if not stat.S_ISREG(found.st_mode):
-        return Change("replace {}, which is not a regular file".format(path), _file_diff(item, b"", found))
+        return Change(f"replace {path}, which is not a regular file", _file_diff(item, b"", found))
     before = read_bytes(path)
     if not _same_content(item, before):
-        return Change("update {}".format(path), _file_diff(item, before, found))
+        return Change(f"update {path}", _file_diff(item, before, found))
     notes = attribute_change(item, found, world)
-    return Change("set {} on {}".format(notes, path)) if notes else None
+    return Change(f"set {notes} on {path}") if notes else None
 
 
 def make_file(item: Item, world: World) -> str:
@@ -666,9 +689,9 @@ def make_file(item: Item, world: World) -> str:
     ids = owner_ids(item, world)
     assert ids
     data = _content(item)
-    if data is None:
-        raise Failure("the value of the secret for {} was not given".format(path))
-    write_atomic(path, data, item["mode"], *ids)
+    if data is None and not (os.path.isfile(path) and _same_content(item, read_bytes(path))):
+        raise Failure(f"the value of the secret for {path} was not given")
+    write_atomic(path, read_bytes(path) if data is None else data, item["mode"], *ids)
     if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
         world.reload_units = True
     return ""
@@ -706,11 +729,11 @@ def check_directory(item: Item, world: World) -> Change | None:
     try:
         found = os.stat(path)  # a link to a directory will do: disks are often joined in that way
     except (FileNotFoundError, NotADirectoryError):
-        return Change("create directory {}".format(path))
+        return Change(f"create directory {path}")
     if not stat.S_ISDIR(found.st_mode):
-        raise Failure("{0} is not a directory, and one is wanted there; move it away: mv {0} {0}.old".format(path))
+        raise Failure(f"{path} is not a directory, and one is wanted there; move it away: mv {path} {path}.old")
     notes = attribute_change(item, found, world)
-    return Change("set {} on {}".format(notes, path)) if notes else None
+    return Change(f"set {notes} on {path}") if notes else None
 
 
 def make_directory(item: Item, world: World) -> str:
@@ -726,9 +749,9 @@ def check_block(item: Item, world: World) -> Change | None:
     path = os.path.realpath(item["path"])
     before = read_bytes(path) if os.path.exists(path) else b""
     after = with_block(before, item["name"], item["content"], path)
-    return Change("update block {} in {}".format(item["name"], path), difference(path, before, after)) if (
-        before != after
-    ) else None
+    return (
+        Change(f"update block {item['name']} in {path}", difference(path, before, after)) if (before != after) else None
+    )
 
 
 def make_block(item: Item, world: World) -> str:
@@ -742,7 +765,7 @@ def make_block(item: Item, world: World) -> str:
 
 def with_block(before: bytes, name: str, content: str, path: str) -> bytes:
     """The file with our block in it, or without when `content` is empty. Every other byte stays."""
-    begin, end = "# BEGIN shoal {}\n".format(name).encode(), "# END shoal {}\n".format(name).encode()
+    begin, end = f"# BEGIN shoal {name}\n".encode(), f"# END shoal {name}\n".encode()
     text = content if not content or content.endswith("\n") else content + "\n"
     block = begin + text.encode() + end if text else b""
     start = 0 if before.startswith(begin) else before.find(b"\n" + begin) + 1
@@ -752,9 +775,8 @@ def with_block(before: bytes, name: str, content: str, path: str) -> bytes:
     stop = (before + b"\n").find(b"\n" + end, start)
     if stop < 0:
         raise Failure(
-            "{} has a line `{}` without its `{}`; remove that line and what belongs to it, then run again".format(
-                path, begin.decode().strip(), end.decode().strip()
-            )
+            f"{path} has a line `{begin.decode().strip()}` without its `{end.decode().strip()}`; "
+            "remove that line and what belongs to it, and run again"
         )
     return before[:start] + block + before[stop + 1 + len(end) :]
 
@@ -768,7 +790,9 @@ APT_TRIES = 3
 APT_PAUSES = (2.0, 8.0)
 APT_LOCK_WAIT = 900.0
 POLICY = "/usr/sbin/policy-rc.d"
-POLICY_TEXT = b"#!/bin/sh\n# Made by shoal: daemons start after they are configured, not while packages install.\nexit 101\n"
+POLICY_TEXT = (
+    b"#!/bin/sh\n# Made by shoal: daemons start after they are configured, not while packages install.\nexit 101\n"
+)
 FETCH_TROUBLE = ("Failed to fetch", "Unable to fetch", "Temporary failure", "Could not connect", "Hash Sum mismatch")
 NOT_FOUND = ("Unable to locate package", "has no installation candidate")
 EXPIRED = ("Release file", "is expired", "is not valid yet")
@@ -778,11 +802,11 @@ def check_packages(item: Item, world: World) -> Change | None:
     manager = package_manager()
     if manager != "apt":
         raise Failure(
-            "this host's package manager is {}; Shoal installs packages with apt only (Debian 12 or newer, Ubuntu 24.04 or "
-            "newer). Install {} by hand, or use a host that has apt".format(manager, " ".join(item["names"]))
+            f"this host's package manager is {manager}; Shoal installs packages with apt only (Debian, Ubuntu). "
+            f"Install {' '.join(item['names'])} by hand, or use a host that has apt"
         )
     missing = missing_packages(item)
-    return Change("install {}".format(" ".join(missing))) if missing else None
+    return Change(f"install {' '.join(missing)}") if missing else None
 
 
 def make_packages(item: Item, world: World) -> str:
@@ -820,10 +844,10 @@ def install(names: list[str], world: World) -> None:
         if any(sign in text for sign in NOT_FOUND):
             if attempt > 1:
                 break
-            world.tell("apt: {}; fetching package lists".format(reason))
+            world.tell(f"apt: {reason}; fetching package lists")
         elif any(sign in text for sign in FETCH_TROUBLE):
             pause = APT_PAUSES[attempt - 1]
-            world.tell("apt: {}; trying again in {:.0f} s ({} of {})".format(reason, pause, attempt + 1, APT_TRIES))
+            world.tell(f"apt: {reason}; trying again in {pause:.0f} s ({attempt + 1} of {APT_TRIES})")
             time.sleep(pause)
         elif "fix-broken" in text or "needs to be reinstalled" in text:
             world.tell("apt: mending broken packages")
@@ -832,7 +856,7 @@ def install(names: list[str], world: World) -> None:
         elif "Could not get lock" not in text and "dpkg was interrupted" not in text:
             break
         update_lists(extra, world)
-    raise Failure("apt-get install {} failed\n{}".format(" ".join(names), last_lines(text)))
+    raise Failure(f"apt-get install {' '.join(names)} failed\n{last_lines(text)}")
 
 
 def update_lists(extra: list[str], world: World) -> None:
@@ -857,10 +881,10 @@ def apt(arguments: list[str], world: World) -> tuple[int, str]:
         if len(part) < 4 or part[0] not in ("dlstatus", "pmstatus"):
             return
         percent = int(float(part[2])) // 5 * 5
-        text = "download {}%".format(percent) if part[0] == "dlstatus" else "install {}%".format(percent)
+        text = f"download {percent}%" if part[0] == "dlstatus" else f"install {percent}%"
         if text != last[0]:
             last[0] = text
-            world.tell(text if part[0] == "dlstatus" else "{} ({})".format(text, part[1].split(":")[0]))
+            world.tell(text if part[0] == "dlstatus" else f"{text} ({part[1].split(':')[0]})")
 
     return run([*APT, *arguments], timeout=3600.0, watch=watch)
 
@@ -873,10 +897,10 @@ def wait_for_apt(world: World) -> None:
         if not holders:
             return
         if time.monotonic() - start > APT_LOCK_WAIT:
-            raise Failure("apt has been locked by {} for {:.0f} s; end it and run again".format(holders[0], APT_LOCK_WAIT))
+            raise Failure(f"apt has been locked by {holders[0]} for {APT_LOCK_WAIT:.0f} s; end it and run again")
         if holders[0] != told:
             told = holders[0]
-            world.tell("apt: waiting for {} to release the lock".format(told))
+            world.tell(f"apt: waiting for {told} to release the lock")
         time.sleep(0.5)
 
 
@@ -893,7 +917,7 @@ def lock_holder(path: str) -> str:
         os.close(fd)
     if kind == fcntl.F_UNLCK:
         return ""
-    return "{} (pid {})".format(read_text("/proc/{}/comm".format(pid)).strip() or "another process", pid)
+    return f"{read_text(f'/proc/{pid}/comm').strip() or 'another process'} (pid {pid})"
 
 
 def mend_dpkg(world: World) -> None:
@@ -905,7 +929,7 @@ def mend_dpkg(world: World) -> None:
         code, text = run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"], timeout=1800.0)
         if code:
             raise_if_full(text)
-            world.tell("dpkg: {}".format(first_error(text)))
+            world.tell(f"dpkg: {first_error(text)}")
 
 
 def first_error(text: str) -> str:
@@ -922,7 +946,7 @@ def space_left(path: str) -> str:
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     total, free = disk_space(path)
-    return "{} has {} MB free of {} MB; free some space (apt-get clean, old logs) and run again".format(path, free, total)
+    return f"{path} has {free} MB free of {total} MB; free some space (apt-get clean, old logs) and run again"
 
 
 def hold_daemons() -> bool:
@@ -957,9 +981,9 @@ def check_group(item: Item, world: World) -> Change | None:
     except KeyError:
         pass
     if not found:
-        return Change("create group {} with id {}".format(name, gid))
+        return Change(f"create group {name} with id {gid}")
     refuse_dependants(name, "group", found.gr_gid, gid, *_hand_over(item, world))
-    return Change("change the id of group {} from {} to {}".format(name, found.gr_gid, gid))
+    return Change(f"change the id of group {name} from {found.gr_gid} to {gid}")
 
 
 def make_group(item: Item, world: World) -> str:
@@ -989,12 +1013,12 @@ def check_user(item: Item, world: World) -> Change | None:
         except KeyError:
             pass
     if not group and not world.dry:
-        raise Failure("user {} is to have the group {}, which this host does not have".format(name, item["group"]))
+        raise Failure(f"user {name} is to have the group {item['group']}, which this host does not have")
     if not found:
-        return Change("create user {} with id {}".format(name, uid))
+        return Change(f"create user {name} with id {uid}")
     if found.pw_uid != uid:
         refuse_dependants(name, "user", found.pw_uid, uid, item["owns"], item["services"])
-        return Change("change the id of user {} from {} to {}".format(name, found.pw_uid, uid))
+        return Change(f"change the id of user {name} from {found.pw_uid} to {uid}")
     notes = [
         note
         for note, differs in (
@@ -1006,7 +1030,7 @@ def check_user(item: Item, world: World) -> Change | None:
     ]
     member_of = {entry.gr_name for entry in grp.getgrall() if name in entry.gr_mem} if item["groups"] else set()
     notes += ["member of " + wanted for wanted in item["groups"] if wanted not in member_of]
-    return Change("set {} of user {}".format(", ".join(notes), name)) if notes else None
+    return Change(f"set {', '.join(notes)} of user {name}") if notes else None
 
 
 def make_user(item: Item, world: World) -> str:
@@ -1029,14 +1053,16 @@ def make_user(item: Item, world: World) -> str:
 
 def taken(kind: str, name: str, number: int, other: str) -> str:
     return (
-        "the id {0} wanted for {1} {2} belongs to {1} {3} on this host; give {3} another id "
-        "({4}mod, then chown its files), or choose another id for {2}".format(number, kind, name, other, kind)
+        f"the id {number} wanted for {kind} {name} belongs to {kind} {other} on this host; give {other} another id "
+        f"({kind}mod, then chown its files), or choose another id for {name}"
     )
 
 
 def renumber(world: World, argv: list[str], kind: str, old: int, new: int, owns: list[str], services: list[str]) -> str:
     """Change an id. Files go over first: killed in between, the next run finds the old id and does it all again."""
-    stopped = [name for name in services if world.unit(name).get("ActiveState") in ("active", "activating", "reloading")]
+    stopped = [
+        name for name in services if world.unit(name).get("ActiveState") in ("active", "activating", "reloading")
+    ]
     note_due(world, {"start " + name: "its ids changed" for name in stopped})
     for name in stopped:
         must(["systemctl", "stop", "--", name], "could not stop " + name)
@@ -1044,10 +1070,10 @@ def renumber(world: World, argv: list[str], kind: str, old: int, new: int, owns:
         os.chown(path, new if kind == "user" else -1, new if kind == "group" else -1, follow_symlinks=False)
     must(argv, "could not change the id", timeout=600.0)
     for name in stopped:
-        must(["systemctl", "start", "--", name], "could not start {} again".format(name))
+        must(["systemctl", "start", "--", name], f"could not start {name} again")
         settle(world, "start " + name)
     world.forget_units()
-    return "id {} became {}".format(old, new)
+    return f"id {old} became {new}"
 
 
 def refuse_dependants(name: str, kind: str, old: int, new: int, owns: list[str], services: list[str]) -> None:
@@ -1055,18 +1081,16 @@ def refuse_dependants(name: str, kind: str, old: int, new: int, owns: list[str],
     processes = processes_of(kind, old, services)
     if processes:
         raise Failure(
-            "{0} {1} has id {2} here and needs {3}, but these run with it: {4}. Stop them and run again".format(
-                kind, name, old, new, ", ".join(processes[:5])
-            )
+            f"{kind} {name} has id {old} here and needs {new}, but these run with it: {', '.join(processes[:5])}. "
+            "Stop them and run again"
         )
     files = list(files_of(kind, old, ["/"], limit=5, outside=owns))
     if files:
         flag, program = ("-uid", "chown") if kind == "user" else ("-gid", "chgrp")
         raise Failure(
-            "{0} {1} has id {2} here and needs {3}, but files outside its own directories belong to {2}: {4}. Hand them over "
-            "(find / -xdev {5} {2} -exec {6} -h {3} {{}} +), or remove them, and run again".format(
-                kind, name, old, new, ", ".join(files), flag, program
-            )
+            f"{kind} {name} has id {old} here and needs {new}, but files outside its own directories belong to {old}: "
+            f"{', '.join(files)}. Hand them over (find / -xdev {flag} {old} -exec {program} -h {new} {{}} +), or remove "
+            "them, and run again"
         )
 
 
@@ -1074,12 +1098,12 @@ def processes_of(kind: str, number: int, services: list[str]) -> list[str]:
     label = "Uid:" if kind == "user" else "Gid:"
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        status = read_text("/proc/{}/status".format(pid))
+        status = read_text(f"/proc/{pid}/status")
         ids = status.split(label, 1)[1].split("\n")[0].split() if label in status else []
         if str(number) in ids:
-            group = read_text("/proc/{}/cgroup".format(pid))
-            if not any("/{}.service".format(service) in group for service in services):
-                found.append("{} (pid {})".format(read_text("/proc/{}/comm".format(pid)).strip(), pid))
+            group = read_text(f"/proc/{pid}/cgroup")
+            if not any(f"/{service}.service" in group for service in services):
+                found.append(f"{read_text(f'/proc/{pid}/comm').strip()} (pid {pid})")
     return found
 
 
@@ -1095,7 +1119,7 @@ def files_of(kind: str, number: int, roots: list[str], limit: int, outside: list
         if path in skipped:
             continue
         if time.monotonic() > deadline:
-            raise Failure("could not search all files for the old id {} within {:.0f} s".format(number, SEARCH_SECONDS))
+            raise Failure(f"could not search all files for the old id {number} within {SEARCH_SECONDS:.0f} s")
         try:
             found = os.lstat(path)
             if stat.S_ISDIR(found.st_mode):
@@ -1116,74 +1140,88 @@ def check_service(item: Item, world: World) -> Change | None:
     if not has_systemd():
         return check_supervised(item, world)
     name, unit = item["name"], world.unit(item["name"])
-    due = world.due.get("service " + name) or world.due.get("start " + name)
     if unit.get("LoadState") == "not-found":
         if not item["running"] and not item["enabled"]:
             return None
-        if world.dry:
-            return Change("enable and start {}".format(name))
-        raise Failure("there is no service {} on this host; install the package that brings it".format(name))
+        if not world.dry and not world.reload_units:
+            raise Failure(f"there is no service {name} on this host; install the package that brings it")
+        return Change(f"enable and start {name}")
     if unit.get("UnitFileState") == "masked" and (item["enabled"] or item["running"]):
-        raise Failure("{0} is masked on this host; run `systemctl unmask {0}` and try again".format(name))
+        raise Failure(f"{name} is masked on this host; run `systemctl unmask {name}` and try again")
+    steps = service_steps(item, world)
+    reason = f" ({due_reason(name, world)})" if "restart" in steps else ""
+    return Change(f"{' and '.join(steps)} {name}{reason}") if steps else None
+
+
+def service_steps(item: Item, world: World) -> list[str]:
+    """The systemctl verbs that bring the service to what the item says."""
+    unit = world.unit(item["name"])
+    state, active = unit.get("UnitFileState", ""), unit.get("ActiveState", "")
     steps = []
-    enabled = unit.get("UnitFileState", "").startswith("enabled")
-    if item["enabled"] and unit.get("UnitFileState") in ("disabled", "linked", ""):
+    if item["enabled"] and state in ("disabled", "linked", ""):
         steps.append("enable")
-    elif not item["enabled"] and enabled:
+    elif not item["enabled"] and state.startswith("enabled"):
         steps.append("disable")
-    active = unit.get("ActiveState") in ("active", "reloading")
-    if item["running"] and not active:
+    if item["running"] and active not in ("active", "reloading"):
         steps.append("start")
-    elif not item["running"] and unit.get("ActiveState") in ("active", "reloading", "activating"):
+    elif not item["running"] and active in ("active", "reloading", "activating"):
         steps.append("stop")
-    elif item["running"] and due and not world.defer:
-        return Change("{} {} ({})".format(" and ".join([*steps, "restart"]), name, due))
-    return Change("{} {}".format(" and ".join(steps), name)) if steps else None
+    elif item["running"] and due_reason(item["name"], world) and not world.defer:
+        steps.append("restart")
+    return steps
+
+
+def due_reason(name: str, world: World) -> str:
+    return world.due.get("service " + name) or world.due.get("start " + name) or ""
 
 
 def make_service(item: Item, world: World) -> str:
     if not has_systemd():
         return make_supervised(item, world)
-    name, unit = item["name"], world.unit(item["name"])
-    if world.reload_units or unit.get("NeedDaemonReload") == "yes":
-        must(["systemctl", "daemon-reload"], "could not reload systemd's units")
-        world.reload_units = False
-        world.forget_units()
-        unit = world.unit(name)
-    enabled = unit.get("UnitFileState", "").startswith("enabled")
-    if item["enabled"] and unit.get("UnitFileState") in ("disabled", "linked", ""):
-        must(["systemctl", "enable", "--", name], "could not enable " + name)
-    elif not item["enabled"] and enabled:
-        must(["systemctl", "disable", "--", name], "could not disable " + name)
-    if item["running"]:
-        start_unit(name, world, "service " + name in world.due and not world.defer)
-    elif unit.get("ActiveState") in ("active", "reloading", "activating"):
-        must(["systemctl", "stop", "--", name], "could not stop " + name)
+    name = item["name"]
+    reload_units(world, name)
+    steps = service_steps(item, world)
+    for step in steps:
+        if step in ("start", "restart"):
+            start_unit(name, world)
+        else:
+            must(["systemctl", step, "--", name], f"could not {step} {name}")
     world.forget_units()
-    if not world.defer or unit.get("ActiveState") != "active":
-        settle(world, "service " + name)
-    settle(world, "start " + name)
+    if not world.defer or "start" in steps or "stop" in steps:
+        settle_service(name, world)
     return ""
 
 
-def start_unit(name: str, world: World, restart: bool) -> None:
+def reload_units(world: World, name: str) -> None:
+    if world.reload_units or world.unit(name).get("NeedDaemonReload") == "yes":
+        must(["systemctl", "daemon-reload"], "could not reload systemd's units")
+        world.reload_units = False
+        world.forget_units()
+
+
+def settle_service(name: str, world: World) -> None:
+    world.forget_units()
+    settle(world, "service " + name)
+    settle(world, "start " + name)
+
+
+def start_unit(name: str, world: World) -> None:
     """Start or restart, then look for a moment whether it stays up."""
     before = world.unit(name).get("ActiveState")
     if before == "failed":
         run(["systemctl", "reset-failed", "--", name])
-    if before not in ("active", "reloading") or restart:
-        world.tell("{} {}".format("restarting" if before == "active" else "starting", name))
-        status, text = run(["systemctl", "restart", "--", name], timeout=300.0)
-        if status:
-            raise Failure("{} did not start\n{}".format(name, unit_log(name, text)))
-        for _ in range(3):
-            time.sleep(0.1)
-            unit = show_units([name])[name]
-            finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
-            if unit.get("ConditionResult") == "no":
-                raise Failure("{} was not started: a condition in its unit is not met\n{}".format(name, unit_log(name)))
-            if unit.get("ActiveState") not in ("active", "reloading") and not finished:
-                raise Failure("{} started and did not stay up\n{}".format(name, unit_log(name)))
+    world.tell(f"{'restarting' if before == 'active' else 'starting'} {name}")
+    status, text = run(["systemctl", "restart", "--", name], timeout=300.0)
+    if status:
+        raise Failure(f"{name} did not start\n{unit_log(name, text)}")
+    for _ in range(3):
+        time.sleep(0.1)
+        unit = show_units([name])[name]
+        finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
+        if unit.get("ConditionResult") == "no":
+            raise Failure(f"{name} was not started: a condition in its unit is not met\n{unit_log(name)}")
+        if unit.get("ActiveState") not in ("active", "reloading") and not finished:
+            raise Failure(f"{name} started and did not stay up\n{unit_log(name)}")
 
 
 def unit_log(name: str, said: str = "") -> str:
@@ -1199,7 +1237,7 @@ def unit_log(name: str, said: str = "") -> str:
 def supervised(name: str) -> Item | None:
     """The running supervisor of a service; None when there is none."""
     try:
-        found: Item = json.loads(read_text("{}/{}.json".format(SUPERVISED, name)) or "{}")
+        found: Item = json.loads(read_text(f"{SUPERVISED}/{name}.json") or "{}")
     except ValueError:
         return None
     return found if found and process_start(found["pid"]) == found["start"] else None
@@ -1207,20 +1245,20 @@ def supervised(name: str) -> Item | None:
 
 def process_start(pid: int) -> str:
     """When a process started, which tells it from a later one with the same number; "" when there is none."""
-    fields = read_text("/proc/{}/stat".format(pid)).rpartition(")")[2].split()
+    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def check_supervised(item: Item, world: World) -> Change | None:
     name, found = item["name"], supervised(item["name"])
     if item["running"] and not item["command"] and not found:
-        raise Failure("this host has no systemd, and no command is known for {}; use a host with systemd".format(name))
+        raise Failure(f"this host has no systemd, and no command is known for {name}; use a host with systemd")
     if not item["running"]:
-        return Change("stop {}".format(name)) if found else None
+        return Change(f"stop {name}") if found else None
     if not found:
-        return Change("start {} under a supervisor".format(name))
+        return Change(f"start {name} under a supervisor")
     due = "service " + name in world.due and not world.defer
-    return Change("restart {}".format(name)) if due or (item["command"] and found["command"] != item["command"]) else None
+    return Change(f"restart {name}") if due or (item["command"] and found["command"] != item["command"]) else None
 
 
 def make_supervised(item: Item, world: World) -> str:
@@ -1240,8 +1278,8 @@ def make_supervised(item: Item, world: World) -> str:
     time.sleep(0.3)
     found = supervised(name)
     if status or not found or not found.get("child") or not process_start(found["child"]):
-        log = last_lines(read_text("{}/{}.log".format(SERVICE_LOGS, name)) or text)
-        raise Failure("{} started under the supervisor and did not stay up\n{}".format(name, log))
+        log = last_lines(read_text(f"{SERVICE_LOGS}/{name}.log") or text)
+        raise Failure(f"{name} started under the supervisor and did not stay up\n{log}")
     settle(world, "service " + name)
     if not item["enabled"] or not os.path.isdir("/etc/cron.d"):
         return "this host has no cron: after a reboot it starts with the next `shoal up`" if item["enabled"] else ""
@@ -1258,7 +1296,7 @@ def stop_supervisor(found: Item) -> None:
         if process_start(found["pid"]) != found["start"]:
             return
         time.sleep(0.1)
-    raise Failure("the supervisor (pid {}) does not end; kill it and run again".format(found["pid"]))
+    raise Failure(f"the supervisor (pid {found['pid']}) does not end; kill it and run again")
 
 
 def supervise(name: str, command: list[str]) -> None:
@@ -1268,11 +1306,11 @@ def supervise(name: str, command: list[str]) -> None:
     os.setsid()
     os.makedirs(SUPERVISED, 0o755, exist_ok=True)
     os.makedirs(SERVICE_LOGS, 0o755, exist_ok=True)
-    log = os.open("{}/{}.log".format(SERVICE_LOGS, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    log = os.open(f"{SERVICE_LOGS}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     null = os.open("/dev/null", os.O_RDONLY)
     for fd, to in ((null, 0), (log, 1), (log, 2)):
         os.dup2(fd, to)
-    record = "{}/{}.json".format(SUPERVISED, name)
+    record = f"{SUPERVISED}/{name}.json"
     child = [0]
 
     def end(*_: object) -> None:
@@ -1307,10 +1345,10 @@ def check_mount(item: Item, world: World) -> Change | None:
     where, mounted = item["where"], is_mounted(item["where"])
     path, text = mount_record(item)
     if not item["mounted"]:
-        return Change("unmount {}".format(where)) if mounted or recorded(item, path) else None
+        return Change(f"unmount {where}") if mounted or recorded(item, path) else None
     if recorded(item, path) != text:
-        return Change("mount {} on {}".format(item["what"], where))
-    return None if mounted else Change("mount {} on {}".format(item["what"], where))
+        return Change(f"mount {item['what']} on {where}")
+    return None if mounted else Change(f"mount {item['what']} on {where}")
 
 
 def make_mount(item: Item, world: World) -> str:
@@ -1319,7 +1357,7 @@ def make_mount(item: Item, world: World) -> str:
     same = recorded(item, path) == text
     if not item["mounted"] or not same:
         if is_mounted(where):
-            must(["umount", "--", where], "could not unmount {}; end what uses it (fuser -vm {})".format(where, where))
+            must(["umount", "--", where], f"could not unmount {where}; end what uses it (fuser -vm {where})")
         if has_systemd() and os.path.exists(path):
             run(["systemctl", "disable", "--", unit])
     if not has_systemd():
@@ -1328,7 +1366,10 @@ def make_mount(item: Item, world: World) -> str:
         write_atomic(path, with_block(before, "mount " + where, text if item["mounted"] else "", path), 0o644, uid, gid)
         if item["mounted"] and not is_mounted(where):
             os.makedirs(where, 0o755, exist_ok=True)
-            must(["mount", "-t", item["fstype"], "-o", item["options"], "--", item["what"], where], "could not mount " + where)
+            must(
+                ["mount", "-t", item["fstype"], "-o", item["options"], "--", item["what"], where],
+                "could not mount " + where,
+            )
         return ""
     if not item["mounted"]:
         remove(path)
@@ -1340,7 +1381,7 @@ def make_mount(item: Item, world: World) -> str:
         must(["systemctl", "enable", "--", unit], "could not enable " + unit)
         status, text = run(["systemctl", "start", "--", unit], timeout=120.0)
         if status:
-            raise Failure("could not mount {} on {}\n{}".format(item["what"], where, unit_log(unit, text)))
+            raise Failure(f"could not mount {item['what']} on {where}\n{unit_log(unit, text)}")
     return ""
 
 
@@ -1350,13 +1391,13 @@ def mount_record(item: Item) -> tuple[str, str]:
         return "/etc/fstab", "{what} {where} {fstype} {options} 0 0\n".format(**item)
     fields = {name: item[name].replace("%", "%%") for name in ("what", "where", "fstype", "options")}
     text = "# Made by shoal\n[Mount]\nWhat={what}\nWhere={where}\nType={fstype}\nOptions={options}\n".format(**fields)
-    return "/etc/systemd/system/{}.mount".format(unit_name(item["where"])), text + "\n[Install]\nWantedBy=multi-user.target\n"
+    return f"/etc/systemd/system/{unit_name(item['where'])}.mount", text + "\n[Install]\nWantedBy=multi-user.target\n"
 
 
 def recorded(item: Item, path: str) -> str:
     if has_systemd():
         return read_text(path)
-    _, begin, rest = read_text(path).partition("# BEGIN shoal mount {}\n".format(item["where"]))
+    _, begin, rest = read_text(path).partition(f"# BEGIN shoal mount {item['where']}\n")
     return rest.partition("# END shoal mount")[0] if begin else ""
 
 
@@ -1365,7 +1406,7 @@ def unit_name(path: str) -> str:
     plain = path.strip("/")
     named = "".join(
         "-" if c == "/" else c if c.isascii() and (c.isalnum() or c in ":_.") and not (c == "." and i == 0)
-        else "".join("\\x{:02x}".format(byte) for byte in c.encode())
+        else "".join(f"\\x{byte:02x}" for byte in c.encode())
         for i, c in enumerate(plain)
     )  # fmt: skip
     return named or "-"
@@ -1384,23 +1425,24 @@ def check_sysctl(item: Item, world: World) -> Change | None:
     now = read_text(sysctl_file(item)).split()
     if now == item["value"].split() and read_text(path) == text:
         return None
-    return Change("set {} to {} (was {})".format(item["name"], item["value"], " ".join(now) or "not there"))
+    return Change(f"set {item['name']} to {item['value']} (was {' '.join(now) or 'not there'})")
 
 
 def make_sysctl(item: Item, world: World) -> str:
     path, text = sysctl_record(item)
     try:
-        with open(sysctl_file(item), "w") as file:
-            file.write(item["value"] + "\n")
+        if read_text(sysctl_file(item)).split() != item["value"].split():
+            with open(sysctl_file(item), "w") as file:
+                file.write(item["value"] + "\n")
     except OSError as error:
-        raise Failure("the kernel does not take {} = {}: {}".format(item["name"], item["value"], error.strerror)) from None
+        raise Failure(f"the kernel does not take {item['name']} = {item['value']}: {error.strerror}") from None
     write_atomic(path, text.encode(), 0o644, 0, 0)
     return ""
 
 
 def sysctl_record(item: Item) -> tuple[str, str]:
     name = item["name"].replace("/", ".")
-    return "/etc/sysctl.d/90-shoal-{}.conf".format(name), "{} = {}\n".format(item["name"], item["value"])
+    return f"/etc/sysctl.d/90-shoal-{name}.conf", f"{item['name']} = {item['value']}\n"
 
 
 def sysctl_file(item: Item) -> str:
@@ -1414,7 +1456,7 @@ def check_device_rule(item: Item, world: World) -> Change | None:
     if before == item["content"] and "udev" not in world.due:
         return None
     action = ("update" if item["content"] else "remove") if before else "create"
-    return Change("{} {}".format(action, path), difference(path, before.encode(), item["content"].encode()))
+    return Change(f"{action} {path}", difference(path, before.encode(), item["content"].encode()))
 
 
 def make_device_rule(item: Item, world: World) -> str:
@@ -1432,7 +1474,7 @@ def make_device_rule(item: Item, world: World) -> str:
 
 
 def rule_file(item: Item) -> str:
-    return "/etc/udev/rules.d/{}.rules".format(item["name"])
+    return f"/etc/udev/rules.d/{item['name']}.rules"
 
 
 def check_command(item: Item, world: World) -> Change | None:
@@ -1440,21 +1482,21 @@ def check_command(item: Item, world: World) -> Change | None:
         return None
     if item["unless"] and run(item["unless"], timeout=30.0)[0] == 0:
         return None
-    reason = " ({})".format(world.due[item["key"]]) if item["on_change"] else ""
-    return Change("run {}{}".format(item["name"], reason))
+    reason = f" ({world.due[item['key']]})" if item["on_change"] else ""
+    return Change(f"run {item['name']}{reason}")
 
 
 def make_command(item: Item, world: World) -> str:
     for attempt in range(item["retries"] + 1):
         if attempt:
-            world.tell("{} failed; trying again ({} of {})".format(item["name"], attempt, item["retries"]))
+            world.tell(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")
             time.sleep(2.0)
         status, text = run(item["argv"], stdin=item["stdin"].encode(), timeout=item["timeout"])
         if status == 0:
             settle(world, item["key"])
             return ""
-    why = "took longer than {:g} s".format(item["timeout"]) if status == 124 else "ended with status {}".format(status)
-    raise Failure("{} {}\n{}".format(item["name"], why, last_lines(text)).strip())
+    why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
+    raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())
 
 
 # ---------------------------------------------------------------- what is due
@@ -1487,24 +1529,40 @@ def _write_due(world: World) -> None:
         write_atomic(world.state + "/pending-restarts", data, 0o600, os.geteuid(), os.getegid())
 
 
-def finish_due(world: World) -> Iterator[tuple[Item, str]]:
-    """What is due and was not reached in the document's order: an item to report, and what to do about it."""
-    keys = {item["key"]: item for item in world.items}
+def leftovers(world: World) -> Iterator[tuple[Item, Callable[[Item, World], Item]]]:
+    """What is due and was not reached in the document's order: an item to report, and the step that does it."""
+    named = {item["key"]: item for item in world.items}
     for key in list(world.due):
         kind, _, name = key.partition(" ")
-        if kind == "command" and key in keys:
-            yield keys[key], "run"
+        if kind == "command" and key in named:
+            yield named[key], one_item
+        elif kind == "command":
+            settle(world, key)  # the document no longer has it
         elif kind in ("service", "start") and not world.defer:
-            known = keys.get("service " + name, {})
-            item = {"kind": "service", "enabled": True, "running": True, "command": [], "name": name, **known}
-            item["key"] = "service " + name
             active = world.unit(name).get("ActiveState") == "active" if has_systemd() else bool(supervised(name))
             if active or kind == "start":
-                yield item, "restart"
+                yield named.get("service " + name) or {"key": "service " + name, "name": name}, restart
             else:
                 settle(world, key)
-        elif kind == "command":
-            settle(world, key)  # the document no longer knows it
+
+
+def restart(item: Item, world: World) -> Item:
+    """Restart a service, whatever the document says about it otherwise."""
+    world.key, name = item["key"], item["name"]
+    done = {"action": f"restart {name} ({due_reason(name, world)})"}
+    if world.dry:
+        return {"status": "change", **done}
+
+    def step() -> Item:
+        if has_systemd():
+            reload_units(world, name)
+            start_unit(name, world)
+            settle_service(name, world)
+        else:
+            make_supervised({"running": True, "enabled": False, "command": [], **item}, world)
+        return {"status": "changed", **done}
+
+    return guarded(step, item)
 
 
 # ---------------------------------------------------------------- the loop
@@ -1544,48 +1602,37 @@ def converge(world: World) -> None:
         result = one_item(item, world)
         report(index, item, result)
         if result["status"] == "failed" and not world.dry:
-            stop = "after the failure of {}".format(item["key"])
+            stop = f"after the failure of {item['key']}"
     if not stop:
-        for item, action in finish_due(world):
-            world.key = item["key"]
-            report(-1, item, one_item(item, world) if action == "run" else restart_due(item, world))
+        for item, step in leftovers(world):
+            report(-1, item, step(item, world))
     changed = counts["change"] + counts["changed"]
     world.wire.send({"event": "done", "changed": changed, "failed": counts["failed"]})
 
 
 def one_item(item: Item, world: World) -> Item:
     world.key = item["key"]
+    return guarded(lambda: _one_item(item, world), item)
+
+
+def _one_item(item: Item, world: World) -> Item:
+    if item["kind"] not in KINDS:
+        raise Failure(f"this agent knows no items of kind {item['kind']}")
     check, make = KINDS[item["kind"]]
-    return guarded(lambda: _one_item(item, world, check, make), item)
-
-
-def _one_item(item: Item, world: World, check: Any, make: Any) -> Item:
-    if item["kind"] == "file" and not world.dry:
-        remove(temporary_name(item["path"])) if os.path.isdir(os.path.dirname(item["path"])) else None
-    change: Change | None = check(item, world)
+    change = check(item, world)
     if change is None:
-        return {"status": "ok"}
-    due = {"service " + name: "{} changes".format(item["key"]) for name in item.get("restarts", ())}
-    due.update({key: "{} changes".format(item["key"]) for key in item.get("reloads", ())})
-    note_due(world, due)
-    done = {"action": change.action, "diff": change.diff}
-    if world.dry:
-        if item["kind"] in ("service", "command"):
+        if item["kind"] == "command":
             settle(world, item["key"])
-        return {"status": "change", **done}
-    return {"status": "changed", "detail": make(item, world), **done}
-
-
-def restart_due(item: Item, world: World) -> Item:
-    if world.dry:
-        reason = world.due.get(item["key"], "")
-        return {"status": "change", "action": "restart {} ({})".format(item["name"], reason)}
-
-    def restart() -> Item:
-        note_due(world, {item["key"]: "its ids changed"})
-        return {"status": "changed", "action": "restart " + item["name"], "detail": make_service(item, world)}
-
-    return guarded(restart, item)
+        return {"status": "ok"}
+    reason = f"{item['key']} changes"
+    keys = ["service " + name for name in item.get("restarts", ())] + list(item.get("reloads", ()))
+    note_due(world, {key: reason for key in keys})
+    done = {"action": change.action, "diff": change.diff}
+    if not world.dry:
+        return {"status": "changed", "detail": make(item, world), **done}
+    if item["kind"] in ("service", "command"):
+        settle(world, item["key"])
+    return {"status": "change", **done}
 
 
 def guarded(step: Callable[[], Item], item: Item) -> Item:
@@ -1595,17 +1642,20 @@ def guarded(step: Callable[[], Item], item: Item) -> Item:
     except Failure as failure:
         return {"status": "failed", "detail": str(failure)}
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = space_left(os.path.dirname(item.get("path", "")) or "/")
-            return {"status": "failed", "detail": "No space left on device: " + place}
-        return {"status": "failed", "detail": "{}: {}".format(error.filename or item["key"], error.strerror)}
+        return {"status": "failed", "detail": explain(error, item.get("path", "/"), item["key"])}
     except Exception as error:
         trace = error.__traceback__
         while trace and trace.tb_next:
             trace = trace.tb_next
         where = trace.tb_lineno if trace else 0
         # The message is left out: it could quote a secret.
-        return {"status": "failed", "detail": "the agent met {} at its line {}".format(type(error).__name__, where)}
+        return {"status": "failed", "detail": f"the agent met {type(error).__name__} at its line {where}"}
+
+
+def explain(error: OSError, path: str, what: str) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "No space left on device: " + space_left(path)
+    return f"{error.filename or what}: {error.strerror}"
 
 
 def lock(world: World) -> int:
@@ -1620,15 +1670,18 @@ def lock(world: World) -> int:
         except OSError:
             if not told:
                 holder = os.pread(fd, 200, 0).decode("utf-8", "replace") or "another run"
-                world.tell("waiting for {} to finish on this host".format(holder))
+                world.tell(f"waiting for {holder} to finish on this host")
                 told = True
             if not world.wire.still_there():
                 raise SystemExit(0) from None
             time.sleep(0.1)
     address = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
     who = os.environ.get("SUDO_USER") or os.environ.get("USER") or "root"
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, "{}{} (pid {})".format(who, " from " + address if address else "", os.getpid()).encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{who}{' from ' + address if address else ''} (pid {os.getpid()})".encode(), 0)
+    except OSError:
+        pass  # a full disk: the lock holds all the same
     return fd
 
 
@@ -1682,7 +1735,7 @@ def main(state: str, source: Callable[[], bytes]) -> None:
         try:
             answer(request, wire, state, source)
         except OSError as error:
-            text = "{}: {}".format(error.filename or request["op"], error.strerror)
+            text = explain(error, request.get("path", state), request["op"])
             wire.send({"event": "error", "text": text})
 
 
