@@ -170,7 +170,6 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "SelectTypeParameters": "CR_Core_Memory",
         "GresTypes": "gpu",
         "JobRequeue": "1",
-        "JobAcctGatherType": "jobacct_gather/linux",
         **_tracking(c),
     }
     if not known_to_all("fanout_to_any_node", everyone):
@@ -280,6 +279,9 @@ def _next(text: str) -> str | None:
 
 def _partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
     parts = [f"PartitionName={_word('the name of a partition', partition.name)}"]
+    unknown = [name for name in partition.nodes if name not in memory]
+    if unknown:
+        raise ValueError(f"partition {partition.name} names {compress(unknown)}, which the cluster does not have")
     if partition.nodes:
         parts.append(f"Nodes={_names(partition.nodes)}")
         # Without it a job that does not say takes all the memory of its nodes, and nothing runs beside it.

@@ -1,0 +1,237 @@
+"""What Slurm's commands answer, as data: the commands to run, and a parser for each.
+
+The same text layout holds from 22.05 to 26.05; keys that a release adds or drops are tolerated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shoal.spec.hostlist import expand
+
+NODES_COMMAND = ("scontrol", "-d", "-o", "show", "node")
+PARTITIONS_COMMAND = ("scontrol", "-o", "show", "partition")
+
+_RECORD, _FIELD = "\x1e", "\x1f"
+"""Separators that ASCII has for this. The job's name, the one field its owner is free to choose, comes last."""
+JOBS_COMMAND = (
+    "squeue",
+    "-h",
+    "-o",
+    _RECORD + _FIELD.join(("%i", "%T", "%u", "%P", "%N", "%r", "%M", "%l", "%D", "%j")),
+)
+
+STATE_WORDS = {
+    # sinfo's short and long words, as scontrol has them
+    "ALLOC": ("ALLOCATED",),
+    "BOOT": ("REBOOT_ISSUED",),
+    "COMP": ("COMPLETING",),
+    "DRAINED": ("IDLE", "DRAIN"),
+    "DRAINING": ("ALLOCATED", "DRAIN"),
+    "DRAIN": ("DRAIN",),
+    "DRNG": ("ALLOCATED", "DRAIN"),
+    "FAILG": ("ALLOCATED", "FAIL"),
+    "FAILING": ("ALLOCATED", "FAIL"),
+    "FUTR": ("FUTURE",),
+    "INVAL": ("INVALID_REG",),
+    "MIX": ("MIXED",),
+    "NO_RESPOND": ("NOT_RESPONDING",),
+    "PLND": ("PLANNED",),
+    "POW_DN": ("POWERING_DOWN",),
+    "POW_UP": ("POWERING_UP",),
+    "RESV": ("RESERVED",),
+    "UNK": ("UNKNOWN",),
+}
+
+STATE_SUFFIXES = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node as slurmctld has it."""
+
+    name: str
+    state: tuple[str, ...]
+    """The base state and its flags, as scontrol says them: `("IDLE", "DRAIN")`."""
+    reason: str = ""
+    reason_by: str = ""
+    reason_time: str = ""
+    address: str = ""
+    hostname: str = ""
+    version: str = ""
+    """The version of its slurmd; empty until it has registered."""
+    cpus: int = 0
+    cpus_alloc: int = 0
+    memory_mb: int = 0
+    memory_alloc_mb: int = 0
+    gres: str = ""
+    gres_used: str = ""
+    features: tuple[str, ...] = ()
+    partitions: tuple[str, ...] = ()
+    boot_time: str = ""
+    slurmd_start_time: str = ""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job in the queue."""
+
+    id: str
+    """`17`, or `17_3` for a task of an array, or `17_[4-9]` for those that wait together."""
+    state: str
+    """As squeue says it: PENDING, RUNNING, COMPLETING …"""
+    user: str
+    partition: str
+    nodes: str
+    """The hostlist of its nodes; empty while it waits."""
+    reason: str
+    """Why it waits; `None` when it does not."""
+    time_used: str
+    time_limit: str
+    node_count: int
+    name: str
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(expand(self.nodes))
+
+
+@dataclass(frozen=True)
+class PartitionState:
+    """A partition as slurmctld has it."""
+
+    name: str
+    state: str
+    default: bool = False
+    nodes: str = ""
+    """The hostlist of its nodes."""
+    max_time: str = "UNLIMITED"
+    default_time: str = "NONE"
+    max_nodes: str = "UNLIMITED"
+    priority: int = 1
+    total_nodes: int = 0
+    total_cpus: int = 0
+
+
+def parse_nodes(text: str) -> list[NodeState]:
+    """The answer to NODES_COMMAND."""
+    return [_node(record) for record in _records(text, "NodeName=")]
+
+
+def parse_partitions(text: str) -> list[PartitionState]:
+    """The answer to PARTITIONS_COMMAND."""
+    return [_partition(_pairs(record)) for record in _records(text, "PartitionName=")]
+
+
+def parse_jobs(text: str) -> list[JobState]:
+    """The answer to JOBS_COMMAND."""
+    jobs: list[JobState] = []
+    for record in text.split(_RECORD)[1:]:
+        fields = record.removesuffix("\n").split(_FIELD, 9)
+        if len(fields) != 10 or not fields[8].isdecimal():
+            continue  # the rest of a name that has our separator in it
+        job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
+        jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
+    return jobs
+
+
+def parse_state(text: str) -> tuple[str, ...]:
+    """A state as scontrol (`IDLE+DRAIN`) or sinfo (`drained*`) writes it, in scontrol's words."""
+    words: list[str] = []
+    for word in text.strip().upper().split("+"):
+        flags: list[str] = []
+        while word and word[-1] in STATE_SUFFIXES:
+            flags.insert(0, STATE_SUFFIXES[word[-1]])
+            word = word[:-1]
+        words += [*STATE_WORDS.get(word, (word,) if word else ()), *flags]
+    return tuple(dict.fromkeys(words))
+
+
+_PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=(\S*)")
+_REASON = re.compile(r"\sReason=(.*)", re.DOTALL)
+_REASON_BY = re.compile(r"(.*?)\s\[([^\s@\]]+)@([0-9T:-]+)\]", re.DOTALL)
+
+
+def _records(text: str, start: str) -> list[str]:
+    """One record a line; a line that starts otherwise continues a text with a newline in it."""
+    records: list[str] = []
+    for line in text.splitlines():
+        if line.startswith(start):
+            records.append(line)
+        elif records and line.strip():
+            records[-1] += "\n" + line
+    return records
+
+
+def _node(record: str) -> NodeState:
+    # The reason is free text and comes after all that we read: nothing in it may be taken for a key.
+    free = _REASON.search(record)
+    values = _pairs(record[: free.start()] if free else record)
+    reason, by, when = free[1].strip() if free else "", "", ""
+    if said := _REASON_BY.match(reason):
+        reason, by, when = said[1], said[2], said[3]
+    return NodeState(
+        name=values["NodeName"],
+        state=parse_state(values.get("State", "UNKNOWN")),
+        reason=reason,
+        reason_by=by,
+        reason_time=when,
+        address=_text(values, "NodeAddr"),
+        hostname=_text(values, "NodeHostName"),
+        version=_text(values, "Version"),
+        cpus=_number(values, "CPUTot"),
+        cpus_alloc=_number(values, "CPUAlloc"),
+        memory_mb=_number(values, "RealMemory"),
+        memory_alloc_mb=_number(values, "AllocMem"),
+        gres=_text(values, "Gres"),
+        gres_used=_text(values, "GresUsed"),
+        features=_list(values, "ActiveFeatures"),
+        partitions=_list(values, "Partitions"),
+        boot_time=_text(values, "BootTime"),
+        slurmd_start_time=_text(values, "SlurmdStartTime"),
+    )
+
+
+def _partition(values: dict[str, str]) -> PartitionState:
+    return PartitionState(
+        name=values["PartitionName"],
+        state=_text(values, "State"),
+        default=values.get("Default") == "YES",
+        nodes=_text(values, "Nodes"),
+        max_time=_text(values, "MaxTime"),
+        default_time=_text(values, "DefaultTime"),
+        max_nodes=_text(values, "MaxNodes"),
+        priority=_number(values, "PriorityTier"),
+        total_nodes=_number(values, "TotalNodes"),
+        total_cpus=_number(values, "TotalCPUs"),
+    )
+
+
+def _pairs(record: str) -> dict[str, str]:
+    """The `Key=value` pairs of a record; the first of a key counts."""
+    return {key: value for key, value in reversed(_PAIR.findall(record))}
+
+
+def _text(values: dict[str, str], key: str) -> str:
+    value = values.get(key, "")
+    return "" if value in ("(null)", "N/A", "None", "Unknown") else value
+
+
+def _number(values: dict[str, str], key: str) -> int:
+    value = values.get(key, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _list(values: dict[str, str], key: str) -> tuple[str, ...]:
+    return tuple(part for part in _text(values, key).split(",") if part)
