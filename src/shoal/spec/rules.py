@@ -68,6 +68,8 @@ def problems(data: object) -> list[Problem]:
         *_sources(data),
         *_hosts_once(data),
         *_partitions(data),
+        *_one_default(data),
+        *_left_out(data),
         *_times(data),
         *_options_once(data),
         *_something_computes(data),
@@ -110,51 +112,64 @@ def _hosts_once(data: Mapping[str, Any]) -> Iterator[Problem]:
         first, where = seen[name.lower()]
         if first == owner:
             yield Problem(path, "duplicate host", show(name), f"it is named at {path_text(where)} already")
-        elif {first, owner} & {"controller", "login"}:
-            hint = ""
-            if {first, owner} == {"controller", owner} and owner != "login":
-                hint = "; for a controller that also runs jobs use `controller: {compute: true}`"
+        elif first in ("controller", "login"):
+            both = "; for a controller that also runs jobs use `controller: {compute: true}`"
+            hint = both if first == "controller" and owner != "login" else ""
             yield Problem(path, f"host is already the {first}'s", show(name), f"name it once{hint}")
         else:
             yield Problem(path, "host in two nodesets", show(name), f"it is in `{first}` already; keep one")
 
 
 def _partitions(data: Mapping[str, Any]) -> Iterator[Problem]:
-    controller, nodesets = _mapping(data, "controller"), _mapping(data, "nodesets")
-    computes = controller.get("compute") is True
-    known = [*nodesets, *(["controller"] if computes else [])]
-    readable = isinstance(data.get("nodesets", {}), Mapping)
-    default: str | None = None
-    listed: set[str] = set()
+    """A partition has nodesets, and lists each once."""
+    known = _computing(data)
     for name, partition in _entries(data, "partitions"):
-        path: Path = ("partitions", name)
-        sets = partition.get("nodesets")
-        sets = sets if isinstance(sets, list | tuple) else None
-        if sets is not None and not sets:
-            yield Problem((*path, "nodesets"), "a partition without nodesets", "[]", "list at least one")
-        listed_here: set[str] = set()
-        for index, nodeset in enumerate(sets or ()):
+        path: Path = ("partitions", name, "nodesets")
+        if partition.get("nodesets") in ([], ()):
+            yield Problem(path, "a partition without nodesets", "[]", "list at least one")
+        listed: set[str] = set()
+        for where, nodeset in _items(path, partition.get("nodesets")):
             if not isinstance(nodeset, str):
                 continue
-            where = (*path, "nodesets", index)
-            if nodeset in listed_here:
+            if nodeset in listed:
                 yield Problem(where, "nodeset listed twice", show(nodeset), "delete one")
-            elif nodeset == "controller" and not computes:
+            elif nodeset == "controller" and nodeset not in known:
                 yield Problem(where, "the controller runs no jobs", show(nodeset), "set `compute: true` on it")
-            elif nodeset not in known and readable:
+            elif nodeset not in known and isinstance(data.get("nodesets", {}), Mapping):
                 yield Problem(where, "unknown nodeset", show(nodeset), nearest(nodeset, known))
-            listed_here.add(nodeset)
-        listed |= listed_here
-        if partition.get("default") is True:
-            if default is not None:
-                yield Problem((*path, "default"), "two default partitions", show(name), f"`{default}` is one already")
-            default = default or name
-    if not _mapping(data, "partitions") or not listed <= set(known):
+            listed.add(nodeset)
+
+
+def _one_default(data: Mapping[str, Any]) -> Iterator[Problem]:
+    first: str | None = None
+    for name, partition in _entries(data, "partitions"):
+        if partition.get("default") is not True:
+            continue
+        if first is not None:
+            path = ("partitions", name, "default")
+            yield Problem(path, "two default partitions", show(name), f"`{first}` is one already")
+        first = first or name
+
+
+def _left_out(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """A warning for each nodeset that no partition lists, once the partitions themselves are in order."""
+    known, lists = _computing(data), [partition.get("nodesets") for _, partition in _entries(data, "partitions")]
+    listed: list[object] = []
+    for sets in lists:
+        listed += sets if isinstance(sets, list | tuple) else [None]
+    if not lists or any(nodeset not in known for nodeset in listed):
         return
     for nodeset in known:
         if nodeset not in listed:
-            where = ("controller", "compute") if nodeset == "controller" else ("nodesets", nodeset)
+            where: Path = ("controller", "compute") if nodeset == "controller" else ("nodesets", nodeset)
             yield Problem(where, "in no partition: no job can run there", "", "list it in a partition", "warning")
+
+
+def _computing(data: Mapping[str, Any]) -> list[str]:
+    """What a partition may list."""
+    computes = _mapping(data, "controller").get("compute") is True
+    names = [name for name in _mapping(data, "nodesets") if name != "controller"]
+    return [*names, "controller"] if computes else names
 
 
 def _times(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,0 +1,132 @@
+"""Every spec that init writes loads without findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.spec.load import load_all, load_text_all
+from shoal.spec.members import members
+from shoal.verbs.init import init, init_text, ssh_hosts
+
+CONFIG = """\
+# my machines
+Host desktop  gpu01 "gpu02"
+    HostName 10.0.0.1
+Host *.lab !bad gpu0?
+    User ubuntu
+host=front # the door
+Include more/*.conf
+Match host x
+"""
+
+HOSTS = {
+    "one host computes": (["desktop"], [("desktop", {"controller", "compute"}, None)]),
+    "the first of several is the controller": (
+        ["ctl", "root@gpu[01-02]:2222"],
+        [("ctl", {"controller"}, None), ("gpu01", {"compute"}, None), ("gpu02", {"compute"}, None)],
+    ),
+    "addresses get names": (
+        ["root@10.0.0.1:22", "u@[fe80::1]"],
+        [("node1", {"controller"}, "10.0.0.1"), ("node2", {"compute"}, "fe80::1")],
+    ),
+    "a name that YAML would read otherwise": (
+        ["ctl", "true", "1e3x"],
+        [("ctl", {"controller"}, None), ("true", {"compute"}, None), ("1e3x", {"compute"}, None)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_spec_for_given_hosts_loads_without_findings(name: str) -> None:
+    hosts, expected = HOSTS[name]
+    spec, findings = load_text_all(init_text(hosts, None, "reef"), "s.yaml")
+    assert findings == []
+    assert [(member.name, set(member.roles), member.address) for member in members(spec)] == expected
+
+
+def test_addresses_keep_their_user_and_port() -> None:
+    spec, _ = load_text_all(init_text(["root@10.0.0.1:22", "u@[fe80::1]"], None, "reef"), "s.yaml")
+    assert [(member.user, member.port) for member in members(spec)] == [("root", 22), ("u", None)]
+
+
+def test_a_spec_for_the_sandbox_loads_without_findings() -> None:
+    spec, findings = load_text_all(init_text(None, None, "reef"), "s.yaml")
+    assert findings == []
+    assert [member.name for member in members(spec)] == ["controller", "fish1", "fish2"]
+
+
+def test_a_spec_loads_with_every_commented_line_switched_on() -> None:
+    for hosts in (None, ["a", "b"]):
+        text = init_text(hosts, None, "reef")
+        for line in ("# max_time", "# cpus", "# memory", "# image", "# user", "# firewall"):
+            text = text.replace(line, line[2:])
+        spec, findings = load_text_all(text, "s.yaml")
+        assert findings == []
+        assert spec.firewall is False
+
+
+def test_every_literal_alias_of_an_ssh_config_is_a_host(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "b.conf").write_text("Host rack01 gpu01\nInclude more/b.conf\n")
+    config = tmp_path / "config"
+    config.write_text(CONFIG)
+    assert ssh_hosts(config) == ["desktop", "gpu01", "gpu02", "front", "rack01"]
+    spec, findings = load_text_all(init_text(None, config, "reef"), "s.yaml")
+    assert findings == []
+    assert [member.name for member in members(spec)] == ["desktop", "gpu01", "gpu02", "front", "rack01"]
+
+
+def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) -> None:
+    wildcards = tmp_path / "config"
+    wildcards.write_text("Host *\n")
+    cases: list[tuple[list[str] | None, Path | None, str, str]] = [
+        ([], None, "reef", "no hosts are given\n  fix: name them: --hosts gpu01,gpu02"),
+        (["a"], wildcards, "reef", "both hosts and an SSH config are given\n  fix: give one of them"),
+        (
+            None,
+            wildcards,
+            "reef",
+            f"{wildcards} names no host\n  fix: `Host` lines with wildcards do not count; use --hosts",
+        ),
+        (
+            None,
+            tmp_path / "none",
+            "reef",
+            f"cannot read {tmp_path / 'none'}: No such file or directory\n  fix: name an SSH config file",
+        ),
+        (
+            ["a", "b", "b"],
+            None,
+            "reef",
+            'no spec can be made of this: duplicate host, "b", it is named at nodesets.nodes.hosts[0] already\n'
+            "  fix: change these names",
+        ),
+        (
+            ["a'\nfirewall"],
+            None,
+            "re: ef",
+            'no spec can be made of this: not a cluster name, "re: ef", use a lower-case letter, then lower-case '
+            'letters, digits and `-`; not a host name, "a\' firewall: false", '
+            "use letters, digits, `-` and `.`, at most 63 characters\n  fix: change these names",
+        ),
+    ]
+    for hosts, config, cluster, expected in cases:
+        with pytest.raises(UsageError) as caught:
+            init_text(hosts, config, cluster)
+        assert str(caught.value) == expected
+
+
+def test_init_writes_the_file_once_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "shoal.yaml"
+    text = init(path, hosts=["a", "b"], cluster="reef")
+    assert path.read_text() == text
+    assert load_all(path)[1] == []
+    with pytest.raises(UsageError) as caught:
+        init(path)
+    assert str(caught.value) == f"{path} is there already\n  fix: edit it, or name another file"
+    assert path.read_text() == text
+    with pytest.raises(UsageError, match=r"cannot write .*No such file or directory"):
+        init(tmp_path / "none" / "shoal.yaml")

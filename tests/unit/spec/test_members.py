@@ -1,0 +1,109 @@
+"""Which hosts a spec names, with which roles, and the partitions over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from shoal.spec.load import load_text
+from shoal.spec.member import Member, Shape
+from shoal.spec.members import default_spec, members, partitions
+from shoal.spec.model import MANAGED_SLURM_KEYS, Controller, NodeSet, Spec
+
+TEXT = """\
+cluster: reef
+controller: {host: root@desktop, compute: true}
+login: {hosts: [front], port: 2200}
+nodesets:
+  lab:
+    user: ubuntu
+    identity: ~/.ssh/lab
+    features: [a100]
+    weight: 5
+    hosts:
+      - gpu[09-10]
+      - admin@gpu11:2222
+      - {name: Gpu12, address: 10.0.0.12, identity: /k}
+  fish: {provider: sandbox, count: 2, image: debian13, cpus: 2, memory: 2G, disk: 8G, gpus: 1, site: b}
+"""
+
+
+def test_members_come_in_order_with_what_each_inherits() -> None:
+    lab = Path("~/.ssh/lab").expanduser()
+    shape = Shape(image="debian13", cpus=2, memory_mb=2048, disk_mb=8192, gpus=1, site="b")
+    compute = frozenset({"compute"})
+    common = {"roles": compute, "nodeset": "lab", "features": ("a100",), "weight": 5}
+    assert members(load_text(TEXT, "s.yaml")) == (
+        Member("desktop", frozenset({"controller", "compute"}), "controller", user="root"),
+        Member("front", frozenset({"login"}), "login", port=2200),
+        Member("gpu09", user="ubuntu", identity=lab, **common),
+        Member("gpu10", user="ubuntu", identity=lab, **common),
+        Member("gpu11", user="admin", port=2222, identity=lab, **common),
+        Member("Gpu12", user="ubuntu", address="10.0.0.12", identity=Path("/k"), **common),
+        Member("fish1", compute, "fish", provider="sandbox", shape=shape),
+        Member("fish2", compute, "fish", provider="sandbox", shape=shape),
+    )
+
+
+def test_without_partitions_there_is_one_over_everything_that_computes() -> None:
+    found = partitions(load_text(TEXT, "s.yaml"))
+    assert list(found) == ["main"]
+    assert found["main"].nodesets == ("lab", "fish", "controller")
+    assert found["main"].default
+
+
+def test_when_no_partition_is_the_default_the_first_one_is() -> None:
+    text = TEXT + "partitions: {a: {nodesets: [lab]}, b: {nodesets: [fish, controller]}}\n"
+    assert {name: found.default for name, found in partitions(load_text(text, "s.yaml")).items()} == {
+        "a": True,
+        "b": False,
+    }
+    text = text.replace("controller]}", "controller], default: true}")
+    assert {name: found.default for name, found in partitions(load_text(text, "s.yaml")).items()} == {
+        "a": False,
+        "b": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("90", "90"), ("01:30:00", "01:30:00"), ("1-12:00:00", "1-12:00:00"), ("infinite", "INFINITE"), ("2-0", "2-0")],
+)
+def test_times_keep_the_spelling_slurm_reads(written: str, read: str) -> None:
+    text = TEXT + f"partitions: {{a: {{nodesets: [lab, fish, controller], max_time: {written}}}}}\n"
+    assert partitions(load_text(text, "s.yaml"))["a"].max_time == read
+
+
+def test_options_of_slurm_conf_become_text() -> None:
+    spec = load_text(TEXT + "slurm: {options: {KillWait: 60, MailProg: /bin/true}}\n", "s.yaml")
+    assert spec.slurm.options == {"KillWait": "60", "MailProg": "/bin/true"}
+
+
+@pytest.mark.parametrize("key", MANAGED_SLURM_KEYS)
+def test_a_key_that_shoal_writes_is_refused_whatever_its_case(key: str) -> None:
+    with pytest.raises(ValidationError, match="Shoal writes this key itself"):
+        default_spec().slurm.model_validate({"options": {key.upper(): "x"}})
+
+
+def test_the_default_is_a_controller_and_two_nodes_with_two_gpus() -> None:
+    found = members(default_spec())
+    assert [(member.name, member.shape.gpus) for member in found] == [("controller", 0), ("fish1", 2), ("fish2", 2)]
+    assert {member.provider for member in found} == {"sandbox"}
+    assert [member.name for member in members(default_spec("b", nodes=3, gpus=0))][1:] == ["fish1", "fish2", "fish3"]
+
+
+def test_a_spec_is_checked_when_it_is_built_in_code_too() -> None:
+    with pytest.raises(ValidationError, match=r"nodesets\.a: missing key `count`"):
+        Spec(cluster="reef", controller=Controller(provider="sandbox"), nodesets={"a": NodeSet(provider="sandbox")})
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        default_spec().cluster = "other"  # type: ignore[misc]
+
+
+def test_a_spec_survives_being_dumped_and_read_again() -> None:
+    spec = load_text(TEXT, "s.yaml")
+    assert Spec.model_validate(spec.model_dump()) == spec

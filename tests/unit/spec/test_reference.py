@@ -1,0 +1,52 @@
+"""The page and the schema say what the models do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.spec.docs import EXAMPLE, schema, spec_markdown
+from shoal.spec.load import load_text_all
+from shoal.spec.model import Closed, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions, Spec
+from shoal.verbs.schema import schema_text
+
+PAGE = Path(__file__).parents[3] / "docs" / "spec.md"
+MODELS: list[type[Closed]] = [Spec, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions]
+
+
+def test_the_page_is_made_from_the_models() -> None:
+    assert PAGE.read_text() == spec_markdown(), "run: python -m shoal.spec.docs > docs/spec.md"
+
+
+def test_the_example_on_the_page_loads_without_findings() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block == EXAMPLE
+    assert load_text_all(block, "example")[1] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_is_documented_on_the_page_and_in_the_schema(model: type[Closed]) -> None:
+    entry: dict[str, Any] = schema() if model is Spec else schema()["$defs"][model.__name__]
+    entry = entry["anyOf"][1] if "anyOf" in entry else entry
+    assert set(entry["properties"]) == set(model.model_fields)
+    assert entry["additionalProperties"] is False
+    for name in model.model_fields:
+        assert f"| `{name}` |" in spec_markdown()
+        assert entry["properties"][name]["description"]
+
+
+def test_the_schema_takes_a_host_as_text_or_as_a_mapping() -> None:
+    found = schema()
+    assert found["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert found["required"] == ["cluster", "controller"]
+    assert [option["type"] for option in found["$defs"]["HostEntry"]["anyOf"]] == ["string", "object"]
+    assert found["$defs"]["NodeSet"]["properties"]["hosts"]["items"] == {"$ref": "#/$defs/HostEntry"}
+    assert "null" not in json.dumps(found)
+
+
+def test_the_schema_text_is_the_schema() -> None:
+    assert json.loads(schema_text()) == schema()
