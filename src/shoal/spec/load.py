@@ -43,7 +43,10 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
     except ValidationError as error:
         failure = str(error)
         findings += explain(error, tree)
-    findings += [_finding(problem, tree) for problem in rules.problems(tree.data)]
+    findings += [
+        tree.finding(problem.path, problem.what, problem.found, problem.fix, level=problem.level)
+        for problem in rules.problems(tree.data)
+    ]
     findings = sorted(dict.fromkeys(findings), key=reader.by_place)
     if spec is None or any(finding.level == "error" for finding in findings):
         assert findings, failure
@@ -54,20 +57,6 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
 def read_text(path: Path) -> str:
     """What is in the file, as text. Raises SpecError when it cannot be read."""
     return _decode(_bytes(path), str(path))
-
-
-def _finding(problem: rules.Problem, tree: reader.Tree) -> Finding:
-    line, col = tree.place(problem.path)
-    return Finding(
-        problem.level,
-        problem.what,
-        problem.found,
-        problem.fix,
-        path=rules.path_text(problem.path),
-        file=tree.file,
-        line=line,
-        col=col,
-    )
 
 
 def _bytes(path: Path) -> bytes:

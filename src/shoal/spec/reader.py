@@ -29,9 +29,9 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 
 from shoal.errors import SpecError
-from shoal.spec.finding import Finding
+from shoal.spec.finding import Finding, Level
 from shoal.spec.rules import Path, path_text
-from shoal.spec.words import show
+from shoal.spec.words import printable, show
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 16
@@ -72,11 +72,19 @@ class Tree:
     unreadable: set[Path] = field(default_factory=set)
 
     def finding(
-        self, path: Path, what: str, found: str = "", fix: str = "", *, place: tuple[int, int] | None = None
+        self,
+        path: Path,
+        what: str,
+        found: str = "",
+        fix: str = "",
+        *,
+        place: tuple[int, int] | None = None,
+        level: Level = "error",
     ) -> Finding:
-        """An error at a path, or at the nearest value above it that the file has."""
+        """A finding at a path, or at the nearest value above it that the file has. Names in it are made printable."""
         line, col = place or self.place(path)
-        return Finding("error", what, found=found, fix=fix, path=path_text(path), file=self.file, line=line, col=col)
+        what, found, fix = printable(what), printable(found), printable(fix)
+        return Finding(level, what, found, fix, path=path_text(path), file=self.file, line=line, col=col)
 
     def place(self, path: Path) -> tuple[int, int]:
         for end in range(len(path), -1, -1):
@@ -250,8 +258,7 @@ def _syntax(error: YAMLError, file: str) -> Finding:
         mark = error.problem_mark or error.context_mark
     line, col = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what, fix = next((what, fix) for pattern, what, fix in _SYNTAX if re.search(pattern, problem))
-    found = "" if what == "a tab" else problem if problem.isprintable() else ascii(problem)[1:-1]
-    return Finding("error", what, found, fix, file=file, line=line, col=col)
+    return Finding("error", what, "" if what == "a tab" else printable(problem), fix, file=file, line=line, col=col)
 
 
 def _stop(*findings: Finding) -> SpecError:

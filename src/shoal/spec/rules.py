@@ -57,7 +57,8 @@ def nearest(word: str, known: list[str]) -> str:
     close = get_close_matches(word[:64], known, n=1)
     if close:
         return f"did you mean `{close[0]}`?"
-    return f"known: {', '.join(known)}" if known else ""
+    more = ", ..." if len(known) > 12 else ""
+    return f"known: {', '.join(known[:12])}{more}" if known else ""
 
 
 def problems(data: object) -> list[Problem]:

@@ -52,9 +52,13 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
-    if not text.isprintable():
-        text = ascii(text)[1:-1]
+    text = printable(text)
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal would not simply show."""
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 @dataclass(frozen=True)

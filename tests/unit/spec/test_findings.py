@@ -224,6 +224,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "set `compute: true` on it",
         ],
     ),
+    "a name that a terminal would not show": (
+        GOOD.replace("lab", "\u200blab") + "partitions: {main: {nodesets: [lab]}}\n",
+        [
+            's.yaml:4:3 nodesets."\\u200blab": not a nodeset name, found "\\u200blab", '
+            "use a lower-case letter, then lower-case letters, digits and `-`",
+            's.yaml:5:32 partitions.main.nodesets[0]: unknown nodeset, found "lab", did you mean `\\u200blab`?',
+        ],
+    ),
     "names that are too long": (
         GOOD.replace("reef", "r" * 25).replace("gpu01", "g" * 64),
         [

@@ -109,7 +109,7 @@ def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) ->
             None,
             "re: ef",
             'no spec can be made of this: not a cluster name, "re: ef", use a lower-case letter, then lower-case '
-            'letters, digits and `-`; not a host name, "a\' firewall: false", '
+            'letters, digits and `-`; not a host name, "a\' firewall", '
             "use letters, digits, `-` and `.`, at most 63 characters\n  fix: change these names",
         ),
     ]
