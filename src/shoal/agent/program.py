@@ -1089,8 +1089,8 @@ def refuse_dependants(name: str, kind: str, old: int, new: int, owns: list[str],
         flag, program = ("-uid", "chown") if kind == "user" else ("-gid", "chgrp")
         raise Failure(
             f"{kind} {name} has id {old} here and needs {new}, but files outside its own directories belong to {old}: "
-            f"{', '.join(files)}. Hand them over (find / -xdev {flag} {old} -exec {program} -h {new} {{}} +), or remove "
-            "them, and run again"
+            f"{', '.join(files)}. Hand them over (find / -xdev {flag} {old} -exec {program} -h {new} {{}} +), or "
+            "remove them, and run again"
         )
 
 
