@@ -187,6 +187,10 @@ class _FakeWire:
             self.killed = self._call.killed = True
             self._end(KILLED)
 
+    async def gone(self) -> None:
+        if self._task is not asyncio.current_task():
+            await asyncio.wait([self._task])
+
     def lose(self) -> None:
         hint = "check that the host is up, then run the same again"
         what = f"the connection broke while it ran {told(self._call.argv)}"

@@ -18,6 +18,8 @@ from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
 from shoal.hosts.process import KILLED, LineProcess, as_it_is, run_to_end, told
 
 _CHUNK = 128 << 10
+# One that sudo made root's may take its time to notice that its pipes are gone.
+_REAP_SECONDS = 1.0
 # A shell starts the program, as it does over SSH, so that a missing one is status 127 here as well.
 _SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
 
@@ -52,8 +54,11 @@ class LocalHost:
 
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
-        for wire in list(self._running):
+        running = list(self._running)
+        for wire in running:
             wire.kill()
+        for wire in running:
+            await wire.gone()
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,6 +93,7 @@ class _LocalWire(asyncio.SubprocessProtocol):
         self.status: int | None = None
         self.killed = False
         self._ended = False
+        self._reaped = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -100,6 +106,9 @@ class _LocalWire(asyncio.SubprocessProtocol):
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 0:
             self._writable.set()
+
+    def process_exited(self) -> None:
+        self._reaped.set()
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -147,6 +156,11 @@ class _LocalWire(asyncio.SubprocessProtocol):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
         self._transport.close()
         self.connection_lost(None)
+
+    async def gone(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_SECONDS):
+                await self._reaped.wait()
 
     def _stdout(self) -> asyncio.ReadTransport:
         assert self._transport is not None

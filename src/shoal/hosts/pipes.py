@@ -22,12 +22,14 @@ class Inbox:
         self._ended = False
         self._error: BaseException | None = None
         self._wakeup: asyncio.Event = asyncio.Event()
+        self._wanted = False
+        """A reader waits for more than is here: not the time to hold the program back."""
         self._drain = False
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
         self._wakeup.set()
-        if len(self._buffer) > HIGH_WATER and not self._drain and not self._paused:
+        if len(self._buffer) > HIGH_WATER and not (self._wanted or self._drain or self._paused):
             self._paused = True
             self._pause()
 
@@ -55,9 +57,15 @@ class Inbox:
             self._scanned = len(self._buffer)
             await self._more()
 
+    def keep_all(self) -> None:
+        """Hold the program back no more: somebody will ask for everything, after its end."""
+        self._drain = True
+        if self._paused:
+            self._unpause()
+
     async def rest(self) -> bytes:
         """Everything up to the end."""
-        self._drain = True
+        self.keep_all()
         while not self._ended:
             await self._more()
         self.raise_error()
@@ -72,10 +80,15 @@ class Inbox:
         return data
 
     async def _more(self) -> None:
+        # Cleared first: a transport may deliver what it holds while it is being resumed.
+        self._wakeup.clear()
+        self._wanted = True
         if self._paused:
             self._unpause()
-        self._wakeup.clear()
-        await self._wakeup.wait()
+        try:
+            await self._wakeup.wait()
+        finally:
+            self._wanted = False
 
     def _unpause(self) -> None:
         self._paused = False

@@ -30,6 +30,9 @@ class Wire(Protocol):
     def kill(self) -> None:
         """End the program now; nothing happens when it has ended already."""
 
+    async def gone(self) -> None:
+        """Wait until nothing of a killed program is left that we would have to clean up."""
+
 
 class LineProcess:
     """A Process over any wire. `judge` tells sudo's refusal from the program's own end."""
@@ -56,6 +59,13 @@ class LineProcess:
 
     async def kill(self) -> None:
         self._wire.kill()
+        await self._wire.gone()
+
+    async def finish(self, stdin: bytes) -> Result:
+        """Give the program all of its input and wait for its end, however much it writes meanwhile."""
+        self._wire.stdout.keep_all()
+        await self._wire.send(stdin)
+        return await self.wait()
 
     def _ending(self, stdout: bytes) -> Result:
         assert self._wire.status is not None
@@ -69,9 +79,7 @@ async def run_to_end(
     """Feed a program its input and wait for its end. Whatever happens, it does not outlive the call."""
     try:
         async with asyncio.timeout(timeout):
-            if stdin:
-                await process.write(stdin)
-            return await process.wait()
+            return await process.finish(stdin)
     except TimeoutError:
         raise Unreachable(
             name,

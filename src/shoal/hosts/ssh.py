@@ -43,7 +43,6 @@ _ALGORITHMS: dict[str, Any] = {
 }
 _HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "rsa-sha2-256", "rsa-sha2-512"]
 
-_KEEPALIVE_SECONDS = 5
 _KEEPALIVE_MISSED = 3
 # sshd allows ten sessions a connection (MaxSessions).
 _SESSIONS = 8
@@ -59,12 +58,17 @@ class SshConnector:
         ssh_config: Path | None = None,
         connect_timeout: float = 10.0,
         agent: bool = True,
+        keepalive: float = 5.0,
     ) -> None:
-        """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given."""
+        """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given.
+
+        A host that leaves three questions `keepalive` seconds apart unanswered counts as gone.
+        """
         self._host_keys = HostKeys(known_hosts)
         self._config = SshConfig(ssh_config, agent=agent)
         self._keys = KeyRing()
         self._timeout = connect_timeout
+        self._keepalive = keepalive
         self._jumps: dict[tuple[Target, ...], _Jump] = {}
 
     async def connect(self, target: Target) -> SshHost:
@@ -102,7 +106,7 @@ class SshConnector:
                     x509_trusted_certs=None,
                     gss_host=None,
                     preferred_auth=["publickey"],
-                    keepalive_interval=_KEEPALIVE_SECONDS,
+                    keepalive_interval=self._keepalive,
                     keepalive_count_max=_KEEPALIVE_MISSED,
                     **_ALGORITHMS,
                 )

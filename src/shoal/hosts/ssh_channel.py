@@ -99,6 +99,9 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         # The server confirms only when the program is really gone, which a program that ignores its input may put off.
         self.connection_lost(None)
 
+    async def gone(self) -> None:
+        """The server cleans up behind a program."""
+
     def _pause(self) -> None:
         if self._chan:
             self._chan.pause_reading()

@@ -13,10 +13,12 @@ from shoal.hosts.api import Result
 _PREFIX = ("env", "LANGUAGE=C", "sudo", "-n", "--")
 
 _NEEDS_PASSWORD = re.compile(
-    r"^sudo: .*(?:password is required|terminal is required|no tty present|must have a tty)", re.M
+    r"^sudo(?:-rs)?: .*(?:password is required|terminal is required|no tty present|must have a tty"
+    r"|authentication is required)",
+    re.M,
 )
 _NOT_ALLOWED = re.compile(
-    r"is not in the sudoers file|may not run sudo on|is not allowed to (?:execute|run)"
+    r"is not in the sudoers file|may not run sudo on|is not allowed to (?:execute|run)|I'm afraid I can't do that"
     r"|^sudo: .*(?:account validation failure|account is locked|effective uid is not 0|must be owned by uid 0)"
     r"|^sudo: .*(?:no valid sudoers sources|unable to open /etc/sudoers)",
     re.M,

@@ -1,0 +1,101 @@
+"""A real OpenSSH server on a loopback port, with keys of its own, for the tests that need one."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from shoal.hosts.api import Target
+
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+needs_sshd = pytest.mark.skipif(
+    SSHD is None, reason="no sshd on this machine; to run these tests: apt-get install openssh-server"
+)
+
+
+class Sshd:
+    """One running server. `target()` leads to it."""
+
+    def __init__(self, folder: Path, *, host_key_type: str = "ssh-ed25519") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = free_port()
+        self.identity = folder / "identity"
+        self._process: subprocess.Popen[bytes] | None = None
+        make_key(self.identity)
+        (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
+        self.new_host_key(host_key_type)
+
+    @property
+    def host_key(self) -> str:
+        return (self.folder / "host_key.pub").read_text().strip()
+
+    def target(self, name: str = "node", **changes: object) -> Target:
+        fields: dict[str, object] = {
+            "address": "127.0.0.1",
+            "port": self.port,
+            "user": getpass.getuser(),
+            "identity": self.identity,
+        }
+        return Target(name, **(fields | changes))  # type: ignore[arg-type]
+
+    def new_host_key(self, kind: str = "ssh-ed25519") -> None:
+        make_key(self.folder / "host_key", kind)
+
+    def start(self) -> None:
+        config = self.folder / "sshd_config"
+        config.write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host_key\nPidFile none\n"
+            f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
+            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 200\nPermitRootLogin yes\n"
+            # A shell deep enough not to read the user's own start-up files.
+            "SetEnv SHLVL=5\n"
+        )
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        assert SSHD is not None
+        self._process = subprocess.Popen([SSHD, "-D", "-f", str(config), "-E", str(self.folder / "log")])
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.05)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def stop(self) -> None:
+        if self._process:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+
+@contextlib.contextmanager
+def running_sshd(folder: Path, *, host_key_type: str = "ssh-ed25519") -> Iterator[Sshd]:
+    server = Sshd(folder, host_key_type=host_key_type)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def make_key(path: Path, kind: str = "ssh-ed25519", passphrase: str | None = None) -> None:
+    key = asyncssh.generate_private_key(kind)
+    path.touch(mode=0o600)
+    key.write_private_key(path, passphrase=passphrase)
+    key.write_public_key(f"{path}.pub")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
