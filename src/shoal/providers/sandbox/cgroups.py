@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from shoal.errors import ProviderError
 
 SECONDS_TO_DIE = 15.0
+SECONDS_TO_FREEZE = 5.0
 
 
 def hierarchies(mounts: str | None = None) -> dict[str, Path]:
@@ -84,9 +86,19 @@ class Group:
             return self._freezer()[0].read_text().strip() in ("FROZEN", "FREEZING", "1")
         return False
 
-    def freeze(self, on: bool) -> None:
-        path, values = self._freezer()
-        path.write_text(values[on])
+    async def freeze(self) -> None:
+        """Stop every process where it stands, and return when all of them do."""
+        path, (_, frozen) = self._freezer()
+        path.write_text(frozen)
+        for _ in range(int(SECONDS_TO_FREEZE / 0.02)):
+            if "FREEZING" not in path.read_text():
+                return
+            await asyncio.sleep(0.02)
+        raise ProviderError(f"processes of {self.name} do not freeze", hint="thaw the host and try again")
+
+    def thaw(self) -> None:
+        path, (thawed, _) = self._freezer()
+        path.write_text(thawed)
 
     async def kill(self) -> None:
         """End every process of the host at once, frozen or not."""
@@ -99,17 +111,23 @@ class Group:
                     os.kill(pid, signal.SIGKILL)
             if self.frozen:  # a frozen process takes no signal, not even this one
                 with contextlib.suppress(OSError):
-                    self.freeze(False)
+                    self.thaw()
             await asyncio.sleep(0.05)
         raise ProviderError(f"processes of {self.name} do not end: {self.pids()}", hint="look at them with `ps -l`")
 
-    def remove(self) -> None:
-        """Remove the groups; they must be empty."""
+    def remove(self) -> bool:
+        """Remove the groups. Says False when there is still a process in them."""
         for path in self.paths:
-            below = [Path(found) for found, _, _ in os.walk(path, topdown=False)]
-            for group in below:
-                with contextlib.suppress(FileNotFoundError):
-                    group.rmdir()
+            for below, _, _ in os.walk(path, topdown=False):
+                try:
+                    Path(below).rmdir()
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    if error.errno != errno.EBUSY:
+                        raise
+                    return False
+        return True
 
     def _freezer(self) -> tuple[Path, tuple[str, str]]:
         if "freezer" in self.roots:

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.providers.api import Request
 from shoal.providers.sandbox import images
 from shoal.providers.sandbox.cgroups import hierarchies, is_v2_only
-from shoal.providers.sandbox.layout import NAME
+from shoal.providers.sandbox.layout import NAME, NAME_RULE
 from shoal.spec.finding import Finding
 
 PROGRAMS = {
@@ -42,6 +42,7 @@ class Machine:
     disk_free_mb: int
     overlay: bool
     loop: bool
+    cgroups: bool
     cgroup_v2: bool
     images: frozenset[str] = frozenset()
 
@@ -58,6 +59,7 @@ class Machine:
             disk_free_mb=shutil.disk_usage(there).free >> 20,
             overlay="overlay" in Path("/proc/filesystems").read_text() or _module("overlay"),
             loop=Path("/dev/loop-control").exists() or _module("loop"),
+            cgroups=bool({"freezer", "unified"} & set(hierarchies())),
             cgroup_v2=is_v2_only(hierarchies()),
             images=frozenset(image for image in images.SUITES if images.exists(cache, image)),
         )
@@ -87,6 +89,9 @@ def _tools(machine: Machine) -> list[Finding]:
         found.append(Finding("error", "sandbox hosts take programs", f"no {', '.join(missing)}", f"run `{install}`"))
     if not machine.overlay:
         found.append(Finding("error", "sandbox hosts take overlayfs", "none in this kernel", "run `modprobe overlay`"))
+    if not machine.cgroups:
+        fix = "mount cgroup2 on /sys/fs/cgroup"
+        found.append(Finding("error", "sandbox hosts take cgroups", "no cgroup file system is mounted", fix))
     return found
 
 
@@ -103,10 +108,10 @@ def _host(request: Request, machine: Machine) -> list[Finding]:
     def bad(what: str, there: str, fix: str) -> None:
         found.append(Finding("error", what, there, fix, host=request.name))
 
-    if not NAME.fullmatch(request.name) or len(request.name) > 40:
-        bad("not a host name", repr(request.name), "use lower-case letters, digits and hyphens, at most 40 of them")
+    if not NAME.fullmatch(request.name):
+        bad("not a host name", repr(request.name), NAME_RULE)
     if not NAME.fullmatch(shape.site):
-        bad("not a site name", repr(shape.site), "use lower-case letters, digits and hyphens")
+        bad("not a site name", repr(shape.site), NAME_RULE)
     if shape.image not in images.SUITES:
         bad("unknown image", repr(shape.image), f"use one of: {', '.join(images.SUITES)}")
     if shape.cpus is not None and not 1 <= shape.cpus <= machine.cpus:

@@ -33,11 +33,11 @@ class SandboxFaults:
 
     async def freeze(self, cluster: str, host: str) -> None:
         layout, record = self._running(cluster, host)
-        machine.group(layout, record.name).freeze(True)
+        await machine.group(layout, record.name).freeze()
 
     async def thaw(self, cluster: str, host: str) -> None:
         layout, record = self._running(cluster, host)
-        machine.group(layout, record.name).freeze(False)
+        machine.group(layout, record.name).thaw()
 
     async def kill(self, cluster: str, host: str) -> None:
         layout, record = self._find(cluster, host)
@@ -48,9 +48,12 @@ class SandboxFaults:
         before = self._leader(layout, record)
         os.kill(before, signal.SIGRTMIN + 5)  # systemd's own signal for "reboot"
         group = machine.group(layout, record.name)
-        async with asyncio.timeout(SECONDS_TO_GO_DOWN):
-            while group.leader() in (before, None):
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(SECONDS_TO_GO_DOWN):
+                while group.leader() in (before, None):
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise ProviderError(f"host {host} does not go down to reboot", hint="kill it and create it again") from None
         await machine.wait_for_ssh(layout, record)
 
     async def fill_disk(self, cluster: str, host: str) -> None:

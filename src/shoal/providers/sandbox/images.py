@@ -74,10 +74,11 @@ BOOT_PROGRAM = """\
 # The memory this host was given, as free(1) and Slurm read it.
 given=/etc/shoal-sandbox.d
 [ ! -e $given/meminfo ] || mount --bind -o ro $given/meminfo /proc/meminfo
-# cgroup v1: nspawn mounts the controllers read-only; Slurm's cgroup plugins make groups in these.
+# cgroup v1: nspawn mounts the controllers read-only; Slurm's cgroup plugins make groups in these. Only this mount is
+# made writable ("bind"): the kernel refuses to remount a hierarchy as such once it has groups.
 if [ -e $given/cgroups ]; then
-    for controller in freezer devices cpuset pids; do
-        mount -o remount,rw "/sys/fs/cgroup/$controller" || true
+    for controller in freezer devices cpuset pids memory; do
+        mount -o remount,bind,rw "/sys/fs/cgroup/$controller" || true
     done
 fi
 exit 0
@@ -91,6 +92,7 @@ FILES = {
     "usr/local/lib/shoal-sandbox-boot": (BOOT_PROGRAM, 0o755),
     "etc/sudoers.d/shoal": (f"{USER} ALL=(ALL) NOPASSWD: ALL\n", 0o440),
 }
+# What a throw-away host can do without: boots are faster, and nothing of them fails.
 MASKED = (
     "apt-daily.timer",
     "apt-daily-upgrade.timer",
@@ -117,6 +119,10 @@ MASKED = (
     "sshd-keygen.service",
     "systemd-pcrlock-make-policy.service",
     "systemd-update-utmp.service",
+    "ldconfig.service",
+    "systemd-journal-catalog-update.service",
+    "systemd-hwdb-update.service",
+    "systemd-update-done.service",
     "systemd-update-utmp-runlevel.service",
 )
 STAGES = 14
@@ -241,7 +247,7 @@ async def _watch(log: Path, what: str, progress: Progress) -> None:
 
 async def _apt_settings() -> str:
     """The machine's proxy settings for apt, so that a host's apt reaches what the machine's reaches."""
-    dump = await call("apt-config", "dump", check=False)
+    dump = await call("apt-config", "dump", check=False) if shutil.which("apt-config") else ""
     wanted = re.compile(r"Acquire::(https?::([^:]+::)?Proxy|Check-Valid-Until)\b", re.IGNORECASE)
     lines = [line for line in dump.splitlines() if wanted.match(line) and '""' not in line]
     for kind in ("http", "https"):

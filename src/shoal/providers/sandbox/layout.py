@@ -14,6 +14,7 @@ left can be found without any record.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -28,7 +29,8 @@ from typing import Any
 from shoal.errors import ProviderError
 from shoal.spec.member import Shape
 
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+NAME_RULE = "use lower-case letters, digits and hyphens, at most 40 of them"
 OPEN_SITE = "a"
 """The site that others can reach. Every other site is behind NAT."""
 
@@ -79,7 +81,7 @@ class Layout:
         if not NAME.fullmatch(self.cluster):
             raise ProviderError(
                 f"the sandbox cannot name a cluster {self.cluster!r}",
-                hint="use lower-case letters, digits and hyphens, at most 63 of them",
+                hint=NAME_RULE,
             )
 
     @property
@@ -125,6 +127,8 @@ class Layout:
         return f"{self.prefix}{host}"
 
     def host_dir(self, host: str) -> Path:
+        if not NAME.fullmatch(host):
+            raise ProviderError(f"not a name of a sandbox host: {host!r}", hint=NAME_RULE)
         return self.dir / "hosts" / host
 
     def sites(self) -> dict[str, Site]:
@@ -148,7 +152,8 @@ class Layout:
     async def locked(self) -> AsyncIterator[None]:
         """Only one process at a time changes a cluster. The lock is the directory itself, so nothing is left behind."""
         while True:
-            self.dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # the directory above went with another cluster: try again
+                self.dir.mkdir(parents=True, exist_ok=True)
             async with locked(self.dir) as still_there:
                 if still_there:
                     yield

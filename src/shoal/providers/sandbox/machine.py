@@ -25,18 +25,28 @@ from shoal.providers.sandbox.cgroups import Group, hierarchies, is_v2_only
 from shoal.providers.sandbox.images import remove_tree
 from shoal.providers.sandbox.layout import HostRecord, Layout
 from shoal.providers.sandbox.programs import call, last_lines
+from shoal.spec.member import Shape
 
 SECONDS_TO_BOOT = 120.0
 GPU_MEMORY_MB = 16384
 NULL_DEVICE = os.makedev(1, 3)
-REBOOTED = 133
-"""The status with which systemd-nspawn ends when its host asks for a reboot."""
+DISTINCT_DEVICES = (os.makedev(1, 7), os.makedev(1, 5), os.makedev(1, 8), *(os.makedev(4, n) for n in range(20, 64)))
+"""full, zero, random, then terminals: for hosts with cgroups, whose Slurm forbids a job the device numbers of other
+jobs' GPUs. Were they all null devices, it would lose its own GPU and /dev/null with them."""
+
+ENTER = """\
+set -eu
+while read -r group; do echo 0 > "$group/cgroup.procs"; done < "$1"
+shift
+exec "$@"
+"""
+"""Enters the host's cgroups before anything else, so that all that follows can be found and ended there."""
 
 LAUNCH = """\
 set -eu
 home=$1 lower=$2 cgroup2=$3 cpus=$4
 shift 4
-join() { while read -r group; do echo 0 > "$group$1/cgroup.procs"; done < "$home/$2"; }
+enter() { while read -r group; do echo 0 > "$group$1/cgroup.procs"; done < "$home/groups2"; }
 writable=$home
 if [ -e "$home/disk.img" ]; then
     mount -o loop "$home/disk.img" "$home/disk"
@@ -45,20 +55,21 @@ fi
 mkdir -p "$writable/upper" "$writable/work"
 rm -rf "$writable/work/work/incompat"
 mount -t overlay -o "lowerdir=$lower,upperdir=$writable/upper,workdir=$writable/work,volatile" shoal "$home/root"
-join "" groups
-join /launcher groups2
-if [ "$cgroup2" = yes ]; then
-    umount -R /sys/fs/cgroup
-    mount -t cgroup2 none /sys/fs/cgroup
-fi
+cd /
+enter /launcher
 status=133
 while [ "$status" = 133 ]; do
     status=0
-    (join "" groups2; cd / && exec taskset --cpu-list "$cpus" "$@") || status=$?
+    if [ "$cgroup2" = yes ]; then
+        fresh='umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec "$@"'
+        (enter ""; exec unshare --mount --propagation private sh -c "$fresh" sh taskset --cpu-list "$cpus" "$@")
+    else
+        (enter ""; exec taskset --cpu-list "$cpus" "$@")
+    fi || status=$?
 done
 exit "$status"
 """
-"""Runs as the host's parent: mounts its root, enters its cgroups, and starts it again after each reboot."""
+"""Runs as the host's parent: mounts its root and starts it, again after each reboot (nspawn's status 133)."""
 
 
 def group(layout: Layout, name: str) -> Group:
@@ -119,7 +130,7 @@ async def lay_out(layout: Layout, host: HostRecord, authorized: str) -> HostReco
     if host.shape.gpus:
         seed.write("etc/shoal-gpus", render_gpus(layout, host).encode())
         seed.write("usr/bin/nvidia-smi", Path(nvidia_smi.__file__).read_bytes(), 0o755)
-    _make_gpu_devices(home / "devices", host.shape.gpus)
+    _make_gpu_devices(home / "devices", host.shape)
     if host.shape.disk_mb:
         await _make_disk(home / "disk.img", host.shape.disk_mb)
     made = HostRecord(host.name, host.index, host.address, host.image, public, host.shape)
@@ -169,7 +180,8 @@ async def start(layout: Layout, host: HostRecord) -> None:
     _write(home / "launch", LAUNCH.encode(), 0o644)
     fresh = host.shape.image != "debian12" and not is_v2_only(mine.roots)
     arguments = [
-        "unshare", "--mount", "--propagation", "private",
+        "sh", "-c", ENTER, "sh", str(home / "groups"),
+        "setsid", "--fork", "unshare", "--mount", "--propagation", "private",
         "sh", str(home / "launch"), str(home), f"{home / 'seed'}:{host.image}", "yes" if fresh else "no",
         ",".join(str(cpu) for cpu in cpus_of(host)), *_nspawn(layout, host),
     ]  # fmt: skip
@@ -177,7 +189,7 @@ async def start(layout: Layout, host: HostRecord) -> None:
     env = {**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "1" if host.shape.cgroups else "network"}
     with (home / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            "setsid", "--fork", *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env
+            *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env
         )
         await process.wait()
 
@@ -187,12 +199,11 @@ async def wait_for_ssh(layout: Layout, host: HostRecord) -> None:
     log = layout.host_dir(host.name) / "log"
     clock = asyncio.get_running_loop().time
     end = clock() + SECONDS_TO_BOOT
-    began = clock()
     while clock() < end:
         if await ssh_answers(host.address):
             _write(layout.host_dir(host.name) / "ready", b"", 0o644)
             return
-        if clock() - began > 2 and not group(layout, host.name).pids():
+        if not group(layout, host.name).pids():
             said = last_lines(log.read_text(errors="replace"))
             raise ProviderError(f"host {host.name} ended while it booted: {said}", hint=f"its console log is {log}")
         await asyncio.sleep(0.1)
@@ -218,8 +229,8 @@ async def ssh_answers(address: str) -> bool:
 async def stop(layout: Layout, name: str) -> None:
     """End the host's processes at once. It is throw-away: nothing is asked to shut down."""
     mine = group(layout, name)
-    await mine.kill()
-    mine.remove()
+    while not mine.remove():  # a process of a killed `create` may still be on its way in
+        await mine.kill()
     # Where /run is on a disk, systemd-nspawn does not remove this directory itself.
     await remove_tree(Path("/run/systemd/nspawn/propagate", layout.namespace(name)))
 
@@ -278,11 +289,15 @@ def _write_resolver(seed: Path) -> None:
     _write(seed / "etc/resolv.conf", (usable or texts or [""])[0].encode(), 0o644)
 
 
-def _make_gpu_devices(where: Path, count: int) -> None:
+def _make_gpu_devices(where: Path, shape: Shape) -> None:
     where.mkdir()
-    names = [f"nvidia{index}" for index in range(count)] + (["nvidiactl"] if count else [])
-    for name in names:
-        os.mknod(where / name, 0o666 | stat.S_IFCHR, NULL_DEVICE)
+    devices = {f"nvidia{index}": NULL_DEVICE for index in range(shape.gpus)}
+    if shape.cgroups:
+        devices |= dict(zip(devices, DISTINCT_DEVICES, strict=False))
+    if shape.gpus:
+        devices["nvidiactl"] = NULL_DEVICE
+    for name, device in devices.items():
+        os.mknod(where / name, 0o666 | stat.S_IFCHR, device)
         (where / name).chmod(0o666)
 
 

@@ -35,11 +35,11 @@ class SandboxProvider:
     async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
         _refuse_errors(self.check(requests))
         layout = Layout(self.cache, cluster)
-        for image in sorted({request.shape.image for request in requests}):
-            await images.ensure(self.cache, image, progress)
+        wanted = sorted({request.shape.image for request in requests})
+        built = {image: await images.ensure(self.cache, image, progress) for image in wanted}
         async with layout.locked():
             sites = await network.ensure_sites(layout, (request.shape.site for request in requests))
-            hosts = await self._lay_out(layout, sites, requests, progress)
+            hosts = await self._lay_out(layout, sites, built, requests, progress)
             await self._start(layout, sites, hosts, progress)
         return [machine.instance(layout, host) for host in hosts]
 
@@ -73,7 +73,12 @@ class SandboxProvider:
         progress("sandbox removed", 1.0)
 
     async def _lay_out(
-        self, layout: Layout, sites: dict[str, Site], requests: Sequence[Request], progress: Progress
+        self,
+        layout: Layout,
+        sites: dict[str, Site],
+        built: dict[str, Path],
+        requests: Sequence[Request],
+        progress: Progress,
     ) -> list[HostRecord]:
         """The record of every host that is asked for; those that have none yet are made."""
         authorized = machine.ensure_identity(layout)
@@ -82,12 +87,11 @@ class SandboxProvider:
             if request.name in known:
                 continue
             progress(f"making host {request.name}", count / len(requests))
-            image = await images.ensure(self.cache, request.shape.image, progress)
             wanted = HostRecord(
                 name=request.name,
                 index=next(n for n in range(len(known) + 1) if n not in {host.index for host in known.values()}),
                 address=network.free_address(sites[request.shape.site], (host.address for host in known.values())),
-                image=str(image),
+                image=str(built[request.shape.image]),
                 host_key="",
                 shape=request.shape,
             )
