@@ -35,6 +35,7 @@ class Sshd:
         make_key(self.identity)
         (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
         self.new_host_key(host_key_type)
+        self.host_keys = [folder / "host_key"]
 
     @property
     def host_key(self) -> str:
@@ -55,7 +56,8 @@ class Sshd:
     def start(self) -> None:
         config = self.folder / "sshd_config"
         config.write_text(
-            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host_key\nPidFile none\n"
+            "".join(f"HostKey {key}\n" for key in self.host_keys)
+            + f"Port {self.port}\nListenAddress 127.0.0.1\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 200\nPermitRootLogin yes\n"
             # A shell deep enough not to read the user's own start-up files.
@@ -88,11 +90,17 @@ def running_sshd(folder: Path, *, host_key_type: str = "ssh-ed25519") -> Iterato
         server.stop()
 
 
-def make_key(path: Path, kind: str = "ssh-ed25519", passphrase: str | None = None) -> None:
+def make_key(path: Path, kind: str = "ssh-ed25519") -> None:
     key = asyncssh.generate_private_key(kind)
     path.touch(mode=0o600)
-    key.write_private_key(path, passphrase=passphrase)
+    key.write_private_key(path)
     key.write_public_key(f"{path}.pub")
+
+
+def lock_key(path: Path) -> None:
+    """Put a passphrase on a private key."""
+    path.chmod(0o600)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(path)], check=True, stdout=subprocess.DEVNULL)
 
 
 def free_port() -> int:

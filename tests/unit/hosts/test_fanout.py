@@ -1,0 +1,107 @@
+"""Fan-out keeps every host's outcome."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.errors import SlurmError, Unreachable
+from shoal.hosts.api import Target
+from shoal.hosts.fake import FakeConnector, FakeHost
+from shoal.hosts.fanout import Outcome, fan_out, group_equal
+
+
+async def test_one_unreachable_host_stops_no_other_and_order_is_kept() -> None:
+    connector = FakeConnector(
+        FakeHost("c", {("hostname",): b"c"}), FakeHost("b", unreachable=True), FakeHost("a", {("hostname",): b"a"})
+    )
+
+    async def hostname(target: Target) -> bytes:
+        async with await connector.connect(target) as host:
+            return (await host.run(["hostname"])).stdout
+
+    outcomes = await fan_out([Target("c"), Target("b"), Target("a")], hostname)
+    assert [(name, outcome.ok, outcome.value) for name, outcome in outcomes.items()] == [
+        ("c", True, b"c"),
+        ("b", False, None),
+        ("a", True, b"a"),
+    ]
+    assert str(outcomes["b"].error) == "b: does not answer within 10 s\n  fix: is the host up?"
+
+
+async def test_no_more_than_the_limit_run_at_once() -> None:
+    running = most = 0
+
+    async def action(name: str) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    await fan_out([str(number) for number in range(20)], action, limit=3)
+    assert most == 3
+
+
+async def test_each_outcome_is_told_as_it_comes() -> None:
+    seen: list[Outcome[str]] = []
+
+    async def action(name: str) -> str:
+        if name == "b":
+            raise Unreachable("b", "down")
+        await asyncio.sleep(0.01)
+        return name
+
+    outcomes = await fan_out(["a", "b"], action, on_done=seen.append)
+    assert [outcome.name for outcome in seen] == ["b", "a"]
+    assert set(seen) == set(outcomes.values())
+
+
+@pytest.mark.parametrize("error", [SlurmError("slurmctld is down"), ZeroDivisionError("a bug")])
+async def test_any_other_error_cancels_the_rest_and_is_raised(error: Exception) -> None:
+    cancelled = []
+
+    async def action(name: str) -> None:
+        if name == "bad":
+            await asyncio.sleep(0)
+            raise error
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+
+    with pytest.raises(type(error)) as caught:
+        await fan_out(["a", "bad", "b"], action)
+    assert caught.value is error
+    assert cancelled == ["a", "b"]
+
+
+async def test_cancelling_the_fan_out_cancels_every_host() -> None:
+    cancelled = []
+
+    async def action(name: str) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.append(name)
+
+    task = asyncio.create_task(fan_out(["a", "b"], action))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == ["a", "b"]
+
+
+async def test_no_hosts_no_outcomes() -> None:
+    async def action(name: str) -> None:
+        raise AssertionError
+
+    assert await fan_out([], action) == {}
+
+
+def test_hosts_with_equal_output_are_grouped_largest_first() -> None:
+    outputs = {"n3": b"22.05", "n1": b"24.11", "n2": b"24.11", "n4": b""}
+    assert group_equal(outputs) == [(["n1", "n2"], b"24.11"), (["n3"], b"22.05"), (["n4"], b"")]

@@ -1,0 +1,86 @@
+"""The file of known host keys, with many writers and with damage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import HostKeyChanged, ShoalError
+from shoal.hosts.host_keys import HostKey, HostKeys, forget
+
+A = HostKey("ssh-ed25519", "QUFBQQ==")
+B = HostKey("ssh-ed25519", "QkJCQg==")
+
+WRITER = """
+import sys
+from pathlib import Path
+from shoal.hosts.host_keys import HostKey, HostKeys
+keys = HostKeys(Path(sys.argv[1]))
+for number in range(40):
+    keys.remember(f"{sys.argv[2]}{number}", "10.0.0.1", 22, HostKey("ssh-ed25519", "QUFBQQ=="))
+"""
+
+
+def test_two_processes_at_once_lose_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "cluster" / "known_hosts"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    names = {line.split(",")[0] for line in path.read_text().splitlines()}
+    assert names == {f"{name}{number}" for name in "ab" for number in range(40)}
+    assert sorted(file.name for file in path.parent.iterdir()) == ["known_hosts", "known_hosts.lock"]
+
+
+def test_a_key_that_another_process_met_first_wins(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    ours, theirs = HostKeys(path), HostKeys(path)
+    assert ours.known("n1") is None
+    theirs.remember("n1", "10.0.0.1", 22, A)
+    with pytest.raises(HostKeyChanged):
+        ours.remember("n1", "10.0.0.1", 22, B)
+    assert HostKeys(path).known("n1") == A
+
+
+def test_an_address_may_pass_to_another_host(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    HostKeys(path).remember("n1", "10.0.0.1", 22, A)
+    HostKeys(path).remember("n2", "10.0.0.1", 22, B)
+    assert (HostKeys(path).known("n1"), HostKeys(path).known("n2")) == (A, B)
+
+
+def test_lines_that_are_no_keys_stay_and_vouch_for_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text("# mine\nn1,[10.0.0.1]:22 ssh-ed25519 ???\nhalf a\n")
+    keys = HostKeys(path)
+    assert keys.known("n1") is None
+    keys.remember("n2", "10.0.0.2", 22, B)
+    assert path.read_text().startswith("# mine\nn1,[10.0.0.1]:22 ssh-ed25519 ???\nhalf a\nn2,")
+
+
+def test_forgetting_leaves_hosts_with_similar_names(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    keys = HostKeys(path)
+    keys.remember("n1", "10.0.0.1", 22, A)
+    keys.remember("n10", "10.0.0.2", 22, B)
+    assert forget(path, "n1")
+    assert (HostKeys(path).known("n1"), HostKeys(path).known("n10")) == (None, B)
+
+
+def test_forgetting_where_nothing_is_known_makes_no_file(tmp_path: Path) -> None:
+    assert not forget(tmp_path / "none" / "known_hosts", "n1")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "known_hosts"
+    with pytest.raises(ShoalError, match=f"cannot use the file of known host keys {path}: Not a directory"):
+        HostKeys(path).remember("n1", "10.0.0.1", 22, A)
+
+
+def test_the_fingerprint_is_the_one_ssh_keygen_shows(tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
+    shown = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, check=True)
+    assert HostKey.parse((tmp_path / "key.pub").read_text()).fingerprint == shown.stdout.split()[1]

@@ -1,0 +1,364 @@
+"""Connecting over SSH to a real sshd: keys, config, host keys, jump hosts, and every way it can fail."""
+
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC221, ASYNC240
+# A test has nothing else to do while it looks at a file or waits for ssh-keygen.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
+
+from shoal.errors import AuthRefused, ConnectionLost, HostError, HostKeyChanged, Unreachable
+from shoal.hosts.api import Target
+from shoal.hosts.fanout import fan_out
+from shoal.hosts.host_keys import HostKey
+from shoal.hosts.ssh import SshConnector, forget
+
+pytestmark = needs_sshd
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with running_sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture
+def known_hosts(tmp_path: Path) -> Path:
+    return tmp_path / "cluster" / "known_hosts"
+
+
+@pytest.fixture
+def no_config(tmp_path: Path) -> Path:
+    path = tmp_path / "no_config"
+    path.touch()
+    return path
+
+
+async def whoami(connector: SshConnector, target: Target) -> str:
+    async with await connector.connect(target) as host:
+        return (await host.run(["hostname"], root=False)).text
+
+
+async def test_the_first_key_is_kept_for_the_owner_alone(sshd: Sshd, known_hosts: Path) -> None:
+    await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
+    kind, text = sshd.host_key.split()[:2]
+    assert known_hosts.read_text() == f"gpu01,[127.0.0.1]:{sshd.port} {kind} {text}\n"
+    assert stat.S_IMODE(known_hosts.stat().st_mode) == 0o600
+    assert stat.S_IMODE(known_hosts.parent.stat().st_mode) == 0o700
+
+
+async def test_the_file_of_known_hosts_is_one_openssh_understands(sshd: Sshd, known_hosts: Path) -> None:
+    await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
+    found = subprocess.run(["ssh-keygen", "-F", "gpu01", "-f", str(known_hosts)], capture_output=True, check=True)
+    assert sshd.host_key.split()[1].encode() in found.stdout
+
+
+async def test_eight_first_connections_at_once_keep_eight_keys(sshd: Sshd, known_hosts: Path) -> None:
+    connector = SshConnector(known_hosts)
+    targets = [sshd.target(f"n{number}") for number in range(8)]
+    outcomes = await fan_out(targets, lambda target: whoami(connector, target))
+    assert [outcome.error for outcome in outcomes.values()] == [None] * 8
+    assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {f"n{n}" for n in range(8)}
+
+
+async def test_a_changed_host_key_is_refused_until_it_is_forgotten(tmp_path: Path, known_hosts: Path) -> None:
+    server = Sshd(tmp_path / "sshd")
+    server.start()
+    try:
+        await whoami(SshConnector(known_hosts), server.target("gpu01"))
+        old = HostKey.parse(server.host_key).fingerprint
+        server.stop()
+        server.new_host_key()
+        new = HostKey.parse(server.host_key).fingerprint
+        server.start()
+        with pytest.raises(HostKeyChanged) as caught:
+            await whoami(SshConnector(known_hosts), server.target("gpu01"))
+        assert caught.value.message == (f"gpu01: shows the ssh-ed25519 key {new}, not the ssh-ed25519 key {old} we met")
+        assert "shoal ssh --forget-key gpu01" in caught.value.hint
+        assert forget(known_hosts, "gpu01")
+        assert not forget(known_hosts, "gpu01")
+        await whoami(SshConnector(known_hosts), server.target("gpu01"))
+    finally:
+        server.stop()
+
+
+async def test_a_host_with_several_keys_is_asked_for_the_one_we_met(tmp_path: Path, known_hosts: Path) -> None:
+    with running_sshd(tmp_path / "rsa", host_key_type="ssh-rsa") as server:
+        await whoami(SshConnector(known_hosts), server.target("gpu01"))
+        server.stop()
+        make_key(server.folder / "second")
+        server.host_keys.insert(0, server.folder / "second")
+        server.start()
+        await whoami(SshConnector(known_hosts), server.target("gpu01"))
+
+
+async def test_a_pinned_key_replaces_the_one_we_met(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    make_key(tmp_path / "former")
+    former = (tmp_path / "former.pub").read_text().strip()
+    known_hosts.parent.mkdir(mode=0o700)
+    known_hosts.write_text(f"gpu01,[10.0.0.9]:22 {former}\n")
+    await whoami(SshConnector(known_hosts), sshd.target("gpu01", host_key=sshd.host_key))
+    assert former not in known_hosts.read_text()
+    await whoami(SshConnector(known_hosts), sshd.target("gpu01"))
+
+
+async def test_a_host_that_lacks_its_pinned_key_is_refused(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    make_key(tmp_path / "other")
+    pinned = (tmp_path / "other.pub").read_text()
+    with pytest.raises(HostKeyChanged, match="its provider said it has"):
+        await SshConnector(known_hosts).connect(sshd.target(host_key=pinned))
+    assert not known_hosts.exists()
+    with pytest.raises(HostError, match="the host key given for it is not a public key"):
+        await SshConnector(known_hosts).connect(sshd.target(host_key="ssh-ed25519 ???"))
+
+
+async def test_a_refused_key_names_the_user_and_what_was_tried(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    make_key(stranger)
+    with pytest.raises(AuthRefused) as caught:
+        await SshConnector(known_hosts).connect(sshd.target("gpu01", user="root", identity=stranger))
+    place = f"root@127.0.0.1:{sshd.port}"
+    assert caught.value.message == f"gpu01: does not let {place} in (tried {stranger})"
+    assert caught.value.hint.startswith(f"put your public key there: ssh-copy-id -p {sshd.port} root@127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+        (lambda path: path.write_text("hello"), "is not a private key"),
+        (lambda path: (make_key(path), lock_key(path)), "is protected by a passphrase and no ssh-agent is running"),
+    ],
+)
+async def test_an_identity_that_cannot_be_used_is_named(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, make: object, found: str
+) -> None:
+    identity = tmp_path / "identity"
+    make(identity)  # type: ignore[operator]
+    with pytest.raises(AuthRefused) as caught:
+        await SshConnector(known_hosts, agent=False).connect(sshd.target("gpu01", identity=identity))
+    assert caught.value.message.startswith(f"gpu01: the key {identity} {found}")
+    assert caught.value.hint
+
+
+async def test_the_agent_signs_for_a_key_with_a_passphrase(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, no_config: Path
+) -> None:
+    sock = tmp_path / "agent.sock"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(sock)], stdout=subprocess.DEVNULL)
+    try:
+        while not sock.exists():
+            await asyncio.sleep(0.02)
+        subprocess.run(["ssh-add", "-q", str(sshd.identity)], env=os.environ | {"SSH_AUTH_SOCK": str(sock)}, check=True)
+        config = tmp_path / "config"
+        config.write_text(f"Host *\n IdentityAgent {sock}\n")
+        locked = tmp_path / "locked"
+        locked.write_bytes(sshd.identity.read_bytes())
+        lock_key(locked)
+        await whoami(SshConnector(known_hosts, ssh_config=config), sshd.target(identity=locked))
+        # Any key of the agent will do where no identity is named.
+        await whoami(SshConnector(known_hosts, ssh_config=config), sshd.target(identity=None))
+    finally:
+        agent.terminate()
+        agent.wait()
+
+
+async def test_an_alias_is_looked_up_in_the_ssh_config(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    user = sshd.target().user
+    config.write_text(
+        f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n User {user}\n IdentityFile {sshd.identity}\n"
+    )
+    assert await whoami(SshConnector(known_hosts, ssh_config=config), Target("gpu07"))
+    assert known_hosts.read_text().startswith(f"gpu07,[127.0.0.1]:{sshd.port} ")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Host gpu01\n Port many\n", "line 2: Invalid Port integer value: many"),
+        ("Host gpu01\n Port\n", "cannot understand the SSH config"),
+        ('Host "gpu01\n', "cannot understand the SSH config"),
+        ("Host gpu01\n ProxyJump user@:x\n", "cannot understand ProxyJump 'user@:x'"),
+    ],
+)
+async def test_a_broken_ssh_config_is_told_with_its_place(
+    known_hosts: Path, tmp_path: Path, text: str, found: str
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(text)
+    with pytest.raises(HostError) as caught:
+        await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu01"))
+    assert found in caught.value.message
+    assert caught.value.hint
+
+
+async def test_an_ssh_config_that_cannot_be_read_is_told(known_hosts: Path, tmp_path: Path) -> None:
+    with pytest.raises(HostError, match=f"cannot read the SSH config {tmp_path}: Is a directory"):
+        await SshConnector(known_hosts, ssh_config=tmp_path).connect(Target("gpu01"))
+
+
+async def test_hosts_behind_a_jump_host_share_one_connection_to_it(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path
+) -> None:
+    with running_sshd(tmp_path / "jump") as jump:
+        config = tmp_path / "config"
+        user = sshd.target().user
+        config.write_text(
+            f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.identity}\n ProxyJump door\n"
+            f"Host door\n HostName 127.0.0.1\n Port {jump.port}\n IdentityFile {jump.identity}\nHost *\n User {user}\n"
+        )
+        connector = SshConnector(known_hosts, ssh_config=config)
+        outcomes = await fan_out([Target("gpu1"), Target("gpu2")], lambda target: whoami(connector, target))
+        assert [outcome.error for outcome in outcomes.values()] == [None, None]
+        assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"door", "gpu1", "gpu2"}
+        assert (jump.folder / "log").read_text().count("Accepted publickey") == 1
+        # The jump connection was closed with the last host behind it; another host opens it again.
+        assert await whoami(connector, Target("gpu1"))
+
+
+async def test_a_host_the_jump_host_cannot_reach_is_told_apart(known_hosts: Path, tmp_path: Path) -> None:
+    with running_sshd(tmp_path / "jump") as jump:
+        config = tmp_path / "config"
+        config.write_text(
+            f"Host gpu1\n HostName 127.0.0.1\n Port {free_port()}\n ProxyJump door\n"
+            f"Host door\n HostName 127.0.0.1\n Port {jump.port}\nHost *\n IdentityFile {jump.identity}\n"
+        )
+        with pytest.raises(Unreachable, match=r"gpu1: door cannot reach 127\.0\.0\.1:\d+: Connection refused"):
+            await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
+        jump.stop()
+        with pytest.raises(Unreachable, match=r"door: 127\.0\.0\.1:\d+ refuses the connection"):
+            await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
+
+
+async def test_a_name_without_address_is_told(known_hosts: Path, no_config: Path) -> None:
+    with pytest.raises(Unreachable, match=r"no address is known for 'no-such-host\.invalid'"):
+        await SshConnector(known_hosts, ssh_config=no_config).connect(Target("no-such-host.invalid"))
+
+
+async def test_a_closed_port_is_told(known_hosts: Path, no_config: Path) -> None:
+    port = free_port()
+    with pytest.raises(Unreachable, match=rf"gpu01: 127\.0\.0\.1:{port} refuses the connection"):
+        await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
+
+
+async def test_a_silent_host_is_given_up_after_the_timeout(known_hosts: Path, no_config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(Unreachable, match=r"does not answer within 0\.3 s"):
+            await SshConnector(known_hosts, ssh_config=no_config, connect_timeout=0.3).connect(target)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "found"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection before we were logged in"),
+        (b"SSH-1.5-ancient\r\n", "does not speak SSH with us"),
+        (b"", "closed the connection before we were logged in"),
+    ],
+)
+async def test_a_port_that_is_not_ssh_is_told(known_hosts: Path, no_config: Path, greeting: bytes, found: str) -> None:
+    done = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        done.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unreachable, match=found):
+            await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
+        await done.wait()
+
+
+async def test_a_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path) -> None:
+    host = await SshConnector(known_hosts).connect(sshd.target("gpu01"))
+    async with host:
+        with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sh`"):
+            await host.run(["sh", "-c", "kill -9 $PPID; sleep 60"], root=False)
+        with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `true`"):
+            await host.run(["true"], root=False)
+
+
+async def test_lines_that_came_before_the_loss_are_read_first(sshd: Sshd, known_hosts: Path) -> None:
+    async with await SshConnector(known_hosts).connect(sshd.target("gpu01")) as host:
+        process = await host.start(["sh", "-c", "echo one; read x; kill -9 $PPID; sleep 60"], root=False)
+        assert await process.readline() == b"one\n"
+        await process.write(b"go\n")
+        with pytest.raises(ConnectionLost):
+            await process.readline()
+        with pytest.raises(ConnectionLost):
+            await process.write(b"more\n")
+        with pytest.raises(ConnectionLost):
+            await process.wait()
+
+
+async def test_a_host_that_falls_silent_is_lost(sshd: Sshd, known_hosts: Path) -> None:
+    async with _Relay(sshd.port) as relay:
+        connector = SshConnector(known_hosts, keepalive=0.1)
+        async with await connector.connect(sshd.target("gpu01", port=relay.port)) as host:
+            process = await host.start(["sleep", "60"], root=False)
+            relay.silent = True
+            with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sleep`"):
+                await process.readline()
+
+
+async def test_a_cancelled_connection_attempt_leaves_nothing_behind(known_hosts: Path, no_config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = Target("gpu01", "127.0.0.1", silent.getsockname()[1])
+        attempt = asyncio.create_task(SshConnector(known_hosts, ssh_config=no_config).connect(target))
+        await asyncio.sleep(0.1)
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+class _Relay:
+    """Passes TCP on to a port until it is told to fall silent, as a cut cable would."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self.silent = False
+
+    async def __aenter__(self) -> _Relay:
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers += [writer, far_writer]
+        self._tasks += [
+            asyncio.create_task(self._pass(reader, far_writer)),
+            asyncio.create_task(self._pass(far_reader, writer)),
+        ]
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not self.silent:
+                writer.write(data)

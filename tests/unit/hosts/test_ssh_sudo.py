@@ -1,0 +1,163 @@
+"""Becoming root over SSH, with a server whose sudo answers as the real one does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from shoal.errors import SudoRefused
+from shoal.hosts import sudo
+from shoal.hosts.api import Result, Target
+from shoal.hosts.local import LocalHost
+from shoal.hosts.ssh import SshConnector, SshHost
+
+WILLING = """#!/bin/sh
+[ "$1" = -n ] && [ "$2" = -- ] || { echo "sudo: wrong arguments: $*" >&2; exit 1; }
+shift 2
+command -v "$1" >/dev/null || { echo "sudo: $1: command not found" >&2; exit 1; }
+AS_ROOT=yes exec "$@"
+"""
+LINE = "echo 'ubuntu ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/90-shoal"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A PATH with a few programs and, where a test puts one there, a sudo."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("env", "cat", "sh", "printenv", "true", "echo"):
+        found = shutil.which(name)
+        assert found
+        (folder / name).symlink_to(found)
+    return folder
+
+
+@pytest.fixture
+async def host(tmp_path: Path, programs: Path) -> AsyncIterator[SshHost]:
+    """Logged in as `ubuntu`, who is not root."""
+
+    async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
+        child = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", process.command or "", stdin=-1, stdout=-1, stderr=-1, env={"PATH": str(programs)}
+        )
+        out, err = await child.communicate(await process.stdin.read())
+        process.stdout.write(out)
+        process.stderr.write(err)
+        process.exit(child.returncode or 0)
+
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    server = await asyncssh.listen(
+        "127.0.0.1", 0, server_factory=_OpenDoor, server_host_keys=[key], process_factory=serve, encoding=None
+    )
+    async with server:
+        target = Target("gpu01", "127.0.0.1", server.get_port(), "ubuntu")
+        async with await SshConnector(tmp_path / "known_hosts").connect(target) as host:
+            yield host
+
+
+async def test_root_is_reached_through_sudo(host: SshHost, programs: Path) -> None:
+    _install(programs, WILLING)
+    assert await host.run(["printenv", "AS_ROOT"]) == Result(0, b"yes\n")
+    assert (await host.run(["echo", "a b", "$(x)"])).stdout == b"a b $(x)\n"
+    assert (await host.run(["cat"], stdin=b"data")).stdout == b"data"
+
+
+async def test_sudo_stays_out_of_what_needs_no_root(host: SshHost, programs: Path) -> None:
+    _install(programs, WILLING)
+    assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
+
+
+async def test_a_missing_program_is_status_127_under_sudo_too(host: SshHost, programs: Path) -> None:
+    _install(programs, WILLING)
+    assert (await host.run(["no-such-program"])).status == 127
+
+
+async def test_a_failing_command_is_not_taken_for_a_refusal(host: SshHost, programs: Path) -> None:
+    _install(programs, WILLING)
+    assert await host.run(["sh", "-c", "echo no >&2; exit 1"]) == Result(1, b"", b"no\n")
+
+
+REFUSALS = [
+    ("sudo: a password is required", "sudo asks for a password"),
+    ("sudo: interactive authentication is required", "sudo asks for a password"),
+    ("sudo: sorry, you must have a tty to run sudo", "sudo asks for a password"),
+    ("ubuntu is not in the sudoers file.", "sudo says: ubuntu is not in the sudoers file."),
+    ("Sorry, user ubuntu may not run sudo on gpu01.", "sudo says: Sorry, user ubuntu may not run sudo on gpu01."),
+    (
+        "Sorry, user ubuntu is not allowed to execute '/bin/true' as root on gpu01.",
+        "sudo says: Sorry, user ubuntu is not allowed to execute '/bin/true' as root on gpu01.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("says", "told"), REFUSALS)
+async def test_a_refusal_names_the_cause_and_the_line_to_add(
+    host: SshHost, programs: Path, says: str, told: str
+) -> None:
+    _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
+    with pytest.raises(SudoRefused) as caught:
+        await host.run(["true"], stdin=bytes(100_000))
+    assert caught.value.message == f"gpu01: ubuntu may not become root: {told}"
+    assert LINE in caught.value.hint
+
+
+async def test_a_refusal_shows_itself_to_one_who_speaks_with_the_program(host: SshHost, programs: Path) -> None:
+    _install(programs, '#!/bin/sh\necho "sudo: a password is required" >&2\nexit 1\n')
+    process = await host.start(["cat"])
+    await process.write(b"hello\n")
+    with pytest.raises(SudoRefused):
+        await process.wait()
+    process = await host.start(["sh", "-c", "echo hello"])
+    await process.write(b"x\n")
+    reading = asyncio.create_task(process.readline())
+    ended = asyncio.create_task(process.wait())
+    results = await asyncio.gather(reading, ended, return_exceptions=True)
+    assert [type(result) for result in results] == [SudoRefused, SudoRefused]
+
+
+async def test_a_host_without_sudo_is_told(host: SshHost) -> None:
+    with pytest.raises(SudoRefused) as caught:
+        await host.run(["true"])
+    assert caught.value.message == "gpu01: ubuntu is not root and there is no usable sudo on the host"
+    assert caught.value.hint.startswith("install sudo on gpu01 and allow ubuntu to use it")
+
+
+async def test_this_machine_goes_through_sudo_when_we_are_not_root(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(programs, WILLING)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    host = LocalHost(Target("here"), through_sudo=True)
+    assert (await host.run(["printenv", "AS_ROOT"])).text == "yes\n"
+    assert (await host.run(["printenv", "AS_ROOT"], root=False)).status == 1
+
+
+def test_of_several_lines_the_refusing_one_is_quoted() -> None:
+    result = Result(1, b"", b"sudo: unable to resolve host gpu01\nubuntu is not in the sudoers file.\nreported\n")
+    with pytest.raises(SudoRefused, match=r"sudo says: ubuntu is not in the sudoers file\.\n"):
+        sudo.judge("gpu01", "ubuntu", ["true"], result)
+
+
+def test_a_command_that_wrote_output_was_not_refused() -> None:
+    result = Result(1, b"output", b"sudo: a password is required\n")
+    assert sudo.judge("gpu01", "ubuntu", ["make", "install"], result) is result
+
+
+class _OpenDoor(asyncssh.SSHServer):
+    """Lets everybody in."""
+
+    def begin_auth(self, username: str) -> bool:
+        return False
+
+
+def _install(programs: Path, text: str) -> None:
+    path = programs / "sudo"
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
