@@ -215,10 +215,9 @@ class AgentSession:
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         while line := await self._process.readline():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # a login script that prints is none of our business
+            event = _event(line)
+            if event is None:
+                continue
             if event["event"] == "refused":
                 raise AgentFailed(
                     self._host.name,
@@ -240,6 +239,15 @@ class AgentSession:
             )
         text = f"the agent ended unexpectedly with status {result.status}"
         return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """What the agent said; None for a line that is not the agent's, such as a login script prints."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "event" in found else None
 
 
 def _offset(begin: float, end: float, event: Mapping[str, Any]) -> float:

@@ -1,0 +1,45 @@
+"""A temporary directory that documents are made for, and a session with the real program on this machine."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+from pathlib import Path
+from typing import Any
+
+from shoal.agent.client import AgentSession, ItemResult
+from shoal.agent.document import Directory, File, Item, SecretRef
+from shoal.hosts.api import Target
+from shoal.hosts.local import LocalHost
+
+ME = {"owner": pwd.getpwuid(os.geteuid()).pw_name, "group": grp.getgrgid(os.getegid()).gr_name}
+
+
+class Place:
+    """Where a test works: paths and items below a temporary directory."""
+
+    def __init__(self, folder: Path, session: AgentSession) -> None:
+        self.folder = folder
+        self.session = session
+        self.told: list[str] = []
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def file(self, name: str, content: str | SecretRef | None = "", **more: Any) -> File:
+        return File(self.path(name), content, **{**ME, **more})
+
+    def directory(self, name: str, **more: Any) -> Directory:
+        return Directory(self.path(name), **{**ME, **more})
+
+    async def check(self, *items: Item) -> tuple[ItemResult, ...]:
+        return (await self.session.check(items)).items
+
+    async def apply(self, *items: Item, **secrets: bytes) -> tuple[ItemResult, ...]:
+        report = await self.session.apply(items, secrets, lambda event: self.told.append(event.text))
+        return report.items
+
+
+def here() -> LocalHost:
+    return LocalHost(Target("here"), through_sudo=False)

@@ -1,0 +1,124 @@
+"""How the client tells a host that cannot run the agent from an agent that failed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from agent_place import ME, here
+
+from shoal.agent.client import COMMAND, LOADER, AgentSession
+from shoal.agent.document import File, SecretRef
+from shoal.errors import AgentFailed, SudoRefused
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import FakeHost, FakeProgram
+from shoal.hosts.local import LocalHost
+from shoal.hosts.process import LineProcess
+
+
+class WithPython(LocalHost):
+    """This machine with another `python3`."""
+
+    def __init__(self, python: Sequence[str]) -> None:
+        super().__init__(Target("here"), through_sudo=False)
+        self.python = python
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        return await super().start([*self.python, *argv[1:]], root=root)
+
+
+async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:
+    pretend = "import sys; sys.version_info = (3, 6, 9); exec(sys.argv[-1])"
+    with pytest.raises(AgentFailed) as caught:
+        async with await AgentSession.open(WithPython([sys.executable, "-c", pretend])) as session:
+            await session.facts()
+    assert str(caught.value) == (
+        "here: its python3 is version 3.6, and Shoal needs 3.8 or newer\n"
+        "  fix: install a newer python3 on the host, or use a newer release of its distribution"
+    )
+
+
+async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
+    host = FakeHost("n1", {("python3",): Result(1, stderr=b"Traceback (most recent call last):\nMemoryError\n")})
+    with pytest.raises(AgentFailed) as caught:
+        async with await AgentSession.open(host) as session:
+            await session.facts()
+    assert str(caught.value) == (
+        "n1: the agent ended unexpectedly with status 1\nTraceback (most recent call last):\nMemoryError"
+    )
+
+
+async def test_a_user_without_sudo_is_told_as_such() -> None:
+    with pytest.raises(SudoRefused):
+        async with await AgentSession.open(FakeHost("n1", sudo_refused=True)) as session:
+            await session.facts()
+
+
+async def test_what_a_login_script_prints_is_passed_over() -> None:
+    async def noisy(program: FakeProgram) -> int:
+        await program.print(b'Welcome!\n\n42\n{"event":"secret","content_b64":"YWJj"}\n')
+        await program.read()
+        return 0
+
+    async with await AgentSession.open(FakeHost("n1", {("python3",): noisy})) as session:
+        assert await session.secret("/key") == b"abc"
+
+
+async def test_no_secret_is_in_an_error_when_the_agent_dies(tmp_path: Path) -> None:
+    async def dies(program: FakeProgram) -> int:
+        await program.readline()
+        program.complain(b"Killed\n")
+        return 137
+
+    item = File(f"{tmp_path}/key", SecretRef("key"), **ME)
+    with pytest.raises(AgentFailed) as caught:
+        async with await AgentSession.open(FakeHost("n1", {("python3",): dies})) as session:
+            await session.apply((item,), {"key": b"topsecret"}, lambda event: None)
+    assert "topsecret" not in repr(caught.value) + str(caught.value)
+    assert "dG9wc2VjcmV0" not in repr(caught.value) + str(caught.value)
+
+
+async def test_the_compiled_program_is_kept_for_the_next_run_where_only_its_owner_can_reach_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        async with await AgentSession.open(here(), state=str(tmp_path)) as session:
+            await session.facts()
+    (kept,) = (tmp_path / "agent").iterdir()
+    assert stat.S_IMODE(os.stat(tmp_path / "agent").st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(kept).st_mode) == 0o600
+
+
+@pytest.mark.parametrize("spoiled", [b"", b"not marshal", b"N"])
+async def test_a_spoiled_copy_of_the_compiled_program_is_made_anew(tmp_path: Path, spoiled: bytes) -> None:
+    async with await AgentSession.open(here(), state=str(tmp_path)) as session:
+        await session.facts()
+    (kept,) = (tmp_path / "agent").iterdir()
+    good = kept.read_bytes()
+    kept.write_bytes(spoiled)
+    async with await AgentSession.open(here(), state=str(tmp_path)) as session:
+        assert (await session.facts()).hostname
+    assert kept.read_bytes() == good
+
+
+async def test_a_compiled_program_that_others_could_have_written_is_not_run(tmp_path: Path) -> None:
+    async with await AgentSession.open(here(), state=str(tmp_path)) as session:
+        await session.facts()
+    (kept,) = (tmp_path / "agent").iterdir()
+    kept.write_bytes(b"not marshal")
+    os.chmod(tmp_path / "agent", 0o777)
+    async with await AgentSession.open(here(), state=str(tmp_path)) as session:
+        assert (await session.facts()).hostname
+    assert stat.S_IMODE(os.stat(tmp_path / "agent").st_mode) == 0o700
+
+
+async def test_a_session_can_be_closed_twice(tmp_path: Path) -> None:
+    session = await AgentSession.open(here(), state=str(tmp_path))
+    await session.close()
+    await session.close()
+
+
+def test_the_loader_is_what_is_run() -> None:
+    assert COMMAND[-1] is LOADER

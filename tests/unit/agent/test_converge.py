@@ -1,0 +1,250 @@
+"""What each kind of item comes to, tried for real below a temporary directory."""
+# ruff: noqa: ASYNC240 - a test has nothing else to wait for
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from agent_place import Place
+
+from shoal.agent.document import Block, Command, Packages, SecretRef, Service, Sysctl, User
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+# Files
+
+
+async def test_a_file_is_made_with_its_directories_owner_and_mode(place: Place) -> None:
+    (made,) = await place.apply(place.file("a/b/c.conf", "x\n", mode=0o640))
+    assert (made.status, made.action) == ("changed", f"create {place.path('a/b/c.conf')}")
+    assert Path(place.path("a/b/c.conf")).read_text() == "x\n"
+    assert stat.S_IMODE(os.stat(place.path("a/b/c.conf")).st_mode) == 0o640
+
+
+async def test_a_dry_run_shows_a_unified_diff_and_writes_nothing(place: Place) -> None:
+    path = Path(place.path("c.conf"))
+    path.write_text("same\nold\n")
+    (found,) = await place.check(place.file("c.conf", "same\nnew\n"))
+    assert found.diff == f"--- {path}\n+++ {path} (new)\n@@ -1,2 +1,2 @@\n same\n-old\n+new\n"
+    assert path.read_text() == "same\nold\n"
+
+
+async def test_the_content_of_a_file_others_may_not_read_is_not_shown(place: Place) -> None:
+    Path(place.path("c.conf")).write_text("password=old\n")
+    os.chmod(place.path("c.conf"), 0o600)
+    (found,) = await place.check(place.file("c.conf", "password=new\n", mode=0o600))
+    assert found.diff == "(not shown: the file is not world-readable)"
+
+
+async def test_only_the_mode_is_changed_where_only_the_mode_differs(place: Place) -> None:
+    await place.apply(place.file("c", "x"))
+    (found,) = await place.apply(place.file("c", "x", mode=0o600))
+    assert (found.status, found.action) == ("changed", f"set mode 0600 on {place.path('c')}")
+    assert stat.S_IMODE(os.stat(place.path("c")).st_mode) == 0o600
+
+
+async def test_a_file_that_must_not_be_there_is_removed(place: Place) -> None:
+    Path(place.path("c")).write_text("x")
+    assert [(await place.apply(place.file("c", None)))[0].status for _ in range(2)] == ["changed", "ok"]
+    assert not os.path.exists(place.path("c"))
+
+
+async def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(place: Place) -> None:
+    Path(place.path("target")).write_text("precious")
+    os.symlink(place.path("target"), place.path("c"))
+    await place.apply(place.file("c", "new"))
+    assert not os.path.islink(place.path("c")) and Path(place.path("c")).read_text() == "new"
+    assert Path(place.path("target")).read_text() == "precious"
+
+
+async def test_a_directory_in_the_place_of_a_file_fails_with_the_way_out(place: Place) -> None:
+    os.mkdir(place.path("c"))
+    (found,) = await place.apply(place.file("c", "new"))
+    path = place.path("c")
+    assert found.status == "failed"
+    assert found.detail == f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old"
+
+
+async def test_an_owner_who_does_not_exist_yet_is_a_change_to_come_in_a_dry_run(place: Place) -> None:
+    items = (place.file("c", "x", owner="nobody-yet"), place.directory("d", group="nobody-yet"))
+    os.mkdir(place.path("d"))
+    Path(place.path("c")).write_text("x")
+    assert [item.status for item in await place.check(*items)] == ["change", "change"]
+    failed, skipped = await place.apply(*items)
+    assert failed.detail == (
+        f"there is no user nobody-yet on this host to own {place.path('c')}; name it earlier in the document"
+    )
+    assert (skipped.status, skipped.detail) == ("skipped", f"after the failure of file {place.path('c')}")
+
+
+async def test_a_secret_file_is_compared_by_digest_when_its_value_does_not_travel(place: Place) -> None:
+    item = place.file("key", SecretRef("k", sha256(b"abc").hexdigest()), mode=0o400)
+    assert [(await place.check(item))[0].status, (await place.apply(item, k=b"abc"))[0].status] == ["change", "changed"]
+    assert (await place.check(item))[0].status == "ok"
+    Path(place.path("key")).write_bytes(b"abd")
+    assert (await place.check(item))[0].status == "change"
+    (found,) = await place.apply(item)
+    assert found.detail == f"the value of the secret for {place.path('key')} was not given"
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@needs_root
+async def test_a_full_disk_fails_the_item_with_figures_and_leaves_the_old_file(place: Place, full_disk: Path) -> None:
+    (full_disk / "c").write_text("old")
+    (found,) = await place.apply(place.file("small/c", "x" * 100_000))
+    assert found.status == "failed"
+    assert found.detail.startswith(f"No space left on device: {full_disk} has 0 MB free of 0 MB; free some space")
+    assert os.listdir(full_disk) == ["c"] and (full_disk / "c").read_text() == "old"
+
+
+# Blocks
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(None, b"# BEGIN shoal b\nx\n# END shoal b\n", id="no file"),
+        pytest.param(b"a\xff\r\n", b"a\xff\r\n# BEGIN shoal b\nx\n# END shoal b\n", id="bytes of others stay"),
+        pytest.param(b"a", b"a\n# BEGIN shoal b\nx\n# END shoal b\n", id="no newline at the end"),
+        pytest.param(
+            b"a\n# BEGIN shoal b\nold\nold\n# END shoal b\nz",
+            b"a\n# BEGIN shoal b\nx\n# END shoal b\nz",
+            id="replaced in its place",
+        ),
+        pytest.param(
+            b"# BEGIN shoal bb\nother\n# END shoal bb\n",
+            b"# BEGIN shoal bb\nother\n# END shoal bb\n# BEGIN shoal b\nx\n# END shoal b\n",
+            id="a block of another name stays",
+        ),
+        pytest.param(
+            b"# BEGIN shoal b\nold\n# END shoal b", b"# BEGIN shoal b\nx\n# END shoal b\n", id="cut at the end"
+        ),
+    ],
+)
+async def test_a_block_is_put_into_a_file_and_the_rest_stays(place: Place, before: bytes | None, after: bytes) -> None:
+    path = Path(place.path("hosts"))
+    if before is not None:
+        path.write_bytes(before)
+        path.chmod(0o604)
+    item = Block(str(path), "b", "x")
+    assert [(await place.apply(item))[0].status for _ in range(2)] == ["changed", "ok"]
+    assert path.read_bytes() == after
+    assert stat.S_IMODE(path.stat().st_mode) == (0o604 if before is not None else 0o644)
+
+
+async def test_an_empty_block_is_taken_out_again(place: Place) -> None:
+    path = Path(place.path("hosts"))
+    path.write_bytes(b"a\n# BEGIN shoal b\nx\n# END shoal b\nz\n")
+    assert [(await place.apply(Block(str(path), "b", "")))[0].status for _ in range(2)] == ["changed", "ok"]
+    assert path.read_bytes() == b"a\nz\n"
+
+
+async def test_a_block_in_a_file_behind_a_link_keeps_the_link(place: Place) -> None:
+    Path(place.path("real")).write_text("a\n")
+    os.symlink("real", place.path("hosts"))
+    await place.apply(Block(place.path("hosts"), "b", "x"))
+    assert os.path.islink(place.path("hosts")) and "BEGIN shoal b" in Path(place.path("real")).read_text()
+
+
+async def test_a_block_without_its_end_fails_with_the_way_out(place: Place) -> None:
+    path = Path(place.path("hosts"))
+    path.write_text("# BEGIN shoal b\nprecious\n")
+    (found,) = await place.apply(Block(str(path), "b", "x"))
+    assert found.detail == (
+        f"{path} has a line `# BEGIN shoal b` without its `# END shoal b`; "
+        "remove that line and what belongs to it, and run again"
+    )
+    assert path.read_text() == "# BEGIN shoal b\nprecious\n"
+
+
+# Commands
+
+
+async def test_a_guarded_command_runs_until_its_guard_holds(place: Place) -> None:
+    item = Command("make it", ("touch", place.path("x")), unless=("test", "-e", place.path("x")))
+    assert (await place.check(item))[0].action == "run make it"
+    assert [(await place.apply(item))[0].status for _ in range(2)] == ["changed", "ok"]
+
+
+async def test_a_command_gets_its_input_and_is_tried_again(place: Place) -> None:
+    script = f"cat > {place.path('in')}; test -e {place.path('second')} || {{ touch {place.path('second')}; exit 1; }}"
+    (found,) = await place.apply(Command("flaky", ("sh", "-c", script), stdin="hello", retries=1))
+    assert found.status == "changed"
+    assert Path(place.path("in")).read_text() == "hello"
+    assert "flaky failed; trying again (1 of 1)" in place.told
+
+
+@pytest.mark.parametrize(
+    ("argv", "timeout", "detail"),
+    [
+        (("sh", "-c", "echo no such partition >&2; exit 4"), 9.0, "it ended with status 4\nno such partition"),
+        (("sleep", "60"), 0.1, "it took longer than 0.1 s"),
+        (("/no/such/program",), 9.0, "it ended with status 127\n/no/such/program: No such file or directory"),
+        (("sh", "-c", "kill -9 $$"), 9.0, "it ended with status 137"),
+    ],
+)
+async def test_a_failing_command_says_how_it_ended(
+    place: Place, argv: tuple[str, ...], timeout: float, detail: str
+) -> None:
+    (found,) = await place.apply(Command("it", argv, timeout=timeout))
+    assert (found.status, found.detail) == ("failed", detail)
+
+
+async def test_a_command_before_the_file_it_reloads_runs_at_the_end(place: Place) -> None:
+    run = Command("reload", ("touch", place.path("reloaded")), on_change=True)
+    items = (run, place.file("c", "x", reloads=("command reload",)))
+    assert [item.status for item in await place.check(*items)] == ["ok", "change", "change"]
+    results = await place.apply(*items)
+    assert [(item.key, item.status) for item in results[1:]] == [
+        (f"file {place.path('c')}", "changed"),
+        ("command reload", "changed"),
+    ]
+    assert os.path.exists(place.path("reloaded"))
+    assert [item.status for item in await place.apply(*items)] == ["ok", "ok"]
+
+
+async def test_a_reload_that_failed_is_tried_again_by_the_next_run(place: Place) -> None:
+    run = Command("reload", ("test", "-e", place.path("ready")), on_change=True)
+    items = (place.file("c", "x", reloads=("command reload",)), run)
+    assert [item.status for item in await place.apply(*items)] == ["changed", "failed"]
+    Path(place.path("ready")).touch()
+    assert [item.status for item in await place.apply(*items)] == ["ok", "changed"]
+    assert [item.status for item in await place.apply(*items)] == ["ok", "ok"]
+
+
+# What a dry run must foresee, and what it must not do
+
+
+async def test_a_dry_run_foresees_users_packages_and_services_that_are_still_to_come(place: Place) -> None:
+    items = (
+        User("shoal-test-user", 64999, "shoal-test-group", groups=("nobody-yet",)),
+        Packages(("shoal-no-such-package",)),
+        Sysctl("shoal.no_such_setting", "1"),
+        Service("shoal-no-such-service", command=("true",)),
+    )
+    assert [item.status for item in await place.check(*items)] == ["change"] * 4
+
+
+async def test_an_item_of_an_unknown_kind_fails_by_itself(place: Place) -> None:
+    class Novelty(Command):
+        kind = "novelty"
+
+    (found,) = await place.apply(Novelty("x", ("true",)))
+    assert found.detail == "this agent knows no items of kind novelty"

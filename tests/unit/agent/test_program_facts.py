@@ -1,0 +1,136 @@
+"""Facts that are read from text: CPU topology, GPUs, packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.agent import program
+
+
+def sysfs(folder: Path, cpus: dict[int, tuple[int, int]]) -> str:
+    for cpu, (package, core) in cpus.items():
+        place = folder / f"cpu{cpu}" / "topology"
+        place.mkdir(parents=True)
+        (place / "physical_package_id").write_text(f"{package}\n")
+        (place / "core_id").write_text(f"{core}\n")
+    return str(folder)
+
+
+TWO_SOCKETS = {cpu: (cpu // 2 % 2, cpu % 2 + 8 * (cpu // 2 % 2)) for cpu in range(8)}
+"""Two sockets of two cores of two threads, numbered as Linux does it: the second threads come last."""
+
+
+@pytest.mark.parametrize(
+    ("cpus", "usable", "expected"),
+    [
+        pytest.param(TWO_SOCKETS, set(range(8)), (8, 2, 2, 2), id="whole machine"),
+        pytest.param(TWO_SOCKETS, {0, 1, 4, 5}, (4, 1, 2, 2), id="one socket"),
+        pytest.param(TWO_SOCKETS, {0, 1, 2, 3}, (4, 2, 2, 1), id="first thread of each core"),
+        pytest.param(TWO_SOCKETS, {0, 1, 2}, (3, 1, 3, 1), id="sockets of unequal size"),
+        pytest.param(TWO_SOCKETS, {0, 4, 1}, (3, 1, 3, 1), id="cores of unequal size"),
+        pytest.param({0: (-1, 0), 1: (-1, 1)}, {0, 1}, (2, 1, 2, 1), id="a socket without a number"),
+        pytest.param({}, {0, 1, 2}, (3, 1, 3, 1), id="no topology told"),
+    ],
+)
+def test_cpus_are_counted_as_slurm_counts_them(
+    tmp_path: Path, cpus: dict[int, tuple[int, int]], usable: set[int], expected: tuple[int, ...]
+) -> None:
+    assert tuple(program.cpu_topology(usable, sysfs(tmp_path, cpus)).values()) == expected
+
+
+@given(st.dictionaries(st.integers(0, 63), st.tuples(st.integers(0, 3), st.integers(0, 15)), min_size=1), st.data())
+def test_sockets_cores_and_threads_always_multiply_to_the_cpus(
+    tmp_path_factory: pytest.TempPathFactory, cpus: dict[int, tuple[int, int]], data: st.DataObject
+) -> None:
+    folder = sysfs(tmp_path_factory.mktemp("sys"), cpus)
+    usable = data.draw(st.sets(st.sampled_from(sorted(cpus)), min_size=1))
+    found = program.cpu_topology(usable, folder)
+    assert found["cpus"] == len(usable)
+    assert found["sockets"] * found["cores_per_socket"] * found["threads_per_core"] == len(usable)
+
+
+SMI = """\
+0, GPU-aaaa, NVIDIA H100 PCIe, 81559
+1, GPU-bbbb, NVIDIA GB10, [N/A]
+"""
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    first, second = program.parse_gpus(SMI, {})
+    assert first == {
+        "index": 0, "uuid": "GPU-aaaa", "name": "NVIDIA H100 PCIe", "memory_mb": 81559, "device": "/dev/nvidia0",
+    }  # fmt: skip
+    assert (second["memory_mb"], second["device"]) == (0, "/dev/nvidia1")
+
+
+def test_a_gpus_device_file_is_that_of_its_minor_number() -> None:
+    devices = [gpu["device"] for gpu in program.parse_gpus(SMI, {"GPU-aaaa": "1", "GPU-bbbb": "0"})]
+    assert devices == ["/dev/nvidia1", "/dev/nvidia0"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "No devices were found\n", "NVIDIA-SMI has failed because, it, could not, talk\n"]
+)
+def test_what_nvidia_smi_says_when_there_is_no_gpu_is_no_gpu(text: str) -> None:
+    assert program.parse_gpus(text, {}) == []
+
+
+STATUS = b"""\
+Package: munge
+Status: install ok installed
+Version: 0.5.15-2
+Description: x
+ Package: slurmd
+
+Package: munge-doc
+Status: deinstall ok config-files
+Version: 0.5.15-2
+
+Package: libc6
+Status: install ok half-configured
+Architecture: i386
+Version: 2.36-1
+
+Package: libc6
+Status: install ok installed
+Architecture: amd64
+Version: 2.36-9
+"""
+
+
+def test_installed_packages_are_read_from_dpkgs_own_file() -> None:
+    found = program.parse_dpkg_status(STATUS, ["munge", "munge-doc", "libc6", "slurmd"])
+    assert found == {"munge": "0.5.15-2", "libc6": "2.36-9"}
+
+
+def test_candidates_are_read_from_apt_cache_policy() -> None:
+    text = """\
+slurmd:
+  Installed: (none)
+  Candidate: 22.05.8-4+deb12u3
+  Version table:
+     22.05.8-4+deb12u3 500
+N: Unable to locate package nope
+slurm-old:
+  Installed: (none)
+  Candidate: (none)
+"""
+    assert program.parse_apt_policy(text) == {"slurmd": "22.05.8-4+deb12u3"}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/srv/data", "srv-data"),
+        ("/srv/my-data", "srv-my\\x2ddata"),
+        ("/", "-"),
+        ("/.hidden/x y", "\\x2ehidden-x\\x20y"),
+        ("/dät", "d\\xc3\\xa4t"),
+    ],
+)
+def test_a_mount_unit_is_named_as_systemd_names_it(path: str, name: str) -> None:
+    assert program.unit_name(path) == name
