@@ -145,6 +145,10 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     parameters = ["enable_configless", "idle_on_node_suspend"]
     if controller.knows("cloud_reg_addrs"):
         parameters.append("cloud_reg_addrs")
+    # Keep-alives hold the connections open through NAT; a message without its hash is a forged one.
+    communication = ["block_null_hash", "keepalivetime=60", "keepaliveinterval=15", "keepaliveprobes=4"]
+    if any(":" in address for address in (c.controller_address or "", *(node.address for node in c.nodes))):
+        communication.append("EnableIPv6")
     settings = {
         "ClusterName": c.name,
         "SlurmctldHost": f"{host}({c.controller_address})" if c.controller_address else host,
@@ -154,8 +158,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "SlurmdPort": str(SLURMD_PORT),
         "SrunPortRange": SRUN_PORTS,
         "SlurmctldParameters": ",".join(parameters),
-        # Keep-alives hold the connections open through NAT; a message without its hash is a forged one.
-        "CommunicationParameters": "block_null_hash,keepalivetime=60,keepaliveinterval=15,keepaliveprobes=4",
+        "CommunicationParameters": ",".join(communication),
         "StateSaveLocation": STATE_DIRECTORY,
         "SlurmdSpoolDir": SPOOL_DIRECTORY,
         "SlurmctldLogFile": f"{LOG_DIRECTORY}/slurmctld.log",

@@ -1,0 +1,178 @@
+"""The version table: what is read, who talks to whom, and what a user is told about a skew."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from shoal.slurm.versions import (
+    Release,
+    Version,
+    can_talk,
+    known_to_all,
+    knows,
+    lowest,
+    packaged,
+    window_findings,
+)
+
+V = Version.parse
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("slurm 22.05.8", Version(22, 5, 8)),
+        ("slurm-wlm 24.11.5\n", Version(24, 11, 5)),
+        ("22.05.8-4+deb12u3", Version(22, 5, 8)),
+        ("1:23.11.4-1.2ubuntu5", Version(23, 11, 4)),
+        ("26.05.5-1", Version(26, 5, 5)),
+        ("slurm 23.11.0rc1", Version(23, 11, 0)),
+        ("24.11", Version(24, 11, 0)),
+    ],
+)
+def test_versions_are_read_from_commands_and_packages(text: str, version: Version) -> None:
+    assert V(text) == version
+
+
+@pytest.mark.parametrize("text", ["", "slurm", "slurm 2.6.5", "122.05.8", "22.5.8", "bash: slurmd: not found"])
+def test_text_without_a_version_is_refused_with_what_was_expected(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no Slurm version in .*; expected text like 'slurm 22\.05\.8'"):
+        V(text)
+
+
+def test_a_version_prints_as_slurm_prints_it() -> None:
+    assert str(V("22.05.8-4+deb12u3")) == "22.05.8"
+    assert str(V("22.05.8").release) == "22.05"
+    assert V("22.05.8") < V("22.05.11") < V("23.02.0") < V("24.11.5")
+
+
+TALKS = [
+    # controller, node, whether it takes it: as compiled into the releases
+    ("22.05.8", "20.11.9", True),
+    ("22.05.8", "21.08.5", True),
+    ("22.05.8", "22.05.2", True),
+    ("22.05.8", "23.11.4", False),
+    ("23.11.4", "22.05.8", True),
+    ("23.11.4", "21.08.5", False),
+    ("23.11.4", "24.11.5", False),
+    ("24.11.5", "23.11.4", True),
+    ("24.11.5", "23.02.8", True),
+    ("24.11.5", "22.05.8", False),
+    ("25.11.2", "24.05.8", True),
+    ("25.11.2", "23.11.4", False),
+    ("26.05.5", "24.11.5", True),
+    ("26.05.5", "24.05.8", False),
+    ("26.05.5", "22.05.8", False),
+    ("26.11.0", "25.05.1", True),
+    ("26.11.0", "24.11.5", False),
+    ("19.05.1", "18.08.1", False),
+]
+
+
+@pytest.mark.parametrize(("controller", "node", "answer"), TALKS)
+def test_who_talks_to_whom(controller: str, node: str, answer: bool) -> None:
+    assert can_talk(V(controller), V(node)) is answer
+
+
+def test_every_release_talks_to_itself_and_to_the_one_before() -> None:
+    releases = [
+        "20.11",
+        "21.08",
+        "22.05",
+        "23.02",
+        "23.11",
+        "24.05",
+        "24.11",
+        "25.05",
+        "25.11",
+        "26.05",
+        "26.11",
+        "27.05",
+    ]
+    assert all(can_talk(V(release), V(release)) for release in releases)
+    assert all(can_talk(V(newer), V(older)) for older, newer in pairwise(releases))
+
+
+def test_features_come_and_go() -> None:
+    assert [knows(V(v), "cloud_reg_addrs") for v in ("22.05", "23.02", "23.11", "26.05")] == [True, True, False, False]
+    assert [knows(V(v), "cgroup_disabled") for v in ("22.05", "23.11", "24.05", "26.05")] == [False, False, True, True]
+    assert [knows(V(v), "supported") for v in ("21.08", "22.05", "30.05")] == [False, True, True]
+    assert Release(23, 11).knows("sackd") and not Release(23, 2).knows("sackd")
+    assert Release(24, 11).knows("autodetect_nvidia") and not Release(24, 5).knows("autodetect_nvidia")
+    assert Release(23, 2).knows("preempt_parameters") and not Release(22, 5).knows("preempt_parameters")
+
+
+def test_a_shared_text_goes_by_the_oldest_member() -> None:
+    mixed = [V("26.05.5"), V("24.11.5"), V("25.05.1")]
+    assert lowest(mixed) == V("24.11.5")
+    assert known_to_all("cgroup_disabled", mixed)
+    assert not known_to_all("cgroup_disabled", [*mixed, V("23.11.4")])
+
+
+@pytest.mark.parametrize(
+    ("os_id", "os_version", "version"),
+    [
+        ("debian", "12", "22.05.8"),
+        ("debian", "13", "24.11.5"),
+        ("debian", "", "26.05.5"),
+        ("debian", "sid", "26.05.5"),
+        ("ubuntu", "22.04", "21.08.5"),
+        ("ubuntu", "24.04", "23.11.4"),
+        ("ubuntu", "26.04", "25.11.2"),
+    ],
+)
+def test_the_slurm_of_a_distribution(os_id: str, os_version: str, version: str) -> None:
+    assert packaged(os_id, os_version) == V(version)
+
+
+def test_an_unknown_distribution_has_no_known_slurm() -> None:
+    assert packaged("fedora", "42") is None
+    assert packaged("debian", "9") is None
+
+
+def test_hosts_inside_the_window_give_no_finding() -> None:
+    assert window_findings(("ctl", V("26.05.5")), {"a": V("24.11.5"), "b": V("26.05.1")}) == []
+
+
+def test_a_newer_node_is_told_who_could_be_the_controller() -> None:
+    (finding,) = window_findings(("ctl", V("23.11.4")), {"a": V("24.11.5"), "b": V("23.11.4")})
+    assert str(finding) == (
+        "a: Slurm newer than the controller's, found Slurm 24.11.5; the controller ctl has 23.11.4 and talks to "
+        "22.05 to 23.11, make a the controller (its Slurm 24.11.5 talks to every other host); or install Slurm "
+        "22.05 to 23.11 on a; or take a out of the spec"
+    )
+
+
+def test_an_older_node_is_told_what_would_do() -> None:
+    (finding,) = window_findings(("ctl", V("26.05.5")), {"a": V("22.05.8")})
+    assert finding.host == "a"
+    assert finding.level == "error"
+    assert finding.what == "Slurm too old for the controller's"
+    assert finding.found == "Slurm 22.05.8; the controller ctl has 26.05.5 and talks to 24.11 to 26.05"
+    assert finding.fix == (
+        "bring all hosts to one release, as no Slurm talks to all of these; or install Slurm 24.11 to 26.05 on a; "
+        "or take a out of the spec"
+    )
+
+
+def test_when_only_an_upgrade_of_the_controller_helps_it_is_named() -> None:
+    findings = window_findings(("ctl", V("22.05.8")), {"a": V("23.11.4")})
+    assert findings[0].fix.startswith("make a the controller (its Slurm 23.11.4 talks to every other host)")
+
+
+def test_slurm_before_22_05_is_refused_with_a_way_out_on_any_host() -> None:
+    (node,) = window_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
+    assert (node.host, node.what, node.found) == ("old", "Slurm before 22.05 is not supported", "Slurm 21.08.5")
+    assert node.fix == (
+        "upgrade the host to a distribution with a newer Slurm (Debian 12 has 22.05.8, Debian 13 has 24.11.5, "
+        "Ubuntu 24.04 has 23.11.4, Ubuntu 26.04 has 25.11.2), or take it out of the spec"
+    )
+    (controller,) = window_findings(("ctl", V("21.08.5")), {"a": V("22.05.8")})
+    assert controller.host == "ctl"
+
+
+def test_every_skewed_host_gets_its_own_finding() -> None:
+    others = {"a": V("22.05.8"), "b": V("26.05.5"), "c": V("24.11.5"), "d": V("21.08.5")}
+    assert [f.host for f in window_findings(("ctl", V("24.11.5")), others)] == ["d", "a", "b"]
