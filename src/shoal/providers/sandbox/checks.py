@@ -21,6 +21,7 @@ PROGRAMS = {
     "unshare": "util-linux",
     "setsid": "util-linux",
     "taskset": "util-linux",
+    "setpriv": "util-linux",
     "mkfs.ext4": "e2fsprogs",
 }
 """Program -> the Debian package it is in."""
@@ -136,7 +137,7 @@ def _together(requests: Sequence[Request], machine: Machine) -> list[Finding]:
         fix = "ask for fewer hosts, or free memory"
         found.append(Finding("error", f"{len(requests)} hosts take {need} MB", f"{machine.available_mb} MB free", fix))
     asked = sum(request.shape.memory_mb or 0 for request in requests)
-    if asked > machine.memory_mb:
+    if len(requests) > 1 and asked > machine.memory_mb:
         fix = "fine while the hosts do not use it all"
         found.append(Finding("warning", f"the hosts' memory_mb add up to {asked} MB", f"{machine.memory_mb} MB", fix))
     missing = {request.shape.image for request in requests} & set(images.SUITES) - machine.images

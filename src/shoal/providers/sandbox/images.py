@@ -177,8 +177,9 @@ async def _build(cache: Path, image: str, place: Path, settings: str, progress: 
 async def _bootstrap(image: str, root: Path, log: Path) -> None:
     """Unpack and configure the base system. No mirror is named: the tool's own default serves."""
     suite, packages = SUITES[image], ",".join(PACKAGES)
-    # In namespaces of its own, so that a kill in the middle leaves neither mounts nor processes.
-    alone = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    # It dies with us, and its mounts and processes die with it: a kill in the middle leaves only files.
+    alone = ["setpriv", "--pdeathsig", "KILL"]
+    alone += ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if shutil.which("mmdebstrap"):
         options = [f"--dpkgopt={line}" for line in DPKG.splitlines()]
         options += [f"--aptopt={line}" for line in APT.splitlines()]

@@ -1,0 +1,39 @@
+"""The fake provider, told to fail."""
+
+import pytest
+
+from shoal.errors import ProviderError
+from shoal.providers.api import Request
+from shoal.providers.fake import FakeProvider
+from shoal.spec.finding import Finding
+from shoal.spec.member import Shape
+
+WANTED = [Request("n1", Shape()), Request("n2", Shape())]
+
+
+async def test_a_failing_host_does_not_stop_the_others() -> None:
+    fake = FakeProvider()
+    fake.failing["n1"] = "no capacity"
+    with pytest.raises(ProviderError, match="host n1: no capacity"):
+        await fake.create("reef", WANTED, lambda what, done: None)
+    assert [one.name for one in await fake.instances("reef")] == ["n2"]
+    del fake.failing["n1"]
+    assert [one.name for one in await fake.create("reef", WANTED, lambda what, done: None)] == ["n1", "n2"]
+
+
+def test_findings_are_those_it_was_given() -> None:
+    finding = Finding("error", "no account")
+    assert FakeProvider(findings=[finding]).check(WANTED) == [finding]
+
+
+async def test_faults_are_kept_for_the_test_to_see() -> None:
+    fake = FakeProvider()
+    await fake.create("reef", WANTED, lambda what, done: None)
+    await fake.faults.cut("reef", "n1")
+    await fake.faults.fill_disk("reef", "n2")
+    await fake.faults.reboot("reef", "n2")
+    assert (fake.faults.cuts, fake.faults.full) == ({("reef", "n1")}, {("reef", "n2")})
+    assert fake.faults.reboots == [("reef", "n2")]
+    await fake.faults.heal("reef", "n1")
+    await fake.faults.empty_disk("reef", "n2")
+    assert (fake.faults.cuts, fake.faults.full) == (set(), set())
