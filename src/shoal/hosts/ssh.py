@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,8 +204,19 @@ class _Client(asyncssh.SSHClient):
         self._expected = expected
         self._sources = [self._file_keys, self._agent_keys]
         self._agent: asyncssh.SSHAgentClient | None = None
+        self._socket: Any = None
         self.shown: HostKey | None = None
         self.tried: list[str] = []
+
+    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+        self._socket = conn.get_extra_info("socket")
+
+    def debug_msg_received(self, msg: str, lang: str, always_display: bool) -> None:
+        # sshd sends a few small packets behind the login, and Nagle's algorithm keeps its next answer back until they
+        # are acknowledged. Doing so at once saves the usual 40 ms on every host.
+        if self._socket is not None and hasattr(socket, "TCP_QUICKACK"):
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self.shown = HostKey.parse(key.export_public_key().decode())

@@ -1,0 +1,90 @@
+"""The fake that other tests rely on: it answers from its table, remembers, and fails when told to."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import AuthRefused, ConnectionLost, SudoRefused, Unreachable
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
+
+
+async def test_the_longest_matching_command_answers() -> None:
+    host = FakeHost("n1", {("scontrol",): b"any", ("scontrol", "ping"): Result(1, b"", b"down")})
+    assert (await host.run(["scontrol", "show", "node"])).stdout == b"any"
+    assert await host.run(["scontrol", "ping"]) == Result(1, b"", b"down")
+
+
+async def test_calls_are_remembered_with_their_input() -> None:
+    host = FakeHost("n1", {("cat",): lambda call: call.stdin.upper()})
+    assert (await host.run(["cat", "-"], stdin=b"data", root=False)).stdout == b"DATA"
+    assert host.calls == [Call(("cat", "-"), root=False, stdin=b"data")]
+    assert host.argvs == [("cat", "-")]
+
+
+async def test_one_function_can_answer_everything() -> None:
+    host = FakeHost("n1", lambda call: Result(len(call.argv)))
+    assert [(await host.run(argv)).status for argv in (["a"], ["a", "b"])] == [1, 2]
+
+
+async def test_the_connection_is_lost_after_so_many_lines() -> None:
+    host = FakeHost("n1", {("agent",): b"one\ntwo\nthree\n"}, lose_after_lines=2)
+    process = await host.start(["agent"])
+    assert [await process.readline(), await process.readline()] == [b"one\n", b"two\n"]
+    with pytest.raises(ConnectionLost, match="n1: the connection broke while it ran `agent`"):
+        await process.readline()
+
+
+async def test_the_connection_is_lost_on_command() -> None:
+    async def wait_for_input(program: FakeProgram) -> int:
+        await program.print(b"ready\n")
+        await program.readline()
+        return 0
+
+    host = FakeHost("n1", {("agent",): wait_for_input})
+    process = await host.start(["agent"])
+    assert await process.readline() == b"ready\n"
+    host.lose()
+    with pytest.raises(ConnectionLost):
+        await process.wait()
+
+
+async def test_a_host_can_be_unreachable_for_any_reason() -> None:
+    connector = FakeConnector(
+        FakeHost("n1", unreachable=True), FakeHost("n2", unreachable=AuthRefused("n2", "no")), FakeHost("n3")
+    )
+    with pytest.raises(Unreachable, match="n1: does not answer"):
+        await connector.connect(Target("n1"))
+    with pytest.raises(AuthRefused, match="n2: no"):
+        await connector.connect(Target("n2"))
+    with pytest.raises(Unreachable, match="no address is known for 'n4'"):
+        await connector.connect(Target("n4"))
+    async with await connector.connect(Target("n3")) as host:
+        assert host.connects == 1
+    assert host.closed
+
+
+async def test_sudo_can_be_refused() -> None:
+    host = FakeHost(Target("n1", user="ubuntu"), {("true",): b""}, sudo_refused=True)
+    with pytest.raises(SudoRefused, match="n1: ubuntu may not become root: sudo asks for a password"):
+        await host.run(["true"])
+    assert (await host.run(["true"], root=False)).status == 0
+
+
+async def test_a_mistake_in_the_script_shows_itself_in_the_test() -> None:
+    def broken(call: Call) -> bytes:
+        raise KeyError("typo")
+
+    with pytest.raises(KeyError, match="typo"):
+        await FakeHost("n1", broken).run(["true"])
+
+
+async def test_a_killed_call_is_remembered_as_such() -> None:
+    async def forever(program: FakeProgram) -> int:
+        await program.read()
+        return 0
+
+    host = FakeHost("n1", {("agent",): forever})
+    process = await host.start(["agent"])
+    await process.kill()
+    assert host.calls[0].killed
