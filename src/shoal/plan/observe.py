@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.agent.client import Ask
 from shoal.agent.facts import Facts
 from shoal.errors import AgentFailed, HostError, Unreachable
 from shoal.hosts.api import Host
 from shoal.plan.fleet import Fleet
-from shoal.roles.documents import FACT_FILES, FACT_PACKAGES, FACT_SERVICES
+from shoal.roles.base import packages
+from shoal.roles.documents import FACT_FILES, FACT_SERVICES
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
+from shoal.spec.members import members as members_of
+from shoal.spec.model import Spec
 
-ASK = Ask(packages=FACT_PACKAGES, users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES)
+ASK = Ask(users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES)
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class Observed:
     slurm: SlurmView = SlurmView()
 
 
-async def observe(fleet: Fleet, controller: str) -> Observed:
+async def observe(fleet: Fleet, spec: Spec) -> Observed:
     """One round trip to each host, all at once."""
+    members = {member.name: member for member in members_of(spec)}
+    controller = next(iter(members))
 
     async def look(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _accepted(name, await agent.facts(ASK))
+        facts = _accepted(name, await agent.facts(replace(ASK, packages=packages(spec, members[name]))))
         # Slurm's commands wait long for a slurmctld that is not there, so they are asked only where one runs.
         if name != controller or facts.services.get("slurmctld") != "active":
             return facts, None

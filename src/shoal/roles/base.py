@@ -8,6 +8,7 @@ from shoal.network.names import hosts_block
 from shoal.roles.cluster import Cluster
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
+from shoal.spec.model import Spec
 
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_BYTES = 1024
@@ -16,7 +17,13 @@ HOSTS_BLOCK = "members"
 
 def base(cluster: Cluster, member: Member) -> Document:
     """The state that all roles build on."""
-    return (*_accounts(cluster), *_packages(cluster, member), *_munge(cluster), *_names(cluster), *_firewall(cluster))
+    return (
+        *_accounts(cluster),
+        Packages(packages(cluster.spec, member)),
+        *_munge(cluster),
+        *_names(cluster),
+        *_firewall(cluster),
+    )
 
 
 def munge_digest(cluster: Cluster) -> str | None:
@@ -48,15 +55,16 @@ def _accounts(cluster: Cluster) -> list[Item]:
     ]
 
 
-def _packages(cluster: Cluster, member: Member) -> list[Item]:
+def packages(spec: Spec, member: Member) -> tuple[str, ...]:
+    """The packages that a member's roles need."""
     names = ["munge", "slurm-client"]
     if "controller" in member.roles:
         names.append("slurmctld")
     if "compute" in member.roles:
         names.append("slurmd")
-    if cluster.spec.firewall:
+    if spec.firewall:
         names.append("nftables")
-    return [Packages(tuple(names))]
+    return tuple(names)
 
 
 def _munge(cluster: Cluster) -> list[Item]:

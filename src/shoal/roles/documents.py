@@ -13,7 +13,6 @@ from shoal.roles.compute import DEFAULTS, DROP_IN, compute, login
 from shoal.roles.controller import CONF_FILES, controller
 from shoal.spec.member import Member
 
-FACT_PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd", "nftables")
 FACT_SERVICES = ("munge", "slurmctld", "slurmd")
 FACT_FILES: Mapping[str, Literal["hash", "text"]] = {MUNGE_KEY: "hash", **dict.fromkeys(CONF_FILES, "text")}
 

@@ -33,7 +33,7 @@ async def check(context: Context) -> list[Finding]:
 async def _look(context: Context, fleet: Fleet) -> list[Finding]:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)):
-        observed = await observe(fleet, controller)
+        observed = await observe(fleet, context.spec)
     findings = [_unreached(name, error) for name, error in fleet.failures.items()] + _disks(observed)
     if controller not in observed.facts:
         return findings

@@ -101,7 +101,7 @@ async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
 async def _look(context: Context, fleet: Fleet) -> Observed:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)):
-        observed = await observe(fleet, controller)
+        observed = await observe(fleet, context.spec)
     if controller in fleet.failures:
         raise fleet.failures[controller]
     return observed
