@@ -46,6 +46,7 @@ _ALGORITHMS: dict[str, Any] = {
 _HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "rsa-sha2-256", "rsa-sha2-512"]
 
 _KEEPALIVE_MISSED = 3
+_CLOSE_SECONDS = 2
 # sshd allows ten sessions a connection (MaxSessions).
 _SESSIONS = 8
 
@@ -159,15 +160,12 @@ class SshHost:
         return await self._open(argv, root=root, whole_stderr=False)
 
     async def close(self) -> None:
-        self._connection.close()
-        try:
-            async with asyncio.timeout(2):
-                await self._connection.wait_closed()
-        except TimeoutError:
-            self._connection.abort()
         on_close, self._on_close = self._on_close, None
-        if on_close:
-            await on_close()
+        try:
+            await _close(self._connection)
+        finally:
+            if on_close:
+                await on_close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -234,7 +232,7 @@ class _Client(asyncssh.SSHClient):
             self._agent.close()
 
     async def _file_keys(self) -> list[Any]:
-        self.tried += [str(file.path) for file in self._files if file.offer]
+        self.tried += [str(file.path) if file.offer else f"not {file.path}: it {file.problem}" for file in self._files]
         return [file.offer for file in self._files if file.offer]
 
     async def _agent_keys(self) -> list[Any]:
@@ -275,7 +273,7 @@ class _Jump:
         if self.users == 0:
             hosts, self.hosts = self.hosts, []
             for host in reversed(hosts):
-                host.close()
+                await _close(host)
 
     async def _connect(self, connector: SshConnector) -> list[asyncssh.SSHClientConnection]:
         hosts: list[asyncssh.SSHClientConnection] = []
@@ -289,6 +287,15 @@ class _Jump:
                 host.abort()
             raise
         return hosts
+
+
+async def _close(connection: asyncssh.SSHClientConnection) -> None:
+    connection.close()
+    try:
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await connection.wait_closed()
+    except TimeoutError:
+        connection.abort()
 
 
 def _host_key_algorithms(expected: HostKey | None) -> list[str]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,6 +176,16 @@ async def test_the_agent_signs_for_a_key_with_a_passphrase(
         agent.wait()
 
 
+async def test_a_key_passed_over_for_its_passphrase_is_named(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    locked, config = tmp_path / "locked", tmp_path / "config"
+    make_key(locked)
+    lock_key(locked)
+    config.write_text(f"Host *\n IdentityFile {locked}\n")
+    with pytest.raises(AuthRefused) as caught:
+        await SshConnector(known_hosts, ssh_config=config, agent=False).connect(sshd.target(identity=None))
+    assert caught.value.message.endswith(f"(tried not {locked}: it is protected by a passphrase)")
+
+
 async def test_an_alias_is_looked_up_in_the_ssh_config(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = tmp_path / "config"
     user = sshd.target().user
@@ -326,6 +338,41 @@ async def test_a_cancelled_connection_attempt_leaves_nothing_behind(known_hosts:
         with pytest.raises(asyncio.CancelledError):
             await attempt
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+INTERRUPTED = """
+import asyncio, sys
+from pathlib import Path
+from shoal.hosts.api import Target
+from shoal.hosts.fanout import fan_out
+from shoal.hosts.ssh import SshConnector
+
+async def main(known_hosts, port, user, identity):
+    connector = SshConnector(Path(known_hosts))
+    async def work(target):
+        async with await connector.connect(target) as host:
+            process = await host.start(["sh", "-c", "echo ready; sleep 3600"], root=False)
+            print((await process.readline()).decode(), end="", flush=True)
+            await process.readline()
+    await fan_out([Target(f"n{n}", "127.0.0.1", int(port), user, Path(identity)) for n in range(4)], work)
+
+try:
+    asyncio.run(main(*sys.argv[1:]))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+async def test_ctrl_c_ends_without_noise(sshd: Sshd, known_hosts: Path) -> None:
+    arguments = [str(known_hosts), str(sshd.port), str(sshd.target().user), str(sshd.identity)]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-X", "dev", "-c", INTERRUPTED, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert [await child.stdout.readline() for _ in range(4)] == [b"ready\n"] * 4
+    child.send_signal(signal.SIGINT)
+    out, err = await child.communicate()
+    assert (out, err) == (b"interrupted\n", b"")
 
 
 class _Relay:
