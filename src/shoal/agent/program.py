@@ -481,7 +481,10 @@ def package_facts(names: list[str], world: World) -> Item:
     absent = [name for name in names if name not in installed]
     if absent and not have_package_lists():
         world.tell("apt: fetching package lists")
-        run([*APT, "update"], timeout=300.0)
+        try:
+            update_lists([], world)
+        except Failure as failure:
+            world.tell(str(failure))
     candidates = package_candidates(absent) if absent else {}
     return {name: {"installed": installed.get(name), "candidate": candidates.get(name)} for name in names}
 
@@ -828,8 +831,7 @@ def missing_packages(item: Item) -> list[str]:
 def install(names: list[str], world: World) -> None:
     """apt-get install, patiently: waits for a lock, mends an interrupted dpkg, tries a failing download again."""
     extra: list[str] = []
-    updated = have_package_lists()
-    if not updated:
+    if not have_package_lists():
         update_lists(extra, world)
     for attempt in range(1, APT_TRIES + 1):
         wait_for_apt(world)
@@ -840,15 +842,12 @@ def install(names: list[str], world: World) -> None:
         raise_if_full(text)
         if attempt == APT_TRIES:
             break
-        reason = first_error(text)
         if any(sign in text for sign in NOT_FOUND):
             if attempt > 1:
                 break
-            world.tell(f"apt: {reason}; fetching package lists")
+            world.tell(f"apt: {first_error(text)}; fetching package lists")
         elif any(sign in text for sign in FETCH_TROUBLE):
-            pause = APT_PAUSES[attempt - 1]
-            world.tell(f"apt: {reason}; trying again in {pause:.0f} s ({attempt + 1} of {APT_TRIES})")
-            time.sleep(pause)
+            retry_later(text, attempt, world)
         elif "fix-broken" in text or "needs to be reinstalled" in text:
             world.tell("apt: mending broken packages")
             apt([*extra, *KEEP_FILES, "--fix-broken", "install"], world)
@@ -860,16 +859,29 @@ def install(names: list[str], world: World) -> None:
 
 
 def update_lists(extra: list[str], world: World) -> None:
-    """apt-get update. Lists past their date are accepted, on a second try, only when that is what stood in the way."""
-    for _ in range(2):
+    """apt-get update. Lists past their date are accepted, on another try, only when that is what stood in the way."""
+    for attempt in range(1, APT_TRIES + 1):
         wait_for_apt(world)
         _, text = apt([*extra, "update"], world)
         raise_if_full(text)
         if EXPIRED[0] in text and any(sign in text for sign in EXPIRED[1:]) and not extra:
             world.tell("apt: the package lists are past their date; accepting them")
             extra += ["-o", "Acquire::Check-Valid-Until=false", "-o", "Acquire::Check-Date=false"]
-            continue
-        return
+        elif any(sign in text for sign in FETCH_TROUBLE) and attempt < APT_TRIES:
+            retry_later(text, attempt, world)
+        else:
+            break
+    if not have_package_lists():
+        raise Failure(
+            f"apt-get update failed: {first_error(text)}\n"
+            "There are no package lists on this host; look at its network and at /etc/apt/sources.list*"
+        )
+
+
+def retry_later(text: str, attempt: int, world: World) -> None:
+    pause = APT_PAUSES[attempt - 1]
+    world.tell(f"apt: {first_error(text)}; trying again in {pause:.0f} s ({attempt + 1} of {APT_TRIES})")
+    time.sleep(pause)
 
 
 def apt(arguments: list[str], world: World) -> tuple[int, str]:
@@ -934,7 +946,8 @@ def mend_dpkg(world: World) -> None:
 
 def first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines()]
-    return next((line[3:] for line in lines if line.startswith("E: ")), lines[-1] if lines else "no output")
+    errors = [line[3:] for line in lines if line.startswith("E: ") or line.startswith("W: Failed to fetch")]
+    return errors[0] if errors else lines[-1] if lines else "no output"
 
 
 def raise_if_full(text: str) -> None:
