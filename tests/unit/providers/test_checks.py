@@ -40,7 +40,8 @@ def test_a_bare_machine_hears_everything_at_once() -> None:
     assert texts(bare) == [
         "error sandbox hosts take root, found an ordinary user, run the command with sudo",
         "error sandbox hosts take programs, found no systemd-nspawn, ip, nft, unshare, setsid, taskset, setpriv, "
-        "mkfs.ext4, mmdebstrap, run `apt-get install systemd-container iproute2 nftables util-linux e2fsprogs mmdebstrap`",
+        "mkfs.ext4, mmdebstrap, "
+        "run `apt-get install systemd-container iproute2 nftables util-linux e2fsprogs mmdebstrap`",
         "error sandbox hosts take overlayfs, found none in this kernel, run `modprobe overlay`",
         "error sandbox hosts take cgroups, found no cgroup file system is mounted, mount cgroup2 on /sys/fs/cgroup",
     ]

@@ -72,6 +72,8 @@ def test_processes_are_those_of_all_groups_below_without_the_ones_of_other_names
     (tmp_path / "g/cgroup.procs").write_text("0\n12\n")
     (tmp_path / "g/below/cgroup.procs").write_text("7\n12\n")
     assert group.pids() == [7, 12]
+    assert group.alive
+    assert not Group("h", {"freezer": tmp_path}).alive
 
 
 def test_a_group_is_frozen_when_its_state_says_so(tmp_path: Path) -> None:

@@ -63,16 +63,16 @@ class Group:
 
     def pids(self) -> list[int]:
         """Every process of the host, as this machine numbers them."""
-        found: set[int] = set()
-        for path in self.paths:
-            for procs in path.rglob("cgroup.procs"):
-                with contextlib.suppress(OSError):
-                    found.update(int(pid) for pid in procs.read_text().split())
-        return sorted(found - {0})
+        return sorted(set().union(*(_pids_below(path) for path in self.paths)))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the host has a process. Looks at one hierarchy only, so it may be asked often."""
+        return bool(_pids_below(self._freezer()[0].parent))
 
     def leader(self) -> int | None:
         """The host's PID 1."""
-        for pid in self.pids():
+        for pid in sorted(_pids_below(self._freezer()[0].parent)):
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
@@ -139,3 +139,12 @@ def groups_named(prefix: str, roots: dict[str, Path]) -> list[Group]:
     """Every host group whose name begins so, whoever made it."""
     names = {path.name for root in roots.values() for path in root.glob(f"{prefix}*") if path.is_dir()}
     return [Group(name, roots) for name in sorted(names)]
+
+
+def _pids_below(group: Path) -> set[int]:
+    """The processes in a group and those below it. Groups come and go meanwhile; 0 is a process of no concern to us."""
+    found: set[int] = set()
+    for below, _, _ in os.walk(group):
+        with contextlib.suppress(OSError):
+            found.update(int(pid) for pid in Path(below, "cgroup.procs").read_text().split())
+    return found - {0}

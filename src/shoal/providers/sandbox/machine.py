@@ -88,7 +88,7 @@ def instance(layout: Layout, host: HostRecord) -> Instance:
 def state(layout: Layout, name: str) -> str:
     """`running`, `stopped` or `frozen`."""
     mine = group(layout, name)
-    if not mine.pids():
+    if not mine.alive:
         return "stopped"
     return "frozen" if mine.frozen else "running"
 
@@ -186,7 +186,9 @@ async def start(layout: Layout, host: HostRecord) -> None:
         ",".join(str(cpu) for cpu in cpus_of(host)), *_nspawn(layout, host),
     ]  # fmt: skip
     # "network": the host may change its own network's kernel settings; "1" (all of /sys) is what cgroups take.
-    env = {**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "1" if host.shape.cgroups else "network"}
+    writable = "1" if host.shape.cgroups else "network"
+    # Without its own locks: a killed nspawn would leave their files behind. We hold the cluster's lock.
+    env = {**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": writable, "SYSTEMD_NSPAWN_LOCK": "0"}
     with (home / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env
@@ -196,14 +198,14 @@ async def start(layout: Layout, host: HostRecord) -> None:
 
 async def wait_for_ssh(layout: Layout, host: HostRecord) -> None:
     """Return when the host's SSH server greets us. Raises ProviderError when the host ends or never does."""
-    log = layout.host_dir(host.name) / "log"
+    log, mine = layout.host_dir(host.name) / "log", group(layout, host.name)
     clock = asyncio.get_running_loop().time
     end = clock() + SECONDS_TO_BOOT
     while clock() < end:
         if await ssh_answers(host.address):
             _write(layout.host_dir(host.name) / "ready", b"", 0o644)
             return
-        if not group(layout, host.name).pids():
+        if not mine.alive:
             said = last_lines(log.read_text(errors="replace"))
             raise ProviderError(f"host {host.name} ended while it booted: {said}", hint=f"its console log is {log}")
         await asyncio.sleep(0.1)

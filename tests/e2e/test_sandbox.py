@@ -1,0 +1,381 @@
+"""Sandbox hosts for real: what they are given, what they survive, and that nothing of them stays."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from shoal.errors import ProviderError
+from shoal.hosts.api import Target
+from shoal.providers import Instance, Request
+from shoal.providers.sandbox import images
+from shoal.providers.sandbox.cgroups import hierarchies, is_v2_only
+from shoal.providers.sandbox.layout import Layout
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.spec.member import Shape
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-nspawn"), reason="needs root and systemd-nspawn"),
+]
+CLUSTER = "e2e-sandbox"
+WANTED = [
+    Request("n1", Shape(cpus=1, memory_mb=700, gpus=2)),
+    Request("n2", Shape(disk_mb=64)),
+    Request("far", Shape(site="b")),
+]
+
+
+def quiet(what: str, done: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[dict[str, Instance]]:
+    """One small cluster for the whole module."""
+    sandbox = SandboxProvider()
+    asyncio.run(sandbox.destroy(CLUSTER, quiet))
+    made = asyncio.run(sandbox.create(CLUSTER, WANTED, quiet))
+    yield {instance.name: instance for instance in made}
+    asyncio.run(sandbox.destroy(CLUSTER, quiet))
+
+
+@pytest.fixture
+def sandbox() -> SandboxProvider:
+    return SandboxProvider()
+
+
+async def ssh(target: Target, command: str, *, user: str = "root", timeout: float = 30) -> str:
+    """What a command prints on the host. The host must show the key that the provider pinned."""
+    assert target.host_key
+    pinned = asyncssh.import_public_key(target.host_key)
+    options = asyncssh.SSHClientConnectionOptions(
+        username=user, client_keys=[str(target.identity)], known_hosts=([pinned], [], []), agent_path=None, config=None
+    )
+    async with asyncio.timeout(timeout), asyncssh.connect(str(target.address), options=options) as connection:
+        done = await connection.run(command)
+    return f"{done.stdout}{done.stderr}".strip()
+
+
+async def test_root_logs_in_and_the_host_is_a_whole_running_system(hosts: dict[str, Instance]) -> None:
+    for name, instance in hosts.items():
+        said = await ssh(instance.target, "whoami; hostname; systemctl is-system-running; cat /proc/1/comm")
+        assert said.split() == ["root", name, "running", "systemd"]
+
+
+async def test_an_ordinary_user_logs_in_and_becomes_root_by_sudo(hosts: dict[str, Instance]) -> None:
+    assert (await ssh(hosts["n1"].target, "whoami; sudo -n whoami", user="shoal")).split() == ["shoal", "root"]
+
+
+async def test_cpus_and_memory_are_what_was_asked_for(hosts: dict[str, Instance]) -> None:
+    said = await ssh(hosts["n1"].target, "nproc; free -m | awk '/^Mem/ {print $2}'")
+    assert said.split() == ["1", "700"]
+    assert await ssh(hosts["n2"].target, "nproc") == str(len(os.sched_getaffinity(0)))
+
+
+async def test_more_memory_than_was_asked_for_cannot_be_used(hosts: dict[str, Instance]) -> None:
+    take = 'python3 -c "x = bytearray(900 << 20); print(len(x))"'
+    assert "Killed" in await ssh(hosts["n1"].target, f"bash -c '{take}; true'", timeout=60)
+    assert await ssh(hosts["n2"].target, take) == str(900 << 20)
+
+
+async def test_gpus_are_seen_as_devices_and_by_nvidia_smi(hosts: dict[str, Instance]) -> None:
+    said = await ssh(hosts["n1"].target, "ls /dev/nvidia*; nvidia-smi --query-gpu=index --format=csv,noheader")
+    assert said.split() == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "0", "1"]
+    assert "not found" in await ssh(hosts["n2"].target, "nvidia-smi -L")
+
+
+async def test_slurm_installs_without_downloading(hosts: dict[str, Instance]) -> None:
+    install = "apt-get install --yes --no-install-recommends slurmd slurmctld slurm-client munge nftables"
+    said = await ssh(hosts["n1"].target, f"{install} 2>&1; slurmd -V", timeout=120)
+    assert "Need to get 0 B/" in said
+    assert said.splitlines()[-1].startswith("slurm-wlm 22.05")
+
+
+async def test_tun_and_fuse_are_there(hosts: dict[str, Instance]) -> None:
+    assert await ssh(hosts["n1"].target, "ip tuntap add dev t0 mode tun && ip tuntap del dev t0 mode tun") == ""
+    assert await ssh(hosts["n1"].target, "test -c /dev/fuse && echo yes") == "yes"
+
+
+async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
+    hosts: dict[str, Instance], sandbox: SandboxProvider
+) -> None:
+    n1 = hosts["n1"].target
+    look = "cat /proc/sys/kernel/random/boot_id; ls /dev/nvidia0; free -m | awk '/^Mem/ {print $2}'"
+    boots = {(await ssh(n1, look)).split()[0]}
+    await sandbox.faults.reboot(CLUSTER, "n1")
+    boot, device, memory = (await ssh(n1, look)).split()
+    boots.add(boot)
+    assert (device, memory) == ("/dev/nvidia0", "700")
+    await ssh(n1, "systemd-run --quiet --on-active=0.1 systemctl reboot")
+    async with asyncio.timeout(60):
+        while len(boots) < 3:
+            try:
+                boots.add((await ssh(n1, look, timeout=5)).split()[0])
+            except (OSError, TimeoutError, asyncssh.Error):
+                await asyncio.sleep(0.1)
+
+
+async def test_a_cut_host_is_unreachable_until_it_is_healed(
+    hosts: dict[str, Instance], sandbox: SandboxProvider
+) -> None:
+    await sandbox.faults.cut(CLUSTER, "n1")
+    with pytest.raises((OSError, TimeoutError)):
+        await ssh(hosts["n1"].target, "true", timeout=2)
+    assert "100% packet loss" in await ssh(hosts["n2"].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
+    # It still runs: `create` neither waits for it nor plugs it in again.
+    assert [one.state for one in await sandbox.create(CLUSTER, WANTED, quiet)] == ["running"] * 3
+    await sandbox.faults.heal(CLUSTER, "n1")
+    assert await ssh(hosts["n1"].target, "hostname") == "n1"
+
+
+async def test_a_frozen_host_hangs_and_goes_on_when_thawed(
+    hosts: dict[str, Instance], sandbox: SandboxProvider
+) -> None:
+    await sandbox.faults.freeze(CLUSTER, "n1")
+    with pytest.raises(TimeoutError):
+        await ssh(hosts["n1"].target, "true", timeout=2)
+    await sandbox.faults.thaw(CLUSTER, "n1")
+    assert await ssh(hosts["n1"].target, "hostname") == "n1"
+
+
+async def test_a_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+    for name in ("n1", "n2"):
+        await ssh(hosts[name].target, "echo kept > /root/kept")
+        await sandbox.faults.kill(CLUSTER, name)
+    with pytest.raises(ProviderError, match=f"host n1 of sandbox cluster {CLUSTER} is stopped"):
+        await sandbox.faults.freeze(CLUSTER, "n1")
+    again = await sandbox.create(CLUSTER, WANTED, quiet)
+    assert again == list(hosts.values())
+    for name in ("n1", "n2"):
+        assert await ssh(hosts[name].target, "cat /root/kept") == "kept"
+
+
+async def test_a_frozen_host_can_be_killed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+    await sandbox.faults.freeze(CLUSTER, "far")
+    await sandbox.faults.kill(CLUSTER, "far")
+    await sandbox.create(CLUSTER, WANTED, quiet)
+    assert await ssh(hosts["far"].target, "hostname") == "far"
+
+
+async def test_a_host_that_was_powered_off_inside_is_stopped_and_starts_again(
+    hosts: dict[str, Instance], sandbox: SandboxProvider
+) -> None:
+    await ssh(hosts["far"].target, "systemd-run --quiet --on-active=0.1 systemctl poweroff")
+    for _ in range(600):
+        if (await sandbox.instances(CLUSTER))[2].state == "stopped":
+            break
+        await asyncio.sleep(0.1)
+    await sandbox.create(CLUSTER, WANTED, quiet)
+    assert await ssh(hosts["far"].target, "hostname") == "far"
+
+
+async def test_a_site_behind_nat_opens_connections_and_takes_none(hosts: dict[str, Instance]) -> None:
+    near, far = hosts["n1"].target, hosts["far"].target
+    knock = "timeout 2 bash -c 'head -c4 < /dev/tcp/{}/22' || echo closed"
+    assert await ssh(near, knock.format(far.address)) == "closed"
+    assert await ssh(far, knock.format(near.address)) == "SSH-"
+    watch = "python3 -c \"import socket; s = socket.create_server(('', 7777)); print(s.accept()[1][0])\""
+    waiting = asyncio.create_task(ssh(near, f"timeout 10 {watch}"))
+    await ssh(
+        far, f"for i in $(seq 50); do bash -c ': < /dev/tcp/{near.address}/7777' 2>/dev/null && break; sleep 0.1; done"
+    )
+    peer = await waiting
+    assert peer != far.address
+    assert peer == str(near.address).rpartition(".")[0] + ".1"
+
+
+async def test_a_full_disk_is_full_for_that_host_only(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+    await sandbox.faults.fill_disk(CLUSTER, "n2")
+    assert "No space left on device" in await ssh(hosts["n2"].target, "echo text > /root/new")
+    assert await ssh(hosts["n1"].target, "echo text > /root/new") == ""
+    await sandbox.faults.empty_disk(CLUSTER, "n2")
+    assert await ssh(hosts["n2"].target, "echo text > /root/new; cat /root/new") == "text"
+    with pytest.raises(ProviderError, match="n1 has no disk of its own to fill; it shares this machine's\n  fix: ask"):
+        await sandbox.faults.fill_disk(CLUSTER, "n1")
+
+
+async def test_writable_cgroups_for_slurm(sandbox: SandboxProvider) -> None:
+    cluster = "e2e-cgroups"
+    try:
+        [one] = await sandbox.create(cluster, [Request("n1", Shape(cgroups=True, gpus=2))], quiet)
+        groups = " ".join(f"/sys/fs/cgroup/{name}/x" for name in ("freezer", "devices", "cpuset", "pids"))
+        if is_v2_only(hierarchies()):
+            groups = "/sys/fs/cgroup/x"
+        else:
+            # Forbidding the second GPU's device number must spare the first one's.
+            major, minor = (await ssh(one.target, "stat -c '%t %T' /dev/nvidia1")).split()
+            group = "/sys/fs/cgroup/devices/x"
+            deny = (
+                f"echo $$ > {group}/cgroup.procs; echo c {int(major, 16)}:{int(minor, 16)} rwm > {group}/devices.deny"
+            )
+            look = ": < /dev/null && : < /dev/nvidia0 && echo first; : < /dev/nvidia1"
+            said = await ssh(one.target, f"mkdir {groups}; bash -c '{deny}; {look}'; rmdir {groups}")
+            assert said.startswith("first")
+            assert "/dev/nvidia1: Operation not permitted" in said
+        assert await ssh(one.target, f"mkdir {groups} && rmdir {groups} && echo made") == "made"
+        assert await ssh(one.target, "systemctl is-system-running") == "running"
+    finally:
+        await sandbox.destroy(cluster, quiet)
+
+
+@pytest.mark.parametrize(("image", "slurm"), [("debian13", "24.11"), ("sid", "26.05")])
+async def test_newer_systems_boot_reboot_and_have_their_slurm(sandbox: SandboxProvider, image: str, slurm: str) -> None:
+    cluster = f"e2e-{image}"
+    try:
+        [one] = await sandbox.create(cluster, [Request("n1", Shape(image=image, memory_mb=500, gpus=1))], quiet)
+        await sandbox.faults.reboot(cluster, "n1")
+        look = "systemctl is-system-running --wait; free -m | awk '/^Mem/ {print $2}'; nvidia-smi -L | wc -l"
+        assert (await ssh(one.target, look)).split() == ["running", "500", "1"]
+        assert f"Version: {slurm}." in await ssh(one.target, "apt-cache show slurmd")
+        said = await ssh(one.target, "apt-get install --yes --simulate --print-uris slurmd slurmctld | head -1")
+        assert said
+    finally:
+        await sandbox.destroy(cluster, quiet)
+
+
+async def test_two_clusters_and_two_creates_at_once(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
+    cluster = "e2e-second"
+    layout = Layout(sandbox.cache, cluster)
+    before = traces(layout)
+    try:
+        wanted = [Request("n1", Shape())]
+        one, two = await asyncio.gather(*(sandbox.create(cluster, wanted, quiet) for _ in range(2)))
+        assert one == two
+        assert one[0].target.address != hosts["n1"].target.address
+        assert await ssh(one[0].target, "hostname") == "n1"
+        # Two clusters do not reach each other.
+        ping = await ssh(one[0].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
+        assert "100% packet loss" in ping
+    finally:
+        await sandbox.destroy(cluster, quiet)
+    await settled(layout, before)
+    assert await ssh(hosts["n1"].target, "hostname") == "n1"
+
+
+async def test_destroy_leaves_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "images").symlink_to(SandboxProvider().cache / "images")
+    sandbox, layout = SandboxProvider(cache), Layout(cache, "e2e-gone")
+    before = traces(layout)
+    await sandbox.create("e2e-gone", WANTED, quiet)
+    made = traces(layout)
+    for kind in ("links", "mounts", "namespaces", "tables", "groups", "loops", "processes"):
+        assert made[kind] > before[kind], f"no {kind} were seen while the hosts ran"
+    await sandbox.destroy("e2e-gone", quiet)
+    await settled(layout, before)
+    assert [path.name for path in cache.iterdir()] == ["images"]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.4, 0.6, 0.9, 1.3])
+async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path, seconds: float) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "images").symlink_to(SandboxProvider().cache / "images")
+    await images.ensure(cache, "debian12", quiet)
+    layout = Layout(cache, "e2e-killed")
+    before = traces(layout)
+    program = (
+        "import asyncio, sys, pathlib\n"
+        "from shoal.providers import Request\n"
+        "from shoal.providers.sandbox.provider import SandboxProvider\n"
+        "from shoal.spec.member import Shape\n"
+        "wanted = [Request(f'n{i}', Shape(disk_mb=64 if i == 1 else None, gpus=1)) for i in range(4)]\n"
+        "asyncio.run(SandboxProvider(pathlib.Path(sys.argv[1])).create('e2e-killed', wanted, print))\n"
+    )
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(cache), stdout=asyncio.subprocess.DEVNULL
+    )
+    await asyncio.sleep(seconds)
+    running.kill()
+    await running.wait()
+    sandbox = SandboxProvider(cache)
+    if seconds > 0.5:  # the next create finishes what was begun; the others go straight to destroy
+        made = await sandbox.create("e2e-killed", [Request("n1", Shape(disk_mb=64, gpus=1))], quiet)
+        assert await ssh(made[0].target, "hostname") == "n1"
+    await sandbox.destroy("e2e-killed", quiet)
+    await settled(layout, before)
+    assert [path.name for path in cache.iterdir()] == ["images"]
+
+
+async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, sandbox: SandboxProvider) -> None:
+    cluster = "e2e-broken"
+    try:
+        await sandbox.create(cluster, [Request("n1", Shape()), Request("n2", Shape())], quiet)
+        await sandbox.faults.kill(cluster, "n1")
+        devices = Layout(sandbox.cache, cluster).host_dir("n1") / "devices"
+        (devices / "gone").symlink_to("/nowhere/at/all")
+        wanted = [Request("n1", Shape()), Request("n2", Shape())]
+        with pytest.raises(ProviderError, match="1 of 2 sandbox hosts did not come up: host n1 ended while it booted"):
+            await sandbox.create(cluster, wanted, quiet)
+        (devices / "gone").unlink()
+        assert [one.state for one in await sandbox.create(cluster, wanted, quiet)] == ["running", "running"]
+    finally:
+        await sandbox.destroy(cluster, quiet)
+
+
+async def test_an_image_that_cannot_be_built_says_what_the_log_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(images.SUITES, "debian12", "no-such-suite")
+    layout = Layout(tmp_path, "none")
+    before = traces(layout)
+    with pytest.raises(
+        ProviderError, match=r"building image debian12 failed, `\w+` ended with status \d+: [^$]*E: "
+    ) as error:
+        await images.ensure(tmp_path, "debian12", quiet)
+    assert f"the whole log is {tmp_path}/images/debian12/build.log" in error.value.hint
+    await settled(layout, before)
+
+
+async def test_without_the_image_name_being_known_nothing_is_made(sandbox: SandboxProvider) -> None:
+    with pytest.raises(ProviderError, match="the sandbox cannot make these hosts: n1: unknown image, found 'arch'"):
+        await sandbox.create("e2e-arch", [Request("n1", Shape(image="arch"))], quiet)
+    assert await sandbox.instances("e2e-arch") == []
+
+
+def traces(layout: Layout) -> dict[str, set[str]]:
+    """All that a cluster could leave on the machine, and whatever is no sandbox's; other clusters come and go."""
+    found = {
+        "links": set(os.listdir("/sys/class/net")),
+        "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
+        "namespaces": {path.name for path in Path("/run").glob("netns/*")},
+        "tables": set(subprocess.check_output(["nft", "list", "tables"], text=True).splitlines()),
+        "groups": {str(path) for root in hierarchies().values() for path in root.glob("*/")},
+        "loops": set(subprocess.check_output(["losetup", "-a"], text=True).splitlines()),
+        "nspawn": {path.name for path in Path("/run/systemd/nspawn").glob("*/*")},
+        "processes": set(_command_lines()),
+    }
+    own = (layout.id, str(layout.dir))
+    sandboxes = re.compile(r"shoal|sh[0-9a-f]{6}v")
+    found["processes"] = {line for line in found["processes"] if sandboxes.search(line)}
+    return {
+        kind: {thing for thing in things if not sandboxes.search(thing) or any(text in thing for text in own)}
+        for kind, things in found.items()
+    }
+
+
+def _command_lines() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+async def settled(layout: Layout, before: dict[str, set[str]]) -> None:
+    """Nothing is there that was not there before. The kernel takes a moment to drop a link or a loop device."""
+    left: dict[str, set[str]] = {}
+    for _ in range(50):
+        left = {kind: things - before[kind] for kind, things in traces(layout).items()}
+        if not any(left.values()):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(left)
