@@ -21,7 +21,7 @@ MAX_LENGTH = 255
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_NUMBERED = re.compile(r"(.*?)([0-9]*)", re.DOTALL)
+_NOT_IN_A_NAME = re.compile(r"[\[\],\s]")
 _NATURAL = re.compile(r"[0-9]+|[^0-9]")
 
 
@@ -37,12 +37,13 @@ def compress(names: Iterable[str]) -> str:
     """The shortest hostlist for a set of names: sorted as Slurm sorts, each name once."""
     distinct = {name: _split(name) for name in names}
     widths = _padded_widths(distinct.values())
+    places = {prefix: _natural(prefix) for prefix in {prefix for prefix, _ in distinct.values()}}
 
     def order(name: str) -> tuple[object, ...]:
         prefix, digits = distinct[name]
         if not digits:
-            return (_natural(prefix), prefix, -1, 0)
-        return (_natural(prefix), prefix, _padding(digits, widths.get(prefix, ())), int(digits))
+            return (places[prefix], -1, 0)
+        return (places[prefix], _padding(digits, widths.get(prefix, ())), int(digits))
 
     return fold(sorted(distinct, key=order))
 
@@ -141,15 +142,15 @@ def _number(item: str, digits: str) -> int:
 
 def _split(name: str) -> tuple[str, str]:
     """A name as its prefix and the digits it ends with."""
-    if not name or re.search(r"[\[\],\s]", name):
+    if not name or _NOT_IN_A_NAME.search(name):
         raise ValueError(f"{name!r} is not the name of a host")
     if len(name) > MAX_LENGTH:
         raise ValueError(f"the name {_shown(name)} has more than {MAX_LENGTH} characters")
-    match = _NUMBERED.fullmatch(name)
-    assert match is not None
-    if match[2]:
-        _number(name, match[2])
-    return match[1], match[2]
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    if len(digits) > 18:
+        _number(name, digits)
+    return prefix, digits
 
 
 class _Range:

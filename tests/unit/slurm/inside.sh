@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts a real munged, slurmctld and slurmd on rendered configuration and runs a script against them. Runs inside
-# namespaces of its own (see real.py): whatever it mounts, starts or writes is gone when it ends.
+# namespaces of its own (see real_slurm.py): whatever it mounts, starts or writes is gone when it ends.
 set -e
 image=$1 conf=$2 script=$3
 mount -t tmpfs none /mnt
@@ -39,8 +39,8 @@ slurmctld -D >/var/log/ctld.out 2>&1 &
 tries=0
 until scontrol ping 2>/dev/null | grep -q "is UP"; do
     tries=$((tries + 1))
-    if [ $tries -gt 100 ] || ! kill -0 $! 2>/dev/null; then
-        cat /var/log/ctld.out >&2
+    if [ $tries -gt 600 ] || ! kill -0 $! 2>/dev/null; then
+        tail -50 /var/log/ctld.out >&2
         exit 3
     fi
     sleep 0.1

@@ -5,20 +5,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import real_slurm
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, files
 
 from shoal.slurm.model import ClusterConf, Partition, Switch
-
-INSIDE = Path(__file__).parent / "inside.sh"
-PACKAGES = "munge,slurmctld,slurmd,slurm-client,slurm-wlm-basic-plugins,iproute2,procps"
-SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}
 
 TWO_SITES = replace(
     CLUSTERS["22.05"],
@@ -42,7 +36,7 @@ SCRIPT = """
 srun -w n1 --gres=gpu:2 sh -c 'echo "gpus $CUDA_VISIBLE_DEVICES"'
 scontrol reconfigure
 until srun -w n1 true; do sleep 0.2; done
-echo "node $(sinfo -h -n n1 -o %T | head -1)"
+until sinfo -h -n n1 -o %T | grep -qx idle; do sleep 0.1; done
 grep -hiE "(error|fatal): .*(pars|invalid|unrecognized|ignor|deprecat|unknown|obsolete|gres)" /var/log/slurm/*.log |
     grep -vE "MailProg|plugstack" || echo "no complaint"
 """
@@ -50,35 +44,8 @@ grep -hiE "(error|fatal): .*(pars|invalid|unrecognized|ignor|deprecat|unknown|ob
 
 @pytest.mark.parametrize(("release", "cluster"), CASES)
 def test_real_slurm_takes_the_text_and_runs_a_job(release: str, cluster: ClusterConf, tmp_path: Path) -> None:
-    image = _image(release)
-    for name, text in files(cluster).items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "script").write_text(SCRIPT)
-    namespaces = ["unshare", "--mount", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
-    done = subprocess.run(
-        [*namespaces, str(INSIDE), str(image), str(tmp_path), str(tmp_path / "script")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    if lack := real_slurm.missing():
+        pytest.skip(lack)
+    done = real_slurm.run(release, files(cluster), SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["gpus 0,1", "node idle", "no complaint"], done.stderr
-
-
-def _image(release: str) -> Path:
-    """A root file system with that Slurm, made once and kept in the cache."""
-    if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
-        pytest.skip("needs root and mmdebstrap")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal-tests"
-    image = cache / f"slurm-{release}"
-    if not image.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        fresh = cache / f"slurm-{release}.{os.getpid()}"
-        # sid's index may be past its date on a machine that is.
-        options = ["--variant=minbase", f"--include={PACKAGES}", '--aptopt=Acquire::Check-Valid-Until "false"']
-        subprocess.run(
-            ["mmdebstrap", *options, SUITES[release], str(fresh)], check=True, capture_output=True, timeout=600
-        )
-        fresh.rename(image)
-    return image
+    assert done.stdout.splitlines() == ["gpus 0,1", "no complaint"], done.stderr
