@@ -107,7 +107,7 @@ class FakeHost:
     async def close(self) -> None:
         self.closed = True
         for wire in list(self._running):
-            wire.kill()
+            await wire.kill()
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,12 +182,10 @@ class _FakeWire:
     def close_input(self) -> None:
         self._stdin.end()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         if self.status is None and not self._task.done():
             self.killed = self._call.killed = True
             self._end(KILLED)
-
-    async def gone(self) -> None:
         if self._task is not asyncio.current_task():
             await asyncio.wait([self._task])
 

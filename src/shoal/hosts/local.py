@@ -54,11 +54,7 @@ class LocalHost:
 
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
-        running = list(self._running)
-        for wire in running:
-            wire.kill()
-        for wire in running:
-            await wire.gone()
+        await asyncio.gather(*(wire.kill() for wire in self._running))
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,7 +141,7 @@ class _LocalWire(asyncio.SubprocessProtocol):
         if pipe and not pipe.is_closing():
             cast(asyncio.WriteTransport, pipe).write_eof()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         if self._ended:
             return
         assert self._transport is not None
@@ -156,8 +152,6 @@ class _LocalWire(asyncio.SubprocessProtocol):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
         self._transport.close()
         self.connection_lost(None)
-
-    async def gone(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REAP_SECONDS):
                 await self._reaped.wait()

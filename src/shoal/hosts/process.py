@@ -27,11 +27,8 @@ class Wire(Protocol):
 
     def close_input(self) -> None: ...
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """End the program now; nothing happens when it has ended already."""
-
-    async def gone(self) -> None:
-        """Wait until nothing of a killed program is left that we would have to clean up."""
 
 
 class LineProcess:
@@ -58,8 +55,7 @@ class LineProcess:
         return self._ending(await self._wire.stdout.rest())
 
     async def kill(self) -> None:
-        self._wire.kill()
-        await self._wire.gone()
+        await self._wire.kill()
 
     async def finish(self, stdin: bytes) -> Result:
         """Give the program all of its input and wait for its end, however much it writes meanwhile."""

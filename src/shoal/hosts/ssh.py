@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import asyncssh
 
+from shoal.errors import HostError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
-from shoal.hosts.process import LineProcess, as_it_is, run_to_end, told
-from shoal.hosts.ssh_channel import SshChannel
+from shoal.hosts.process import LineProcess, run_to_end, told
+from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
 from shoal.hosts.ssh_keys import KeyFile, KeyRing, agent_keys
@@ -47,8 +48,8 @@ _HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp3
 
 _KEEPALIVE_MISSED = 3
 _CLOSE_SECONDS = 2
-# sshd allows ten sessions a connection (MaxSessions).
-_SESSIONS = 8
+# sshd allows ten sessions a connection (MaxSessions); the rest is for killing, and for those it has not cleared away.
+_SESSIONS = 6
 
 
 class SshConnector:
@@ -145,6 +146,7 @@ class SshHost:
         self._connection = connection
         self._on_close = on_close
         self._sessions = asyncio.Semaphore(_SESSIONS)
+        self._running: set[SshChannel] = set()
 
     @property
     def name(self) -> str:
@@ -162,6 +164,7 @@ class SshHost:
     async def close(self) -> None:
         on_close, self._on_close = self._on_close, None
         try:
+            await asyncio.gather(*(channel.kill() for channel in self._running))
             await _close(self._connection)
         finally:
             if on_close:
@@ -177,20 +180,61 @@ class SshHost:
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"
-        command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
-        judge = partial(sudo.judge, self.name, self._user, argv) if through_sudo else as_it_is
         await self._sessions.acquire()
-        channel = SshChannel(
-            partial(connection_lost, self.name, told(argv)), self._sessions.release, whole_stderr=whole_stderr
-        )
-        try:
-            await self._connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
-        except BaseException as error:
-            channel.kill()
-            if isinstance(error, FOREIGN):
-                raise cannot_start(self.name, told(argv), error) from error
-            raise
+        channel = await self._start([*ANNOUNCE, *argv], argv, through_sudo, whole_stderr, self._ended)
+
+        def judge(result: Result) -> Result:
+            # A program that has told its process id was not refused.
+            refusable = through_sudo and channel.pid is None
+            return sudo.judge(self.name, self._user, argv, result) if refusable else result
+
         return LineProcess(channel, judge)
+
+    async def _start(
+        self,
+        argv: Sequence[str],
+        asked: Sequence[str],
+        through_sudo: bool,
+        whole_stderr: bool,
+        on_end: Callable[[SshChannel], None],
+    ) -> SshChannel:
+        lost = partial(connection_lost, self.name, told(asked))
+        channel = SshChannel(lost, partial(self._slay, through_sudo), on_end, whole_stderr=whole_stderr)
+        self._running.add(channel)
+        command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
+        try:
+            await self._request(channel, command)
+        except BaseException as error:
+            channel.abandon()
+            if isinstance(error, FOREIGN):
+                raise cannot_start(self.name, told(asked), error) from error
+            raise
+        return channel
+
+    async def _request(self, channel: SshChannel, command: str) -> None:
+        # sshd may still count a session whose end we have seen.
+        for wait in (0.05, 0.2, 0.5, None):
+            try:
+                await self._connection.create_session(lambda: channel, command, encoding=None, request_pty=False)
+                return
+            except asyncssh.ChannelOpenError:
+                if wait is None or self._connection.is_closed():
+                    raise
+            await asyncio.sleep(wait)
+
+    async def _slay(self, through_sudo: bool, pid: int) -> None:
+        """Kill a program and its group by its process id; a lost connection leaves nothing to do."""
+        argv = [*KILLER, str(pid)]
+        with contextlib.suppress(HostError):
+            killer = await self._start(argv, argv, through_sudo, False, self._running.discard)
+            try:
+                await killer.ended.wait()
+            finally:
+                killer.abandon()
+
+    def _ended(self, channel: SshChannel) -> None:
+        self._running.discard(channel)
+        self._sessions.release()
 
 
 class _Client(asyncssh.SSHClient):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import asyncssh
 
@@ -14,21 +15,42 @@ from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
 from shoal.hosts.process import KILLED
 
 _CHUNK = 128 << 10
+_KILL_SECONDS = 2.0
+
+# sshd does not pass signals on to root's programs, so a program says its process id, and is killed by another one.
+ANNOUNCE = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
+KILLER = (
+    "sh",
+    "-c",
+    'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true',
+    "sh",
+)
+_ANNOUNCED = re.compile(rb"shoal-pid (\d+)\n")
 
 
 class SshChannel(asyncssh.SSHClientSession[bytes]):
     """What the server tells us about the program: its output, its end, or that the connection is gone."""
 
     def __init__(
-        self, lost: Callable[[Exception | None], HostError], on_end: Callable[[], None], *, whole_stderr: bool
+        self,
+        lost: Callable[[Exception | None], HostError],
+        slay: Callable[[int], Awaitable[None]],
+        on_end: Callable[[SshChannel], None],
+        *,
+        whole_stderr: bool,
     ) -> None:
         self._lost = lost
+        self._slay = slay
         self._on_end = on_end
         self._chan: asyncssh.SSHClientChannel[bytes] | None = None
         self.stdout = Inbox(self._pause, self._resume)
         self.stderr = Tail(None if whole_stderr else STDERR_TAIL)
         self.status: int | None = None
         self.killed = False
+        self.pid: int | None = None
+        """The program's process id on the host, once it has told us: from then on, it is sure to run."""
+        self._pid_known = asyncio.Event()
+        self._before_pid: bytearray | None = bytearray()
         self.ended = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
@@ -38,7 +60,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
 
     def data_received(self, data: bytes, datatype: asyncssh.DataType) -> None:
         if datatype == asyncssh.EXTENDED_DATA_STDERR:
-            self.stderr.feed(data)
+            self._hear(data)
         else:
             self.stdout.feed(data)
 
@@ -64,10 +86,12 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
             return
         if self.status is None and self.killed:
             self.status = KILLED
+        self.stderr.feed(bytes(self._before_pid or b""))
+        self._pid_known.set()
         self.stdout.end(None if self.status is not None else self._lost(exc))
         self._writable.set()
         self.ended.set()
-        self._on_end()
+        self._on_end(self)
 
     async def send(self, data: bytes) -> None:
         """Write with backpressure. What an ended program does not read is dropped: its end says what happened."""
@@ -87,20 +111,42 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         with contextlib.suppress(OSError, asyncssh.Error):
             self._chan.write_eof()
 
-    def kill(self) -> None:
-        """End the program: by signal where the server passes it on, and by closing the channel in any case."""
+    async def kill(self) -> None:
+        """End the program now. One that cannot be killed in time loses its input and output all the same."""
+        if self.ended.is_set():
+            return
+        self.killed = True
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._pid_known.wait()
+                if self.pid is not None and not self.ended.is_set():
+                    await self._slay(self.pid)
+        except TimeoutError:
+            pass
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the channel, whatever the program does."""
         if self.ended.is_set():
             return
         self.killed = True
         if self._chan:
-            with contextlib.suppress(OSError, asyncssh.Error):
-                self._chan.kill()
             self._chan.abort()
         # The server confirms only when the program is really gone, which a program that ignores its input may put off.
         self.connection_lost(None)
 
-    async def gone(self) -> None:
-        """The server cleans up behind a program."""
+    def _hear(self, data: bytes) -> None:
+        if self._before_pid is None:
+            self.stderr.feed(data)
+            return
+        # What a login shell has to say may come first.
+        self._before_pid += data
+        if found := _ANNOUNCED.search(self._before_pid):
+            self.pid = int(found[1])
+            self.stderr.feed(bytes(self._before_pid[: found.start()] + self._before_pid[found.end() :]))
+            self._before_pid = None
+            self._pid_known.set()
 
     def _pause(self) -> None:
         if self._chan:

@@ -23,6 +23,7 @@ from shoal.errors import AuthRefused, ConnectionLost, HostError, HostKeyChanged,
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
 from shoal.hosts.host_keys import HostKey
+from shoal.hosts.process import run_to_end
 from shoal.hosts.ssh import SshConnector, forget
 
 pytestmark = needs_sshd
@@ -340,11 +341,44 @@ async def test_a_cancelled_connection_attempt_leaves_nothing_behind(known_hosts:
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
+@pytest.mark.parametrize("how", ["timeout", "kill", "close"])
+async def test_a_program_we_end_is_gone_from_the_host_with_its_children(
+    sshd: Sshd, known_hosts: Path, how: str
+) -> None:
+    script = "sleep 3601 & echo $$ $!; wait"
+    connector = SshConnector(known_hosts)
+    async with await connector.connect(sshd.target("gpu01")) as host:
+        process = await host.start(["sh", "-c", script], root=False)
+        pids = (await process.readline()).split()
+        if how == "kill":
+            await process.kill()
+        elif how == "close":
+            await host.close()
+        else:
+            with pytest.raises(Unreachable):
+                await run_to_end("gpu01", ["sh"], process, b"", 0.1)
+    assert len(pids) == 2
+    for _ in range(100):
+        if not any(_runs(int(pid)) for pid in pids):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"still running: {pids}")
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is alive; one that only waits to be reaped is not."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 INTERRUPTED = """
 import asyncio, sys
 from pathlib import Path
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
+from shoal.hosts.process import run_to_end
 from shoal.hosts.ssh import SshConnector
 
 async def main(known_hosts, port, user, identity):
