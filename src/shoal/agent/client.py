@@ -237,6 +237,12 @@ class AgentSession:
             return AgentFailed(
                 self._host.name, "has no python3, which Shoal needs there", hint="install it: apt-get install python3"
             )
+        if "No module named" in said:
+            return AgentFailed(
+                self._host.name,
+                f"its python3 is not complete: {said.splitlines()[-1]}",
+                hint="install the whole standard library: apt-get install python3",
+            )
         text = f"the agent ended unexpectedly with status {result.status}"
         return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
 

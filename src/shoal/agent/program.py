@@ -33,9 +33,11 @@ ENVIRONMENT = {
     "LC_ALL": "C",
     "DEBIAN_FRONTEND": "noninteractive",
     "HOME": "/root",
+    **{name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")},
 }
 SUPERVISED = "/run/shoal/supervise"
 SERVICE_LOGS = "/var/log/shoal"
+DIFF_LINES = 10000
 
 
 class Failure(Exception):
@@ -626,16 +628,20 @@ def file_status(path: str) -> os.stat_result | None:
         return None
 
 
-def difference(path: str, before: bytes, after: bytes) -> str:
+def difference(path: str, before: bytes, after: bytes, world: World) -> str:
+    """A unified diff, in a dry run: nobody reads it when the change is made, and it can take long."""
+    if not world.dry:
+        return ""
     import difflib
 
     try:
         old, new = before.decode().splitlines(True), after.decode().splitlines(True)
     except UnicodeDecodeError:
         return "(binary)"
-    return "".join(
-        line if line.endswith("\n") else line + "\n" for line in difflib.unified_diff(old, new, path, path + " (new)")
-    )
+    if len(old) + len(new) > DIFF_LINES:
+        return f"({len(old)} lines become {len(new)})"
+    lines = difflib.unified_diff(old, new, path, path + " (new)")
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
 
 
 def owner_ids(item: Item, world: World) -> tuple[int, int] | None:
@@ -674,12 +680,12 @@ def check_file(item: Item, world: World) -> Change | None:
     if not item.get("secret") and item["content"] is None:
         return Change(f"remove {path}") if found else None
     if found is None:
-        return Change(f"create {path}", _file_diff(item, b"", found))
+        return Change(f"create {path}", _file_diff(item, b"", found, world))
     if not stat.S_ISREG(found.st_mode):
-        return Change(f"replace {path}, which is not a regular file", _file_diff(item, b"", found))
+        return Change(f"replace {path}, which is not a regular file", _file_diff(item, b"", found, world))
     before = read_bytes(path)
     if not _same_content(item, before):
-        return Change(f"update {path}", _file_diff(item, before, found))
+        return Change(f"update {path}", _file_diff(item, before, found, world))
     notes = attribute_change(item, found, world)
     return Change(f"set {notes} on {path}") if notes else None
 
@@ -719,12 +725,12 @@ def _same_content(item: Item, before: bytes) -> bool:
     return not item.get("sha256") or item["sha256"] == sha256(before)
 
 
-def _file_diff(item: Item, before: bytes, found: os.stat_result | None) -> str:
+def _file_diff(item: Item, before: bytes, found: os.stat_result | None, world: World) -> str:
     if item.get("secret"):
         return "(secret)"
     if found and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o004:
         return "(not shown: the file is not world-readable)"
-    return difference(item["path"], before, item["content"].encode())
+    return difference(item["path"], before, item["content"].encode(), world)
 
 
 def check_directory(item: Item, world: World) -> Change | None:
@@ -753,7 +759,9 @@ def check_block(item: Item, world: World) -> Change | None:
     before = read_bytes(path) if os.path.exists(path) else b""
     after = with_block(before, item["name"], item["content"], path)
     return (
-        Change(f"update block {item['name']} in {path}", difference(path, before, after)) if (before != after) else None
+        Change(f"update block {item['name']} in {path}", difference(path, before, after, world))
+        if (before != after)
+        else None
     )
 
 
@@ -1469,7 +1477,7 @@ def check_device_rule(item: Item, world: World) -> Change | None:
     if before == item["content"] and "udev" not in world.due:
         return None
     action = ("update" if item["content"] else "remove") if before else "create"
-    return Change(f"{action} {path}", difference(path, before.encode(), item["content"].encode()))
+    return Change(f"{action} {path}", difference(path, before.encode(), item["content"].encode(), world))
 
 
 def make_device_rule(item: Item, world: World) -> str:

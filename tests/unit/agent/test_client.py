@@ -52,6 +52,17 @@ async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
     )
 
 
+async def test_a_python_without_its_standard_library_is_told_with_the_fix() -> None:
+    words = b"Traceback (most recent call last):\nModuleNotFoundError: No module named 'json'\n"
+    with pytest.raises(AgentFailed) as caught:
+        async with await AgentSession.open(FakeHost("n1", {("python3",): Result(1, stderr=words)})) as session:
+            await session.facts()
+    assert str(caught.value) == (
+        "n1: its python3 is not complete: ModuleNotFoundError: No module named 'json'\n"
+        "  fix: install the whole standard library: apt-get install python3"
+    )
+
+
 async def test_a_user_without_sudo_is_told_as_such() -> None:
     with pytest.raises(SudoRefused):
         async with await AgentSession.open(FakeHost("n1", sudo_refused=True)) as session:
