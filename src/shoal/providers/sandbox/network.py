@@ -17,15 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shoal.errors import ProviderError
+from shoal.providers.sandbox.kernel import raise_settings, restore_settings
 from shoal.providers.sandbox.layout import HostRecord, Layout, Site, locked, other_subnets
 from shoal.providers.sandbox.programs import call
 
 POOL = ipaddress.IPv4Network("10.64.0.0/10")
 MACHINE_LOCK = Path("/run")
 """Locked while something that all clusters share is changed; a directory, so no lock file stays behind."""
-FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
-FORWARDING_BEFORE = Path("/run/shoal-ip-forward")
-"""What ip_forward was before the first cluster; put back and removed with the last one."""
 
 
 async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
@@ -34,9 +32,7 @@ async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
         sites = await _choose_sites(layout, names)
         for site in sites.values():
             await _ensure_bridge(layout, site)
-        if not FORWARDING_BEFORE.exists():
-            FORWARDING_BEFORE.write_text(FORWARDING.read_text())
-        FORWARDING.write_text("1\n")
+        raise_settings()
         await call("nft", "-f", "-", stdin=render_table(layout, sites.values()))
     return sites
 
@@ -144,9 +140,8 @@ async def remove_all(layout: Layout) -> None:
         if f"table inet {layout.table}\n" in tables:
             await call("nft", "delete", "table", "inet", layout.table)
         others = [line for line in tables.splitlines() if line.startswith("table inet shoal_")]
-        if FORWARDING_BEFORE.exists() and others in ([], [f"table inet {layout.table}"]):
-            FORWARDING.write_text(FORWARDING_BEFORE.read_text())
-            FORWARDING_BEFORE.unlink()
+        if others in ([], [f"table inet {layout.table}"]):
+            restore_settings()
 
 
 async def _choose_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:

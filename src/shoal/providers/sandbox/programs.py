@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 from shoal.errors import ProviderError
 
 LAST_LINES = 15
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 async def call(*argv: str | Path, stdin: str = "", check: bool = True) -> str:
@@ -39,7 +41,8 @@ async def call_logged(*argv: str | Path, log: Path, env: dict[str, str] | None =
 
 def last_lines(text: str) -> str:
     """The end of a program's output, for an error message."""
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:]) or "(it printed nothing)"
+    lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES:]) or "(it printed nothing)"
 
 
 async def _spawn(

@@ -15,6 +15,9 @@ from shoal.providers.sandbox.faults import SandboxFaults
 from shoal.providers.sandbox.layout import HostRecord, Layout, Site, cache_dir
 from shoal.spec.finding import Finding
 
+TOLD = 3
+"""Of so many failed hosts an error tells the whole story; many tend to have the same."""
+
 
 class SandboxProvider:
     """Real Debian hosts under systemd-nspawn."""
@@ -121,9 +124,10 @@ class SandboxProvider:
             if not isinstance(error, ProviderError):
                 raise error
         if failed:
-            told = "\n".join(error.message for error in failed if isinstance(error, ProviderError))
+            told = [str(error.message) for error in failed if isinstance(error, ProviderError)]
+            rest = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
             raise ProviderError(
-                f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: {told}",
+                f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join([*told[:TOLD], *rest]),
                 hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts anew",
             )
 
