@@ -302,14 +302,14 @@ async def test_a_connection_killed_midway_is_lost(sshd: Sshd, known_hosts: Path)
     host = await SshConnector(known_hosts).connect(sshd.target("gpu01"))
     async with host:
         with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sh`"):
-            await host.run(["sh", "-c", "kill -9 $PPID; sleep 60"], root=False)
+            await host.run(["sh", "-c", "kill -9 $PPID; sleep 5"], root=False)
         with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `true`"):
             await host.run(["true"], root=False)
 
 
 async def test_lines_that_came_before_the_loss_are_read_first(sshd: Sshd, known_hosts: Path) -> None:
     async with await SshConnector(known_hosts).connect(sshd.target("gpu01")) as host:
-        process = await host.start(["sh", "-c", "echo one; read x; kill -9 $PPID; sleep 60"], root=False)
+        process = await host.start(["sh", "-c", "echo one; read x; kill -9 $PPID; sleep 5"], root=False)
         assert await process.readline() == b"one\n"
         await process.write(b"go\n")
         with pytest.raises(ConnectionLost):
@@ -324,7 +324,7 @@ async def test_a_host_that_falls_silent_is_lost(sshd: Sshd, known_hosts: Path) -
     async with _Relay(sshd.port) as relay:
         connector = SshConnector(known_hosts, keepalive=0.1)
         async with await connector.connect(sshd.target("gpu01", port=relay.port)) as host:
-            process = await host.start(["sleep", "60"], root=False)
+            process = await host.start(["sleep", "5"], root=False)
             relay.silent = True
             with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sleep`"):
                 await process.readline()
