@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import click
 import typer
 from rich.console import Console
 
@@ -41,6 +40,7 @@ class Session:
 
     def __init__(self, json: bool) -> None:
         self.json = json
+        self.status = 0
         self.console = Console(soft_wrap=False)
         self.errors = Console(stderr=True)
 
@@ -75,7 +75,7 @@ class Session:
             show_findings(self.console, findings)
             self.console.print("[green]✓[/] nothing in the way" if not errors else f"[red]✗[/] {errors} error(s)")
         if errors:
-            raise typer.Exit(1)
+            self.status = 1
 
     def finish_plan(self, plan: Plan, diff: bool) -> None:
         from shoal.cli.render import show_plan
@@ -95,7 +95,7 @@ class Session:
         else:
             show_plan(self.console, plan, diff)
         if plan.unreached:
-            raise typer.Exit(PARTLY)
+            self.status = PARTLY
 
     def finish_up(self, result: UpResult) -> None:
         from shoal.cli.render import show_up
@@ -105,7 +105,7 @@ class Session:
         else:
             show_up(self.console, result)
         if not result.whole:
-            raise typer.Exit(PARTLY)
+            self.status = PARTLY
 
     def finish_down(self, result: DownResult) -> None:
         from shoal.cli.render import show_down
@@ -115,7 +115,7 @@ class Session:
         else:
             show_down(self.console, result)
         if result.failures:
-            raise typer.Exit(PARTLY)
+            self.status = PARTLY
 
     def finish_status(self, status: Status) -> None:
         from shoal.cli.render import show_status
@@ -137,9 +137,9 @@ class Session:
         else:
             show_exec(self.console, result)
         if result.failures:
-            raise typer.Exit(PARTLY)
-        if result.worst:
-            raise typer.Exit(result.worst if result.worst < 126 else 1)
+            self.status = PARTLY
+        elif result.worst:
+            self.status = result.worst if result.worst < 126 else 1
 
     def finish_nodes(self, verb: str, names: list[str]) -> None:
         if self.json:
@@ -158,7 +158,8 @@ class Session:
             return
         if not sys.stdin.isatty():
             raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="say --yes")
-        typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", abort=True)
+        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?"):
+            raise Interrupted("nothing was changed")
 
     def __enter__(self) -> Self:
         return self
@@ -169,11 +170,11 @@ class Session:
         if isinstance(error, ShoalError):
             self._report(error)
             raise typer.Exit(error.exit_code) from None
-        if error is not None and not isinstance(
-            error, (click.exceptions.Exit, click.ClickException, click.Abort, SystemExit)
-        ):
+        if isinstance(error, Exception):
             self._bug(error)
             raise typer.Exit(BUG) from None
+        if error is None and self.status:
+            raise typer.Exit(self.status)
 
     def _report(self, error: ShoalError) -> None:
         if self.json:
@@ -188,7 +189,7 @@ class Session:
         if error.hint:
             self.errors.print(f"  fix: {error.hint}", markup=False, highlight=False, soft_wrap=True)
 
-    def _bug(self, error: BaseException) -> None:
+    def _bug(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         if self.json:
             print(dump({"error": "bug", "message": str(error), "traceback": text}))

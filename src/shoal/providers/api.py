@@ -34,7 +34,7 @@ class Instance:
 
     name: str
     state: str
-    """`running`, `stopped` or `frozen`."""
+    """`running`, `starting` (made, and SSH has not answered yet), `stopped` or `frozen`."""
     target: Target
     site: str = "a"
 

@@ -81,7 +81,7 @@ async def _instances(context: Context) -> tuple[list[tuple[str, Request]], list[
     missing = [
         (member.provider, Request(member.name, member.shape))
         for member in members.values()
-        if member.provider and (member.name not in made or made[member.name][1].state == "stopped")
+        if member.provider and (member.name not in made or made[member.name][1].state in ("stopped", "starting"))
     ]
     orphans = [found for name, found in made.items() if name not in members or members[name].provider != found[0]]
     return missing, orphans

@@ -86,11 +86,13 @@ def instance(layout: Layout, host: HostRecord) -> Instance:
 
 
 def state(layout: Layout, name: str) -> str:
-    """`running`, `stopped` or `frozen`."""
+    """`running`, `starting`, `stopped` or `frozen`."""
     mine = group(layout, name)
     if not mine.alive:
         return "stopped"
-    return "frozen" if mine.frozen else "running"
+    if mine.frozen:
+        return "frozen"
+    return "running" if is_ready(layout, name) else "starting"
 
 
 def is_ready(layout: Layout, name: str) -> bool:
