@@ -1,0 +1,89 @@
+"""A real cluster for tests: `shoal` as a person runs it, on sandbox hosts, with faults on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.providers.sandbox.provider import SandboxProvider
+
+
+class Cluster:
+    """One spec file and the command line around it."""
+
+    def __init__(self, directory: Path, text: str) -> None:
+        self.file = directory / "shoal.yaml"
+        self.file.write_text(text)
+        self.name = text.split("cluster:")[1].split()[0]
+        self.provider = SandboxProvider()
+
+    def shoal(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run a command line; `status` is the exit status it must have, None for any."""
+        done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout)
+        said = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert status is None or done.returncode == status, said
+        return done
+
+    def json(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> Any:
+        at = 2 if arguments[0] == "node" else 1
+        words = (*arguments[:at], "--json", *arguments[at:])
+        return json.loads(self.shoal(*words, status=status, timeout=timeout).stdout)
+
+    def line(self, *arguments: str) -> list[str]:
+        # Options come after the verb and before `--`, where the command of `exec` and `ssh` begins.
+        words = list(arguments)
+        at = 2 if words[0] == "node" else 1
+        return [sys.executable, "-m", "shoal", *words[:at], "--file", str(self.file), *words[at:]]
+
+    def background(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def on(self, host: str, *argv: str, status: int | None = 0) -> str:
+        """Run a program on one host as root and return what it printed."""
+        result = self.json("exec", "--hosts", host, "--", *argv, status=None)
+        [group] = result["groups"]
+        assert status is None or group["status"] == status, group
+        return str(group["stdout"])
+
+    def edit(self, old: str, new: str) -> None:
+        text = self.file.read_text()
+        assert old in text
+        self.file.write_text(text.replace(old, new))
+
+    def fault(self, what: str, host: str) -> None:
+        """cut, heal, freeze, thaw, kill, reboot, fill_disk or empty_disk a host."""
+        asyncio.run(getattr(self.provider.faults, what)(self.name, host))
+
+    def states(self) -> dict[str, set[str]]:
+        """The state flags of every node, by name."""
+        return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
+
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 90) -> None:
+        """Wait for something that Slurm or a host does in its own time."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+            time.sleep(0.5)
+
+    def answers(self, host: str) -> bool:
+        return self.shoal("exec", "--hosts", host, "--timeout", "5", "--", "true", status=None).returncode == 0
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL for a command and everything it started."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    if process.stdout:
+        process.stdout.close()

@@ -1,0 +1,215 @@
+"""One full pass on each Slurm generation: Debian 12 (22.05), Debian 13 (24.11) and sid (26.05).
+
+The tests of a pass share one cluster and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster, kill
+
+pytestmark = pytest.mark.sandbox
+
+RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}
+
+SPEC = """\
+cluster: t-{image}
+controller: {{provider: sandbox, image: {image}, memory: 1G}}
+login: {{provider: sandbox, image: {image}, count: 1, memory: 512M}}
+nodesets:
+  fish: {{provider: sandbox, image: {image}, count: 2, gpus: 2, memory: 1G}}
+"""
+
+
+@pytest.fixture(scope="module", params=list(RELEASES))
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp(request.param), SPEC.format(image=request.param))
+    made.shoal("down", "--force")
+    made.release = RELEASES[request.param]  # type: ignore[attr-defined]
+    yield made
+    made.shoal("down", "--force")
+
+
+def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -> None:
+    plan = cluster.json("plan")
+    assert [change["host"] for change in plan["changes"]] == ["controller", "login1", "fish1", "fish2"]
+    assert all("create on sandbox" in change["action"] for change in plan["changes"])
+    assert cluster.json("plan") == plan
+
+
+def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
+    for seconds in (2, 6, 10, 14):
+        process = cluster.background("up")
+        time.sleep(seconds)
+        kill(process)
+    result = cluster.json("up", timeout=600)
+    assert result["whole"], result
+
+
+def test_up_reaches_nodes_that_slurm_can_use(cluster: Cluster) -> None:
+    cluster.json("up")
+    status = cluster.json("status")
+    assert {node["name"] for node in status["nodes"]} == {"fish1", "fish2"}
+    assert all("IDLE" in node["state"] for node in status["nodes"]), status
+    assert status["version"].startswith(cluster.release)  # type: ignore[attr-defined]
+
+
+def test_a_second_up_changes_nothing(cluster: Cluster) -> None:
+    result = cluster.json("up")
+    assert result["unchanged"] and result["whole"], result
+    assert "no changes" in cluster.shoal("up").stdout
+    assert cluster.json("plan")["changes"] == []
+    assert cluster.json("check")["findings"] == []
+
+
+def test_srun_reaches_every_node_from_controller_and_login_host(cluster: Cluster) -> None:
+    for host in ("controller", "login1"):
+        assert sorted(cluster.on(host, "srun", "-N2", "hostname").split()) == ["fish1", "fish2"]
+
+
+def test_tasks_get_their_own_gpu(cluster: Cluster) -> None:
+    show = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c"]
+    out = cluster.on("controller", *show, "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES")
+    assert sorted(out.split("\n")[:-1]) == ["fish1 0", "fish1 1", "fish2 0", "fish2 1"]
+
+
+def test_the_munge_key_is_the_same_everywhere_and_closed(cluster: Cluster) -> None:
+    result = cluster.json("exec", "--", "stat", "-c", "%a %U:%G", "/etc/munge/munge.key")
+    assert [group["stdout"] for group in result["groups"]] == ["400 munge:munge\n"]
+    assert len(cluster.json("exec", "--", "sha256sum", "/etc/munge/munge.key")["groups"]) == 1
+    ids = cluster.json("exec", "--", "sh", "-c", "id munge; id slurm")
+    assert len(ids["groups"]) == 1, ids
+
+
+def test_names_resolve_on_every_host(cluster: Cluster) -> None:
+    result = cluster.json("exec", "--", "getent", "hosts", "controller", "login1", "fish1", "fish2")
+    assert {group["status"] for group in result["groups"]} == {0}
+
+
+def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
+    [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
+    probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 3)"]
+    cluster.on("fish1", *probe)
+    outside = subprocess.run(probe, capture_output=True, text=True)
+    assert outside.returncode != 0 and "timed out" in outside.stderr
+
+
+def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
+    submit = ["sbatch", "--parsable", "--output=/tmp/long.out", "--nodelist=fish1"]
+    job = cluster.on("controller", *submit, "--wrap", "for i in $(seq 600); do sleep 0.5; done; echo whole").strip()
+    cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
+
+    cluster.edit("count: 2", "count: 3")
+    assert cluster.json("up")["created"] == ["fish3"]
+    assert cluster.on("controller", "srun", "--nodelist=fish3", "hostname").strip() == "fish3"
+    assert "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T")
+
+    busy = ["sbatch", "--parsable", "--output=/tmp/short.out", "--nodelist=fish3", "--wrap", "sleep 8; echo whole"]
+    short = cluster.on("controller", *busy).strip()
+    cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", short, "-o", "%T"))
+    cluster.edit("count: 3", "count: 2")
+    plan = cluster.json("plan")
+    assert plan["cost"] == "drain", plan
+    waiting = cluster.json("up", "--drain-timeout", "0", status=3)
+    assert waiting["staying"] == ["fish3"] and waiting["removed"] == []
+    assert "DRAIN" in cluster.states()["fish3"]
+    result = cluster.json("up")
+    assert result["removed"] == ["fish3"], result
+    states = cluster.states()
+    assert set(states) == {"fish1", "fish2"}
+    assert "JobState=COMPLETED" in cluster.on("controller", "scontrol", "show", "job", short)
+    assert "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T")
+    cluster.on("controller", "scancel", job)
+    assert cluster.json("up")["unchanged"]
+
+
+def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
+    submit = ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=fish1", "--wrap", "sleep 120"]
+    job = cluster.on("controller", *submit).strip()
+    cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
+    text = cluster.file.read_text()
+    more = "partitions:\n  main: {nodesets: [fish], default: true}\n  short: {nodesets: [fish], max_time: '00:10:00'}\n"
+    cluster.file.write_text(text + more)
+    plan = cluster.json("plan")
+    assert plan["cost"] == "nothing", plan
+    cluster.json("up")
+    assert "00:10:00" in cluster.on("controller", "scontrol", "show", "partition", "short")
+    assert "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T")
+    assert cluster.on("login1", "srun", "-p", "short", "hostname").startswith("fish")
+    cluster.on("controller", "scancel", job)
+    cluster.file.write_text(text)
+    cluster.json("up")
+
+
+def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> None:
+    break_it = "head -c 1024 /dev/urandom > /etc/munge/munge.key; systemctl restart munge; systemctl restart slurmd"
+    cluster.on("fish2", "sh", "-c", break_it, status=None)
+    plan = cluster.json("plan")
+    assert {(change["host"], change["what"]) for change in plan["changes"]} >= {("fish2", "file /etc/munge/munge.key")}
+    shown = cluster.shoal("plan", "--diff").stdout
+    assert "(secret)" in shown
+    assert cluster.json("up")["changed"] == ["fish2"]
+    assert sorted(cluster.on("controller", "srun", "-N2", "hostname").split()) == ["fish1", "fish2"]
+
+
+def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
+    for host in ("fish1", "controller"):
+        cluster.fault("reboot", host)
+        cluster.wait(f"{host} is back", lambda host=host: cluster.answers(host))  # type: ignore[misc]
+        ready = ["srun", "-N2", "--immediate=20", "hostname"]
+        cluster.wait(
+            "both nodes take jobs", lambda: len(cluster.on("controller", *ready, status=None).split()) == 2, seconds=120
+        )
+        result = cluster.json("up")
+        assert result["whole"], result
+
+
+def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> None:
+    cluster.on("fish1", "sh", "-c", "echo broken > /etc/default/slurmd")
+    cluster.fault("cut", "fish2")
+    try:
+        done = cluster.shoal("up", status=3)
+        assert re.search(r"fish2: .*(timed out|does not answer|no answer|within)", done.stdout), done.stdout
+        assert "fix:" in done.stdout
+        assert "--conf-server" in cluster.on("fish1", "cat", "/etc/default/slurmd")
+        assert "fish2" in cluster.states(), "a host that does not answer keeps its place in Slurm"
+    finally:
+        cluster.fault("heal", "fish2")
+    cluster.wait("fish2 is back", lambda: cluster.answers("fish2"))
+    assert cluster.json("up")["whole"]
+
+
+def test_exec_groups_equal_outputs(cluster: Cluster) -> None:
+    done = cluster.shoal("exec", "--", "sh", "-c", "test -e /usr/sbin/slurmd && echo node || echo none")
+    assert "fish[1-2] (2)\nnode" in done.stdout
+    assert "controller,login1 (2)\nnone" in done.stdout
+
+
+def test_drain_and_resume(cluster: Cluster) -> None:
+    cluster.shoal("node", "drain", "fish1", "--reason", "a new fan")
+    assert "DRAIN" in cluster.states()["fish1"]
+    assert "a new fan" in cluster.shoal("status").stdout
+    assert cluster.json("up")["unchanged"], "a node that a person drained stays drained"
+    assert "DRAIN" in cluster.states()["fish1"]
+    cluster.shoal("node", "resume", "fish1")
+    assert "DRAIN" not in cluster.states()["fish1"]
+
+
+def test_ssh_runs_a_command(cluster: Cluster) -> None:
+    assert cluster.shoal("ssh", "fish1", "--", "hostname").stdout == "fish1\n"
+
+
+def test_down_refuses_while_jobs_run_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.on("controller", "sbatch", "--output=/dev/null", "--wrap", "sleep 100")
+    cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-o", "%T"))
+    refused = cluster.shoal("down", status=1)
+    assert "running job" in refused.stderr and "--force" in refused.stderr
+    cluster.shoal("down", "--force")
+    assert cluster.name not in subprocess.run(["mount"], capture_output=True, text=True).stdout
+    assert cluster.shoal("status", status=1).stderr.count("run `shoal up`") == 1
