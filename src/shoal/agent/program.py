@@ -111,6 +111,7 @@ class World:
         self.source = source
         self.key = ""
         self.due = read_due(state)
+        self.noted: set[str] = set()  # what this very run made due
         self.defer = False
         self.reload_units = False
         self._units: dict[str, dict[str, str]] | None = None
@@ -692,6 +693,8 @@ def check_file(item: Item, world: World) -> Change | None:
 
 def make_file(item: Item, world: World) -> str:
     path = item["path"]
+    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
+        world.reload_units = True
     if not item.get("secret") and item["content"] is None:
         remove(path)
         return ""
@@ -701,8 +704,6 @@ def make_file(item: Item, world: World) -> str:
     if data is None and not (os.path.isfile(path) and _same_content(item, read_bytes(path))):
         raise Failure(f"the value of the secret for {path} was not given")
     write_atomic(path, read_bytes(path) if data is None else data, item["mode"], *ids)
-    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
-        world.reload_units = True
     return ""
 
 
@@ -1065,7 +1066,7 @@ def make_user(item: Item, world: World) -> str:
         return ""
     if item["groups"]:
         settings.append("--append")
-    if found.pw_uid == item["uid"]:
+    if (found.pw_uid, found.pw_dir) == (item["uid"], item["home"]):
         must(["usermod", *settings, "--", name], "could not change user " + name)
         return ""
     argv = ["usermod", "--uid", str(item["uid"]), *settings, "--", name]
@@ -1080,7 +1081,10 @@ def taken(kind: str, name: str, number: int, other: str) -> str:
 
 
 def renumber(world: World, argv: list[str], kind: str, old: int, new: int, owns: list[str], services: list[str]) -> str:
-    """Change an id. Files go over first: killed in between, the next run finds the old id and does it all again."""
+    """Change an id, or a home, for which nothing may run as the user.
+
+    Files go over first: killed in between, the next run finds the old id and does it all again.
+    """
     stopped = [
         name for name in services if world.unit(name).get("ActiveState") in ("active", "activating", "reloading")
     ]
@@ -1094,7 +1098,7 @@ def renumber(world: World, argv: list[str], kind: str, old: int, new: int, owns:
         must(["systemctl", "start", "--", name], f"could not start {name} again")
         settle(world, "start " + name)
     world.forget_units()
-    return f"id {old} became {new}"
+    return f"id {old} became {new}" if old != new else ""
 
 
 def refuse_dependants(name: str, kind: str, old: int, new: int, owns: list[str], services: list[str]) -> None:
@@ -1214,6 +1218,7 @@ def make_service(item: Item, world: World) -> str:
 
 
 def reload_units(world: World, name: str) -> None:
+    """Have systemd read its units again, where one has changed."""
     if world.reload_units or world.unit(name).get("NeedDaemonReload") == "yes":
         must(["systemctl", "daemon-reload"], "could not reload systemd's units")
         world.reload_units = False
@@ -1533,6 +1538,7 @@ def read_due(state: str) -> dict[str, str]:
 
 
 def note_due(world: World, due: dict[str, str]) -> None:
+    world.noted.update(due)
     new = {key: reason for key, reason in due.items() if key not in world.due}
     if new:
         world.due.update(new)
@@ -1551,15 +1557,16 @@ def _write_due(world: World) -> None:
 
 
 def leftovers(world: World) -> Iterator[tuple[Item, Callable[[Item, World], Item]]]:
-    """What is due and was not reached in the document's order: an item to report, and the step that does it."""
+    """What is due and was not reached in the document's order: an item to report, and the step that does it.
+
+    What an earlier run left due and this document does not name stays due: it belongs to another document.
+    """
     named = {item["key"]: item for item in world.items}
     for key in list(world.due):
         kind, _, name = key.partition(" ")
         if kind == "command" and key in named:
             yield named[key], one_item
-        elif kind == "command":
-            settle(world, key)  # the document no longer has it
-        elif kind in ("service", "start") and not world.defer:
+        elif kind == "start" or (kind == "service" and not world.defer and (key in named or key in world.noted)):
             active = world.unit(name).get("ActiveState") == "active" if has_systemd() else bool(supervised(name))
             if active or kind == "start":
                 yield named.get("service " + name) or {"key": "service " + name, "name": name}, restart
@@ -1627,6 +1634,8 @@ def converge(world: World) -> None:
     if not stop:
         for item, step in leftovers(world):
             report(-1, item, step(item, world))
+        if world.reload_units and has_systemd():
+            run(["systemctl", "daemon-reload"])
     changed = counts["change"] + counts["changed"]
     world.wire.send({"event": "done", "changed": changed, "failed": counts["failed"]})
 

@@ -81,6 +81,14 @@ async def test_a_restart_noted_by_a_killed_run_is_foreseen_and_done(place: Place
     assert os.path.exists(place.path("done"))
 
 
+async def test_what_is_due_to_another_document_stays_due(place: Place) -> None:
+    run = Command("reload", ("touch", place.path("done")), on_change=True)
+    await place.apply(place.file("c", "x", reloads=("command reload",)))
+    assert [result.status for result in await place.apply(place.file("other", "x"))] == ["changed"]
+    assert [result.status for result in await place.apply(run)] == ["changed"]
+    assert os.path.exists(place.path("done"))
+
+
 async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_rest_undone(tmp_path: Path) -> None:
     items = (
         Command("slow", ("sh", "-c", f"touch {tmp_path}/began; sleep 0.5; touch {tmp_path}/ended")),
