@@ -1,0 +1,135 @@
+"""Fresh sandbox hosts for each contestant, and plain SSH to all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.providers.api import Instance
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.verbs.context import open_context, requests
+
+CLUSTER = "bench-converge"
+SPEC = """\
+cluster: {cluster}
+controller: {{provider: sandbox}}
+nodesets:
+  node: {{provider: sandbox, count: {nodes}, gpus: 2}}
+"""
+# Waits for the end of the boot, then reads the packages once: they are in one image that all hosts share, and whoever
+# came first would else pay for the disk on behalf of the others.
+SETTLE = "systemctl is-system-running --wait >/dev/null; cat /var/cache/apt/archives/*.deb >/dev/null"
+
+
+class BenchFailed(Exception):
+    """The bench cannot go on: a contestant failed, or did not do what it is measured for."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The running hosts of one set."""
+
+    spec: Path
+    directory: Path
+    """A private directory for whatever a contestant needs; gone with the hosts."""
+    instances: tuple[Instance, ...]
+
+    @property
+    def controller(self) -> str:
+        return self.instances[0].name
+
+    @property
+    def names(self) -> list[str]:
+        return [instance.name for instance in self.instances]
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.directory / "ssh_config"
+
+    @property
+    def inventory(self) -> Path:
+        return self.directory / "hosts.json"
+
+    def role(self, name: str) -> str:
+        return "controller" if name == self.controller else "compute"
+
+    def ssh(self, names: Sequence[str], command: dict[str, str]) -> dict[str, str]:
+        """Run each host's command on it, all at once, and return what they printed. Raises when one fails."""
+        running = {
+            name: subprocess.Popen(
+                ["ssh", "-F", str(self.ssh_config), name, command[self.role(name)]],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name in names
+        }
+        output = {name: process.communicate()[0] for name, process in running.items()}
+        failed = [name for name, process in running.items() if process.returncode != 0]
+        if failed:
+            raise BenchFailed(f"a command failed on {', '.join(failed)}:\n{output[failed[0]][-2000:]}")
+        return output
+
+    def everywhere(self, command: str) -> dict[str, str]:
+        return self.ssh(self.names, {"controller": command, "compute": command})
+
+    def on_controller(self, command: str) -> str:
+        return self.ssh([self.controller], {"controller": command})[self.controller]
+
+
+@contextmanager
+def fresh_hosts(count: int, directory: Path) -> Iterator[Hosts]:
+    """Hosts that nobody has touched yet: a controller and `count - 1` nodes. They are removed at the end."""
+    directory.mkdir(mode=0o700)
+    spec = directory / "shoal.yaml"
+    spec.write_text(SPEC.format(cluster=CLUSTER, nodes=count - 1))
+    remove_hosts()
+    try:
+        instances = asyncio.run(_create(spec))
+        hosts = Hosts(spec, directory, tuple(instances))
+        _write_ssh_files(hosts)
+        hosts.everywhere(SETTLE)
+        time.sleep(2)
+        yield hosts
+    finally:
+        remove_hosts()
+
+
+def remove_hosts() -> None:
+    asyncio.run(SandboxProvider().destroy(CLUSTER, lambda text, part: None))
+
+
+async def _create(spec: Path) -> list[Instance]:
+    context = open_context(spec)
+    wanted = requests(context.members, "sandbox")
+    return await SandboxProvider().create(context.cluster, wanted, lambda text, part: None)
+
+
+def _write_ssh_files(hosts: Hosts) -> None:
+    known_hosts = hosts.directory / "known_hosts"
+    targets = [instance.target for instance in hosts.instances]
+    known_hosts.write_text("".join(f"{target.address} {target.host_key}\n" for target in targets))
+    common = (
+        "Host *\n  User root\n  StrictHostKeyChecking yes\n  IdentitiesOnly yes\n  IdentityAgent none\n"
+        f"  UserKnownHostsFile {known_hosts}\n  IdentityFile {targets[0].identity}\n"
+    )
+    own = "".join(f"Host {target.name}\n  HostName {target.address}\n" for target in targets)
+    hosts.ssh_config.write_text(own + common)
+    entries = [
+        {
+            "name": target.name,
+            "role": hosts.role(target.name),
+            "address": target.address,
+            "identity": str(target.identity),
+            "known_hosts": str(known_hosts),
+        }
+        for target in targets
+    ]
+    hosts.inventory.write_text(json.dumps(entries))

@@ -1,0 +1,60 @@
+"""What both peers are given: the texts and ids that Shoal itself would write, so that all three build the same.
+
+Shoal works these out inside its timed run; the peers get them for nothing, before their clock starts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shoal.agent.document import Block, DeviceRule, Document, File, Group, Packages, User
+from shoal.plan.model import HostPlan
+from shoal.verbs.context import open_context
+from shoal.verbs.up import plan
+
+
+async def write_inputs(spec: Path, directory: Path) -> Path:
+    """Ask Shoal for its plan, and write `inputs.json` and a file for each text under `directory`."""
+    controller, *nodes = (await plan(open_context(spec))).hosts
+    roles = {"controller": _whole(controller), "compute": _whole(nodes[0])}
+    files = directory / "files"
+    files.mkdir()
+    for document in roles.values():
+        for name, text in _texts(document).items():
+            (files / name).write_text(text)
+    inputs = {
+        "files": str(files),
+        "accounts": _accounts(roles["controller"]),
+        "packages": {role: _packages(document) for role, document in roles.items()},
+        "members": next(item.content for item in roles["controller"] if isinstance(item, Block)),
+        "controller": controller.name,
+        "key": str(directory / "munge.key"),
+    }
+    path = directory / "inputs.json"
+    path.write_text(json.dumps(inputs, indent=1))
+    return path
+
+
+def _whole(host: HostPlan) -> Document:
+    return tuple(item for _, document in host.stages for item in document)
+
+
+def _texts(document: Document) -> dict[str, str]:
+    texts = {}
+    for item in document:
+        if isinstance(item, File) and isinstance(item.content, str):
+            texts[Path(item.path).name] = item.content
+        if isinstance(item, DeviceRule) and item.content:
+            texts[f"{item.name}.rules"] = item.content
+    return texts
+
+
+def _accounts(document: Document) -> list[dict[str, object]]:
+    gids = {item.name: item.gid for item in document if isinstance(item, Group)}
+    users = [item for item in document if isinstance(item, User)]
+    return [{"name": user.name, "uid": user.uid, "gid": gids[user.group], "home": user.home} for user in users]
+
+
+def _packages(document: Document) -> list[str]:
+    return [name for item in document if isinstance(item, Packages) for name in item.names]
