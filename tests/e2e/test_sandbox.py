@@ -281,7 +281,7 @@ async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "images").symlink_to(SandboxProvider().cache / "images")
-    await images.ensure(cache, "debian12", quiet)
+    await images.ensure(SandboxProvider().cache, "debian12", quiet)
     layout = Layout(cache, "e2e-killed")
     before = traces(layout)
     program = (

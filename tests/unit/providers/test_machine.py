@@ -6,7 +6,8 @@ from tests.goldens import assert_golden
 
 from shoal.providers.sandbox.cgroups import Group, groups_named, hierarchies, is_v2_only
 from shoal.providers.sandbox.layout import HostRecord, Layout
-from shoal.providers.sandbox.machine import cpus_of, render_gpus, render_meminfo
+from shoal.providers.sandbox.machine import cpus_of
+from shoal.providers.sandbox.seed import render_gpus, render_meminfo
 from shoal.spec.member import Shape
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef")

@@ -162,10 +162,12 @@ async def _build(cache: Path, image: str, place: Path, settings: str, progress: 
     what = f"building image {image}"
     progress(what, 0.0)
     watching = asyncio.create_task(_watch(log, what, progress))
+    mask = os.umask(0o022)  # the operator's may be stricter; the image's directories are for all of its users
     try:
         await _bootstrap(image, building, log)
         await _finish(building, settings, log)
     finally:
+        os.umask(mask)
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching

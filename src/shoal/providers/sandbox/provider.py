@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.providers.api import Capability, Instance, Progress, Request
-from shoal.providers.sandbox import checks, images, machine, network
+from shoal.providers.sandbox import checks, images, machine, network, seed
 from shoal.providers.sandbox.cgroups import groups_named, hierarchies
 from shoal.providers.sandbox.faults import SandboxFaults
 from shoal.providers.sandbox.layout import HostRecord, Layout, Site, cache_dir
@@ -84,10 +84,12 @@ class SandboxProvider:
         progress: Progress,
     ) -> list[HostRecord]:
         """The record of every host that is asked for; those that have none yet are made."""
-        authorized = machine.ensure_identity(layout)
+        authorized = seed.ensure_identity(layout)
         known = layout.hosts()
         for count, request in enumerate(requests):
             if request.name in known:
+                if request.shape != known[request.name].shape:
+                    progress(f"host {request.name} keeps the shape it was made with; remove it to change that", 0.0)
                 continue
             progress(f"making host {request.name}", count / len(requests))
             wanted = HostRecord(
@@ -98,7 +100,7 @@ class SandboxProvider:
                 host_key="",
                 shape=request.shape,
             )
-            known[request.name] = await machine.lay_out(layout, wanted, authorized)
+            known[request.name] = await seed.lay_out(layout, wanted, authorized)
         return [known[request.name] for request in requests]
 
     async def _start(self, layout: Layout, sites: dict[str, Site], hosts: list[HostRecord], progress: Progress) -> None:
