@@ -45,7 +45,7 @@ REFUSALS = {
     "a[1-2": "hostlist 'a[1-2': a bracket at character 2 has no partner",
     "b,a]": "hostlist 'b,a]': a bracket at character 4 has no partner",
     "a[[1-2]]": "hostlist 'a[[1-2]]': a bracket at character 2 has no partner",
-    "a[1-2]x": "hostlist 'a[1-2]x': Slurm takes no text after the last bracket, found 'x'",
+    "a[1-2]x": "hostlist 'a[1-2]x': Slurm 22.05 takes no text after the last bracket, found 'x'",
     "a[1-65537]": "hostlist 'a[1-65537]': the range '1-65537' has more than 65536 names",
     "a[1-400]b[1-400]": "hostlist 'a[1-400]b[1-400]': stands for more than 100000 names",
     "a[1-60000],b[1-60000]": "hostlist 'b[1-60000]': stands for more than 100000 names",

@@ -101,7 +101,9 @@ def _expand_item(item: str, room: int) -> Iterable[str]:
             raise _too_many(item)
         return [item]
     if literals[-1]:
-        raise ValueError(f"hostlist {_shown(item)}: Slurm takes no text after the last bracket, found {literals[-1]!r}")
+        raise ValueError(
+            f"hostlist {_shown(item)}: Slurm 22.05 takes no text after the last bracket, found {literals[-1]!r}"
+        )
     ranges = [[_parse_range(item, part) for part in body.split(",")] for body in bodies]
     if math.prod(sum(high - low + 1 for low, high, _ in bracket) for bracket in ranges) > room:
         raise _too_many(item)
