@@ -6,7 +6,6 @@ host and why), and our bug (exit 70, with a traceback to report).
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import traceback
 from collections.abc import Coroutine
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import typer
 from rich.console import Console
 
+from shoal.cli import interrupt
 from shoal.cli.as_json import dump, plain
 from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
 
@@ -52,10 +52,7 @@ class Session:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""
-        try:
-            return asyncio.run(work)
-        except KeyboardInterrupt:
-            raise Interrupted("stopped", hint="run the same command again to go on from here") from None
+        return interrupt.run(work)
 
     def finish_value(self, value: Any) -> None:
         print(dump(value))

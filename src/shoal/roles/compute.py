@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
 from shoal.roles.cluster import Cluster
 from shoal.roles.controller import CONF_FILES, SLURM_CONF
-from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, slurm_conf
+from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
+from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
 
 DEFAULTS = "/etc/default/slurmd"
@@ -46,6 +49,16 @@ def device_rules() -> str:
     )
 
 
+def slurmd_defaults(options: str, conf: ClusterConf) -> str:
+    """slurmd's options, and a mark that changes with those settings that slurmd reads only when it starts."""
+    mark = hashlib.sha256((slurm_settings(conf) + cgroup_conf(conf)).encode()).hexdigest()[:16]
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        f"# Settings that slurmd reads when it starts: {mark}\n"
+        f'SLURMD_OPTIONS="{options}"\n'
+    )
+
+
 def slurmd_drop_in() -> str:
     """Debian's unit wants a local slurm.conf; a node without one starts all the same, and tries until answered."""
     return (
@@ -63,9 +76,7 @@ def slurmd_drop_in() -> str:
 def _configless(cluster: Cluster, member: Member) -> list[Item]:
     options = " ".join(slurmd_options(cluster, member))
     items: list[Item] = [
-        File(
-            DEFAULTS, f'# Written by shoal; changes here are lost.\nSLURMD_OPTIONS="{options}"\n', restarts=("slurmd",)
-        ),
+        File(DEFAULTS, slurmd_defaults(options, cluster.conf), restarts=("slurmd",)),
         Directory("/etc/systemd/system/slurmd.service.d"),
         File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
     ]

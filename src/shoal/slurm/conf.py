@@ -39,13 +39,18 @@ _WORD_LISTS = frozenset({"slurmctldparameters", "communicationparameters"})
 
 def slurm_conf(c: ClusterConf) -> str:
     """slurm.conf. All members read it, so it says only what the oldest of them knows."""
-    settings = _with_options(_settings(c), c.options)
-    lines = [HEADER.rstrip(), *(f"{key}={_value(key, value)}" for key, value in settings.items()), ""]
+    lines = [HEADER.rstrip(), slurm_settings(c)]
     lines += _node_lines(c.nodes)
     lines.append("")
     memory = {node.name: _memory(node) // max(1, node.cpus) for node in c.nodes}
     lines += (_partition_line(partition, memory) for partition in c.partitions)
     return "\n".join(lines) + "\n"
+
+
+def slurm_settings(c: ClusterConf) -> str:
+    """The part of slurm.conf that names no node and no partition: what daemons read when they start."""
+    settings = _with_options(_settings(c), c.options)
+    return "".join(f"{key}={_value(key, value)}\n" for key, value in settings.items())
 
 
 def gres_conf(c: ClusterConf) -> str:

@@ -14,7 +14,7 @@ from shoal.providers.sandbox import machine, network
 from shoal.providers.sandbox.layout import HostRecord, Layout
 
 FILLER = "var/tmp/shoal-filler"
-SECONDS_TO_GO_DOWN = 30.0
+SECONDS_TO_GO_DOWN = 120.0
 
 
 class SandboxFaults:
