@@ -1,0 +1,73 @@
+"""Hosts that are there already, for tests: made by the sandbox, then named by address like any server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from shoal.providers.api import Instance, Request
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.spec.member import Shape
+from shoal.verbs.context import state_directory
+
+
+class Lent:
+    """Some hosts, and a root shell on each that does not go through Shoal."""
+
+    def __init__(self, instances: Mapping[str, Instance]) -> None:
+        self.instances = instances
+
+    @property
+    def identity(self) -> str:
+        return str(next(iter(self.instances.values())).target.identity)
+
+    def entry(self, name: str) -> str:
+        """The host as a spec names it."""
+        return f"{{name: {name}, address: {self.instances[name].target.address}}}"
+
+    def shell(self, name: str, script: str, *, status: int | None = 0) -> str:
+        """Run a shell script on a host as root, and return what it printed."""
+        done = subprocess.run(
+            ["ssh", "-q", "-i", self.identity, "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
+             f"root@{self.instances[name].target.address}", "sh -s"],
+            input=script, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert status is None or done.returncode == status, f"{name}: {script}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@contextmanager
+def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Iterator[Lent]:
+    """Sandbox hosts for as long as the block lasts. `clusters` are the specs that name them, forgotten at the end."""
+    provider = SandboxProvider()
+
+    def clean() -> None:
+        asyncio.run(provider.destroy(made_as, _quiet))
+        for cluster in clusters:
+            shutil.rmtree(state_directory(cluster), ignore_errors=True)
+
+    clean()
+    try:
+        wanted = [Request(name, shape) for name, shape in shapes.items()]
+        made = asyncio.run(provider.create(made_as, wanted, _quiet))
+        yield Lent({instance.name: instance for instance in made})
+    finally:
+        clean()
+
+
+def spec_text(cluster: str, lent: Lent, controller: str, others: tuple[str, ...], *, compute: bool = False) -> str:
+    """A spec that names lent hosts by their addresses, logged in to as a user with sudo."""
+    reach = f"user: shoal, identity: {lent.identity}"
+    flag = ", compute: true" if compute else ""
+    hosts = ", ".join(lent.entry(name) for name in others)
+    return (
+        f"cluster: {cluster}\n"
+        f"controller: {{host: {lent.entry(controller)}{flag}, {reach}}}\n"
+        f"nodesets:\n  lab: {{hosts: [{hosts}], {reach}}}\n"
+    )
+
+
+def _quiet(text: str, part: float) -> None: ...

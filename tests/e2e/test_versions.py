@@ -1,0 +1,116 @@
+"""Hosts with different Slurm releases: inside the window they work together, outside it nothing is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster
+from tests.e2e.lent import Lent, lent_hosts, spec_text
+
+from shoal.spec.member import Shape
+
+pytestmark = pytest.mark.sandbox
+
+MIXED = """\
+cluster: x-mixed
+controller: {provider: sandbox, image: sid, memory: 1G}
+nodesets:
+  old: {provider: sandbox, image: debian13, count: 1, gpus: 1, memory: 512M}
+  new: {provider: sandbox, image: sid, count: 1, memory: 512M}
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("mixed"), MIXED)
+    made.shoal("down", "--force")
+    try:
+        assert made.json("up", timeout=600)["whole"]
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+def test_nodes_of_two_releases_run_one_job(mixed: Cluster) -> None:
+    versions = {node["name"]: node["version"][:5] for node in mixed.json("status")["nodes"]}
+    assert versions == {"old1": "24.11", "new1": "26.05"}
+    assert sorted(mixed.on("controller", "srun", "-N2", "hostname").split()) == ["new1", "old1"]
+    gpu = ["srun", "-w", "old1", "--gpus=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    assert mixed.on("controller", *gpu) == "0\n"
+
+
+def test_both_releases_take_the_same_slurm_conf_without_complaint(mixed: Cluster) -> None:
+    written = mixed.on("controller", "cat", "/etc/slurm/slurm.conf")
+    fetched = mixed.json("exec", "--nodeset", "old", "--", "cat", "/run/slurm/conf/slurm.conf")["groups"]
+    fetched += mixed.json("exec", "--nodeset", "new", "--", "cat", "/run/slurm/conf/slurm.conf")["groups"]
+    assert [group["stdout"] for group in fetched] == [written, written]
+    logs = mixed.json("exec", "--", "sh", "-c", "cat /var/log/slurm/slurm*.log")["groups"]
+    assert len(logs) == 3
+    for group in logs:
+        complaints = [line for line in group["stdout"].splitlines() if "arsing error" in line or "nrecognized" in line]
+        assert not complaints, (group["hosts"], complaints)
+
+
+def test_a_second_up_of_a_mixed_cluster_changes_nothing(mixed: Cluster) -> None:
+    assert mixed.json("up")["unchanged"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Lent]:
+    shapes = {"twelve": Shape(image="debian12", memory_mb=512), "thirteen": Shape(image="debian13", memory_mb=512)}
+    with lent_hosts("x-window", shapes, "x-window") as lent:
+        for name in shapes:
+            lent.shell(name, "touch /root/before")
+        yield lent
+
+
+OUTSIDE = {
+    "too old": (
+        "thirteen",
+        "twelve",
+        [
+            "twelve: Slurm too old for the controller's",
+            "Slurm 22.05.8; the controller thirteen has 24.11.5 and talks to 23.02 to 24.11",
+            "install Slurm 23.02 to 24.11 on twelve; or take twelve out of the spec",
+        ],
+    ),
+    "newer": (
+        "twelve",
+        "thirteen",
+        [
+            "thirteen: Slurm newer than the controller's",
+            "Slurm 24.11.5; the controller twelve has 22.05.8 and talks to 22.05",
+            "install Slurm 22.05 on thirteen; or take thirteen out of the spec",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OUTSIDE))
+def test_outside_the_window_every_verb_refuses_and_no_host_is_touched(two: Lent, tmp_path: Path, case: str) -> None:
+    controller, node, texts = OUTSIDE[case]
+    cluster = Cluster(tmp_path, spec_text("x-window", two, controller, (node,)))
+    said = cluster.shoal("up", status=1).stderr
+    assert "cannot talk to each other; nothing was changed" in said
+    for text in texts:
+        assert text in said, said
+    assert cluster.shoal("plan", status=1).stderr.endswith(said.partition("error:")[2])
+    found = json.loads(cluster.shoal("check", "--json", status=1).stdout)["findings"]
+    assert any(texts[0] in json.dumps(finding) for finding in found), found
+    assert cluster.json("up", status=1)["error"] == "VersionWindow"
+    for name in (controller, node):
+        assert_untouched(two, name)
+
+
+def assert_untouched(lent: Lent, name: str) -> None:
+    """Nothing was installed, no account made, no file written but the agent's own cache and the system's logs."""
+    own = "-path /var/lib/shoal -o -path /var/log -o -path /proc -o -path /sys -o -path /run -o -path /dev -o -path /tmp"
+    written = lent.shell(name, f"find / \\( {own} \\) -prune -o -newer /root/before -type f -print").split()
+    # sshd and sudo remember whom they let in.
+    assert [path for path in written if not path.startswith(("/var/lib/sudo/", "/var/lib/systemd/"))] == []
+    assert lent.shell(name, "dpkg -l munge slurmd slurmctld slurm-client 2>/dev/null | grep ^ii; true") == ""
+    assert lent.shell(name, "ls /etc/munge /etc/slurm /etc/shoal 2>/dev/null; getent passwd munge slurm; true") == ""
+    assert lent.shell(name, "nft list tables 2>/dev/null; grep shoal /etc/hosts; true") == ""
