@@ -1,0 +1,102 @@
+"""What the kernel holds of a job where hosts let Slurm use cgroups: its GPUs, and every process it ever started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: x-confined
+controller: {provider: sandbox, memory: 512M}
+nodesets:
+  fish: {provider: sandbox, count: 2, gpus: 2, memory: 512M, cgroups: true}
+"""
+
+OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("confined"), SPEC)
+    made.shoal("down", "--force")
+    try:
+        assert made.json("up", timeout=600)["whole"]
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+def settings(cluster: Cluster, file: str) -> dict[str, str]:
+    lines = cluster.on("controller", "cat", f"/etc/slurm/{file}").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def test_jobs_are_tracked_and_confined_by_cgroups(cluster: Cluster) -> None:
+    conf = settings(cluster, "slurm.conf")
+    assert conf["ProctrackType"] == "proctrack/cgroup"
+    assert conf["TaskPlugin"] == "task/affinity,task/cgroup"
+    assert settings(cluster, "cgroup.conf")["ConstrainDevices"] == "yes"
+    in_force = cluster.on("controller", "scontrol", "show", "config")
+    assert "proctrack/cgroup" in in_force
+
+
+def test_a_job_opens_its_own_gpu_and_not_the_other_ones(cluster: Cluster) -> None:
+    say = "echo own $CUDA_VISIBLE_DEVICES; " + OPEN_BOTH
+    for node in ("fish1", "fish2"):
+        said = cluster.on("controller", "srun", "-w", node, "--gpus=1", "bash", "-c", f"exec 2>&1; {say}")
+        assert "open 0" in said and "open 1" not in said, said
+        assert "/dev/nvidia1: Operation not permitted" in said
+        both = cluster.on("controller", "srun", "-w", node, "--gpus=2", "bash", "-c", f"exec 2>&1; {say}")
+        assert "open 0" in both and "open 1" in both, both
+        none = cluster.on("controller", "srun", "-w", node, "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+        assert "open" not in none, none
+
+
+def test_two_jobs_on_one_node_hold_different_gpus(cluster: Cluster) -> None:
+    """The second job is sent while the first one runs; what each may open is what the other may not."""
+    hold = "exec 2>&1; " + OPEN_BOTH + "; while [ ! -e /tmp/release ]; do sleep 0.2; done"
+    common = ["-w", "fish1", "--gpus=1", "--ntasks=1", "--cpus-per-task=1", "--mem=50M"]
+    submit = ["sbatch", "--parsable", *common, "--output=/tmp/first.out", "--wrap", f"bash -c '{hold}'"]
+    job = cluster.on("controller", *submit).strip()
+    cluster.wait("it runs", lambda: "open" in cluster.on("fish1", "cat", "/tmp/first.out", status=None))
+    try:
+        second = cluster.on("controller", "srun", *common, "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+        first = cluster.on("fish1", "cat", "/tmp/first.out")
+    finally:
+        cluster.on("fish1", "touch", "/tmp/release")
+    opened = [[line for line in said.splitlines() if line.startswith("open")] for said in (first, second)]
+    assert sorted(opened) == [["open 0"], ["open 1"]], (first, second)
+    ended = ["scontrol", "show", "job", job]
+    cluster.wait("it ends", lambda: "JobState=COMPLETED" in cluster.on("controller", *ended))
+
+
+def test_what_a_job_left_in_the_background_dies_with_it(cluster: Cluster) -> None:
+    """A daemon of its own session, orphaned: only a cgroup still knows whose it is."""
+    leave = "setsid --fork sleep 77777 < /dev/null > /dev/null 2>&1; sleep 0.5; pgrep -f 'sleep 77777' | wc -l"
+    assert cluster.on("controller", "srun", "-w", "fish2", "bash", "-c", leave).strip() != "0"
+    gone = ["sh", "-c", "pgrep -x -f 'sleep 77777' || true"]
+    cluster.wait("it is gone", lambda: cluster.on("fish2", *gone) == "")
+
+
+def test_a_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) -> None:
+    """The settings are the whole cluster's, so the weakest host decides, and jobs run all the same."""
+    plain = "  plain: {provider: sandbox, count: 1, memory: 512M}\n"
+    before = cluster.file.read_text()
+    cluster.file.write_text(before + plain)
+    assert cluster.json("up")["whole"]
+    assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/linuxproc"
+    assert "TaskPlugin" not in settings(cluster, "slurm.conf")
+    assert settings(cluster, "cgroup.conf")["ConstrainDevices"] == "no"
+    assert sorted(cluster.on("controller", "srun", "-N3", "hostname").split()) == ["fish1", "fish2", "plain1"]
+    said = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+    assert "open 0" in said and "open 1" in said, said
+
+    cluster.file.write_text(before)
+    assert cluster.json("up")["removed"] == ["plain1"]
+    assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/cgroup"
+    said = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
+    assert "open 0" in said and "open 1" not in said, said
