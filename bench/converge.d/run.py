@@ -164,9 +164,22 @@ def _machine(peers: Path) -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     return (
         f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Linux {platform.release()},"
-        f" Python {platform.python_version()}, load {os.getloadavg()[0]:.2f} before the run\n"
+        f" Python {platform.python_version()}; {_busy():.0%} busy before the run\n"
         f"ansible-core {found['ansible-core']}, pyinfra {found['pyinfra']}"
     )
+
+
+def _busy(seconds: float = 3.0) -> float:
+    """The part of all CPUs that others use just now. Figures from a busy machine say little."""
+    before = _cpu_times()
+    time.sleep(seconds)
+    total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
+    return 1 - idle / total
+
+
+def _cpu_times() -> tuple[int, int]:
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return sum(fields[:8]), fields[3] + fields[4]
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,8 +20,10 @@ class MungeKey(FactBase):
     """The controller's munge key. pyinfra decides what to do before it does anything, so the key is made here."""
 
     def command(self):
-        make = "(umask 077 && mkdir -p /etc/munge && head -c 1024 /dev/urandom >/etc/munge/munge.key)"
-        return f"test -s /etc/munge/munge.key || {make}; base64 -w0 /etc/munge/munge.key"
+        # All hosts ask at once; a link is made whole or not at all, so that every one of them reads the same key.
+        key, own = "/etc/munge/munge.key", "/etc/munge/munge.key.$$"
+        make = f"umask 077; mkdir -p /etc/munge; head -c 1024 /dev/urandom >{own}; ln {own} {key} 2>/dev/null; rm {own}"
+        return f"test -s {key} || {{ {make}; }}; base64 -w0 {key}"
 
     def process(self, output):
         return base64.b64decode("".join(output))
@@ -51,7 +53,7 @@ def directory(path, owner="root", mode="755"):
 
 for account in inputs["accounts"]:
     server.group(name=f"Group {account['name']}", group=account["name"], gid=account["gid"], system=True)
-    server.user(
+    server.user(  # noqa: S604 - `shell` is the login shell
         name=f"User {account['name']}",
         user=account["name"],
         uid=account["uid"],
