@@ -117,12 +117,19 @@ _NOT_A_MODEL = re.compile(
 )
 
 
+def is_ours(text: str) -> bool:
+    """Whether Shoal wrote this file. One made by hand may say anything, so nothing is read out of it."""
+    return text.startswith(HEADER)
+
+
 def change_cost(old: str, new: str) -> ChangeCost:
     """What slurmctld needs to take a new slurm.conf: "none", "reconfigure" or "restart". Jobs run on through either.
 
     Partitions change while slurmctld runs. All else takes a restart: 22.05 cannot add nodes without one, and later
     releases start themselves anew on a reconfigure, so there is nothing to win.
     """
+    if not is_ours(old):
+        return "restart"
     before, after = _Parsed(old), _Parsed(new)
     if before.settings != after.settings or before.nodes != after.nodes:
         return "restart"
@@ -131,6 +138,8 @@ def change_cost(old: str, new: str) -> ChangeCost:
 
 def loses_jobs(old: str, new: str) -> bool:
     """Whether running jobs die of the change: their node leaves, or slurmctld cannot read its own state any more."""
+    if not is_ours(old):
+        return True
     before, after = _Parsed(old), _Parsed(new)
     if any(before.settings.get(key) != after.settings.get(key) for key in _STATE_KEYS):
         return True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from shoal.slurm.conf import is_ours
 from shoal.slurm.model import GpuLine, Node
 from shoal.spec.hostlist import expand
 
 
 def known_nodes(slurm_conf: str, gres_conf: str) -> dict[str, Node]:
-    """Every node of a slurm.conf that Shoal rendered, by name. Lines it does not understand are skipped."""
+    """Every node of a slurm.conf that Shoal rendered, by name; none of one that it did not."""
+    if not is_ours(slurm_conf):
+        return {}
     gpus = _gpus(gres_conf)
     nodes: dict[str, Node] = {}
     for line in slurm_conf.splitlines():

@@ -243,3 +243,10 @@ def test_jobs_are_lost_when_their_node_or_slurmctlds_memory_goes(new: ClusterCon
 def test_regrouped_lines_lose_no_job() -> None:
     nodes = [replace(node, weight=2) if node.name == "gpu05" else node for node in BASE.nodes]
     assert not loses_jobs(TEXT, slurm_conf(replace(BASE, nodes=tuple(nodes))))
+
+
+def test_nothing_is_read_out_of_a_slurm_conf_made_by_hand() -> None:
+    by_hand = "ClusterName=old\nNodeName=DEFAULT CPUs=x\nNodeName=gone[1-\nPartitionName=all Nodes=ALL\n"
+    assert known_nodes(by_hand, "NodeName=gone[1- Name=gpu File=/dev/nvidia0\n") == {}
+    assert change_cost(by_hand, TEXT) == "restart"
+    assert loses_jobs(by_hand, TEXT), "the jobs of whatever cluster that was"
