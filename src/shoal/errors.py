@@ -106,7 +106,11 @@ class SlurmError(ShoalError):
 
 
 class VersionWindow(SlurmError):
-    """The hosts' Slurm versions cannot talk to each other."""
+    """The hosts' Slurm versions cannot talk to each other. `findings` has one entry a host that is outside."""
+
+    def __init__(self, message: str, *, hint: str = "", findings: tuple[object, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.findings = findings
 
 
 class Interrupted(ShoalError):

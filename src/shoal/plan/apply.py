@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.agent.client import ItemEvent, Report
-from shoal.errors import AgentFailed, SlurmError
+from shoal.errors import AgentFailed, SlurmError, Unreachable
+from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import HostPlan, Plan
@@ -46,19 +47,29 @@ async def apply(
     plan: Plan, fleet: Fleet, controller: str, nodes: Sequence[str], progress: Progress, patience: Patience
 ) -> Applied:
     """Do what the plan says. `nodes` are the compute nodes that must be ready at the end."""
-    if plan.drain:
-        await drain(await fleet.host(controller), plan.drain)
+    drained = await _drain(plan.drain, fleet, controller)
     changed = await _converge(
         plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
     )
     staying: tuple[str, ...] = ()
     if plan.drain:
+        if not drained:
+            await drain(await fleet.host(controller), plan.drain)
         staying = await _wait_until_empty(plan.drain, fleet, controller, progress, patience)
         if not staying:
             everyone = [host.name for host in plan.after_drain]
             changed += await _converge(plan.after_drain, everyone, fleet, controller, progress)
     missing = await _wait_for_nodes(nodes, fleet, controller, progress, patience)
     return Applied(tuple(dict.fromkeys(changed)), missing, staying)
+
+
+async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
+    """Drain first, so that no job starts on a leaving node. Where slurmctld does not run it is mended before that."""
+    try:
+        await drain(await fleet.host(controller), leaving)
+    except (SlurmError, Unreachable):
+        return False
+    return True
 
 
 async def _converge(
@@ -136,7 +147,7 @@ async def _wait_for_nodes(
     due = [name for name in nodes if name not in fleet.failures]
     host = await fleet.host(controller)
     end = asyncio.get_running_loop().time() + patience.nodes
-    missing = await unready(host, due)
+    missing = await _unready(host, due, end)
     if not missing:
         return ()
     with progress.phase("nodes register with Slurm", len(due)) as phase:
@@ -152,8 +163,15 @@ async def _wait_for_nodes(
             if ours:
                 await resume(host, ours)
             await asyncio.sleep(0.25)
-            try:
-                missing = await unready(host, due)
-            except SlurmError:
-                # slurmctld is between two lives; what we knew still holds.
-                continue
+            missing = await _unready(host, due, end)
+
+
+async def _unready(host: Host, due: Sequence[str], end: float) -> dict[str, str]:
+    """As `unready`, with patience for a slurmctld that is between two lives."""
+    while True:
+        try:
+            return await unready(host, due)
+        except (SlurmError, Unreachable):
+            if asyncio.get_running_loop().time() > end:
+                raise
+            await asyncio.sleep(0.25)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shoal.agent.client import Report
+from shoal.agent.client import ItemResult, Report
 from shoal.agent.document import Document
-from shoal.errors import VersionWindow
+from shoal.errors import SlurmError, VersionWindow
+from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.providers.api import Instance, Request
 from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.controller import GRES_CONF, SLURM_CONF
 from shoal.roles.documents import Stage, documents
+from shoal.roles.in_force import SLURM_CONF, in_force
 from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
-from shoal.slurm.known import known_nodes
-from shoal.slurm.model import Node
 from shoal.slurm.versions import window_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
@@ -38,13 +38,14 @@ class Wanted:
 
 def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted:
     """The desired cluster. Raises VersionWindow when the hosts' Slurm versions cannot talk to each other."""
-    known = _known(spec, observed)
-    names = {member.name for member in members_of(spec)}
-    leaving = {name: _partitions_of(name, observed) for name in known if name not in names}
-    now = assemble(spec, observed.facts, reached, known, leaving)
+    members = members_of(spec)
+    before = in_force(observed.facts.get(members[0].name))
+    computes = {member.name for member in members if "compute" in member.roles}
+    leaving = tuple(name for name in before.nodes if name not in computes)
+    now = assemble(spec, observed.facts, reached, before, leaving)
     _refuse_skew(now)
-    later = assemble(spec, observed.facts, reached, known) if leaving else None
-    return Wanted(now, later, tuple(leaving))
+    later = assemble(spec, observed.facts, reached, before) if leaving else None
+    return Wanted(now, later, leaving)
 
 
 async def make_plan(
@@ -53,6 +54,7 @@ async def make_plan(
     fleet: Fleet,
     reached: Mapping[str, str],
     orphans: Sequence[tuple[str, Instance]] = (),
+    on_done: Callable[[Outcome[Any]], None] | None = None,
 ) -> Plan:
     """Ask each host, in one round trip, how it differs from what it should be."""
     goal = wanted(spec, observed, reached)
@@ -62,10 +64,12 @@ async def make_plan(
         agent = await fleet.agent(name)
         return await agent.check(_all(stages[name]))
 
-    reports = await fleet.each(stages, dry_run)
-    controller_cost = _controller_cost(goal.now)
+    reports = await fleet.each(stages, dry_run, on_done)
+    # On a login host the file is only read by commands.
+    costs = {goal.now.controller.name: _controller_cost(goal.now)}
     hosts = tuple(
-        HostPlan(name, stages[name], _changes(name, report, controller_cost)) for name, report in reports.items()
+        HostPlan(name, stages[name], _changes(name, report, costs.get(name, Cost.NOTHING)))
+        for name, report in reports.items()
     )
     after: tuple[HostPlan, ...] = ()
     if goal.later is not None:
@@ -76,7 +80,7 @@ async def make_plan(
         delete=tuple((provider, instance.name) for provider, instance in orphans),
         hosts=hosts,
         after_drain=after,
-        findings=(*clock_findings(observed), *goal.now.findings),
+        findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports)),
         unreached={name: error.cause for name, error in fleet.failures.items()},
     )
 
@@ -105,29 +109,31 @@ def clock_findings(observed: Observed) -> list[Finding]:
     ]
 
 
-def _known(spec: Spec, observed: Observed) -> dict[str, Node]:
-    fact = observed.facts.get(members_of(spec)[0].name)
-    if fact is None or SLURM_CONF not in fact.files:
-        return {}
-    conf, gres = fact.files[SLURM_CONF].text, fact.files.get(GRES_CONF)
-    return known_nodes(conf or "", (gres.text if gres else None) or "")
-
-
-def _partitions_of(name: str, observed: Observed) -> tuple[str, ...]:
-    node = observed.slurm.nodes.get(name)
-    return tuple(node.partitions) if node else ()
+def _stuck(reports: Mapping[str, Report]) -> list[Finding]:
+    """What the agents already know that they cannot bring about."""
+    return [
+        Finding("error", f"{item.key} cannot be brought about", item.detail, host=name)
+        for name, report in reports.items()
+        for item in report.items
+        if item.status == "failed"
+    ]
 
 
 def _refuse_skew(cluster: Cluster) -> None:
     name = cluster.controller.name
     if name not in cluster.versions:
-        return
+        raise SlurmError(
+            f"{name}: apt offers no slurmctld there; nothing was changed",
+            hint="add a package source that has Slurm (Debian's main, Ubuntu's universe), or make another host the "
+            "controller",
+        )
     others = {host: version for host, version in cluster.versions.items() if host != name}
     findings = window_findings((name, cluster.versions[name]), others)
     if any(finding.level == "error" for finding in findings):
         raise VersionWindow(
             "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
-            + "\n".join(f"  {finding}" for finding in findings)
+            + "\n".join(f"  {finding}" for finding in findings),
+            findings=tuple(findings),
         )
 
 
@@ -155,15 +161,22 @@ def _controller_cost(cluster: Cluster) -> Cost:
     return Cost.RESTART if change_cost(old, new) == "restart" else Cost.NOTHING
 
 
-def _changes(name: str, report: Report, controller_cost: Cost) -> tuple[Change, ...]:
+def _changes(name: str, report: Report, conf_cost: Cost) -> tuple[Change, ...]:
     return tuple(
-        Change(name, item.key, item.action, _cost(item.key, item.action, controller_cost), item.diff)
+        Change(name, item.key, _action(item), _cost(item.key, item.action, conf_cost), item.diff)
         for item in report.items
         if item.status != "ok"
     )
 
 
-def _cost(key: str, action: str, controller_cost: Cost) -> Cost:
+def _action(item: ItemResult) -> str:
+    return item.action if item.status != "failed" else f"cannot be done: {item.detail}"
+
+
+def _cost(key: str, action: str, conf_cost: Cost) -> Cost:
     if key == f"file {SLURM_CONF}":
-        return controller_cost
-    return Cost.RESTART if key.startswith("service ") and "restart" in action else Cost.NOTHING
+        return conf_cost
+    if key.startswith("service ") and "restart" in action:
+        return Cost.RESTART
+    # Nothing may run under an account while its id changes.
+    return Cost.RESTART if action.startswith("change the id of ") else Cost.NOTHING

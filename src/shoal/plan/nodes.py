@@ -14,6 +14,9 @@ LEAVING = "shoal: leaving the cluster"
 
 NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_REG", "INVAL"})
 
+UNSCHEDULED = NOT_READY | {"DRAIN", "FAIL", "POWERING_DOWN", "POWERED_DOWN"}
+"""States that `resume` ends."""
+
 
 async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None:
     """Take nodes out of scheduling; running jobs go on. Nodes that Slurm does not know are none of its business."""
@@ -21,15 +24,17 @@ async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None
 
 
 async def resume(host: Host, names: Sequence[str]) -> None:
-    """Put nodes back into scheduling."""
-    await _update(host, names, "state=resume")
+    """Put nodes back into scheduling. Nodes that take jobs already are left as they are: Slurm would refuse."""
+    result = await host.run(NODES_COMMAND, timeout=30)
+    working = {node.name for node in parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
+    await _update(host, [name for name in names if name not in working], "state=resume")
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:
     """The ids of the jobs that run on a node, jobs that are just ending included."""
     result = await host.run((*JOBS_COMMAND, "--nodelist", node, "--states", "R,S,CF,CG"), timeout=30)
     if result.status != 0:
-        raise SlurmError(f"squeue on {host.name} failed: {result.error_text.strip()}")
+        raise SlurmError(f"squeue on {host.name} failed: {result.error_text.strip()}", hint="run `shoal up` again")
     return [job.id for job in parse_jobs(result.text)]
 
 
@@ -57,4 +62,8 @@ async def _update(host: Host, names: Sequence[str], *settings: str) -> None:
         return
     result = await host.run(("scontrol", "update", f"nodename={compress(names)}", *settings), timeout=30)
     if result.status != 0:
-        raise SlurmError(f"scontrol update nodename={compress(names)} failed: {result.error_text.strip()}")
+        said = result.error_text.strip() or result.text.strip()
+        raise SlurmError(
+            f"Slurm on {host.name} refused `scontrol update nodename={compress(names)} {settings[0]}`: {said}",
+            hint="`shoal status` shows the nodes that Slurm knows; `shoal up` mends the rest",
+        )

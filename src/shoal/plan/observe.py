@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shoal.agent.client import Ask
 from shoal.agent.facts import Facts
 from shoal.errors import AgentFailed, HostError, Unreachable
 from shoal.hosts.api import Host
+from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.roles.base import packages
 from shoal.roles.documents import FACT_FILES, FACT_SERVICES
@@ -41,8 +43,8 @@ class Observed:
     slurm: SlurmView = SlurmView()
 
 
-async def observe(fleet: Fleet, spec: Spec) -> Observed:
-    """One round trip to each host, all at once."""
+async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], None] | None = None) -> Observed:
+    """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
     members = {member.name: member for member in members_of(spec)}
     controller = next(iter(members))
 
@@ -54,7 +56,7 @@ async def observe(fleet: Fleet, spec: Spec) -> Observed:
             return facts, None
         return facts, await slurm_view(await fleet.host(name))
 
-    answers = await fleet.each(fleet.targets, look)
+    answers = await fleet.each(fleet.targets, look, on_done)
     facts = {name: fact for name, (fact, _) in answers.items()}
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observed(facts, dict(fleet.failures), view)

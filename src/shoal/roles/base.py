@@ -6,13 +6,13 @@ from shoal.agent.document import Block, Directory, Document, File, Group, Item, 
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
 from shoal.roles.cluster import Cluster
+from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_BYTES = 1024
-HOSTS_BLOCK = "members"
 
 
 def base(cluster: Cluster, member: Member) -> Document:
@@ -83,7 +83,7 @@ def _munge(cluster: Cluster) -> list[Item]:
 
 
 def _names(cluster: Cluster) -> list[Item]:
-    return [Block("/etc/hosts", HOSTS_BLOCK, hosts_block(cluster.addresses))]
+    return [Block(HOSTS, HOSTS_BLOCK, hosts_block(cluster.addresses))]
 
 
 def _firewall(cluster: Cluster) -> list[Item]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
+from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
+from shoal.roles.in_force import InForce
 from shoal.slurm.conf import gpu_type
-from shoal.slurm.model import CgroupPlugin, ClusterConf, GpuLine, Node, Partition
-from shoal.slurm.versions import Version, known_to_all, packaged
+from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
+from shoal.slurm.versions import Version, packaged
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
@@ -42,31 +44,33 @@ def assemble(
     spec: Spec,
     facts: Mapping[str, Facts],
     reached: Mapping[str, str],
-    known: Mapping[str, Node] | None = None,
-    leaving: Mapping[str, tuple[str, ...]] | None = None,
+    before: InForce | None = None,
+    leaving: Iterable[str] = (),
 ) -> Cluster:
     """Put spec and facts together.
 
-    `known` holds the nodes of the configuration that is in force: a host that does not answer just now keeps its line,
-    and so does one that is `leaving` (with the partitions it is in) until its jobs have ended.
+    `before` is the configuration in force: a host that does not answer just now keeps its place in it, and so does a
+    node that is `leaving`, until its jobs have ended.
     """
-    known = known or {}
-    leaving = leaving or {}
+    before = before or InForce()
+    leaving = tuple(name for name in leaving if name in before.nodes)
     members = members_of(spec)
-    addresses = _addresses(members, facts, reached, known, leaving)
+    addresses = _addresses(members, facts, reached, before, leaving)
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
-    nodes = [node for m in members if "compute" in m.roles and (node := _node(m, facts, addresses, known)) is not None]
-    stay = tuple(known[name] for name in leaving if name in known)
+    computes = [m.name for m in members if "compute" in m.roles]
+    nodes = [
+        node for m in members if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes)) is not None
+    ]
     controller = members[0]
-    jobs = confinement([facts[m.name] for m in members if "compute" in m.roles and m.name in facts], versions)
+    jobs = _confinement(computes, facts, versions, before, leaving)
     conf = ClusterConf(
         name=spec.cluster,
         controller=controller.name,
         controller_address=addresses.get(controller.name, ""),
         controller_hostname=facts[controller.name].hostname if controller.name in facts else None,
         versions=tuple(versions.values()),
-        nodes=(*nodes, *stay),
-        partitions=_partitions(spec, members, {node.name for node in nodes}, leaving),
+        nodes=(*nodes, *(before.nodes[name] for name in leaving)),
+        partitions=_partitions(spec, members, {node.name for node in nodes}, before, leaving),
         switches=(),
         options={key: str(value) for key, value in spec.slurm.options.items()},
         proctrack_cgroup=jobs.tracked,
@@ -92,7 +96,10 @@ def slurm_version(facts: Facts) -> Version | None:
             package = facts.packages.get(name)
             text = package and getattr(package, choice)
             if text:
-                return Version.parse(text)
+                try:
+                    return Version.parse(text)
+                except ValueError:
+                    continue  # a package of that name that is not Slurm's
     return packaged(facts.os_id, facts.os_version or facts.os_codename)
 
 
@@ -100,15 +107,31 @@ def _addresses(
     members: tuple[Member, ...],
     facts: Mapping[str, Facts],
     reached: Mapping[str, str],
-    known: Mapping[str, Node],
-    leaving: Mapping[str, tuple[str, ...]],
+    before: InForce,
+    leaving: tuple[str, ...],
 ) -> dict[str, str]:
     chosen = lan_addresses({m.name: facts[m.name] for m in members if m.name in facts}, reached)
-    names = [*(m.name for m in members), *leaving]
+    names = (*(m.name for m in members), *leaving)
     for name in names:
-        if name not in chosen and name in known:
-            chosen[name] = known[name].address
+        if name not in chosen and name in before.addresses:
+            chosen[name] = before.addresses[name]
+        elif name not in chosen and name in before.nodes:
+            chosen[name] = before.nodes[name].address
     return {name: chosen[name] for name in names if chosen.get(name)}
+
+
+def _confinement(
+    computes: list[str],
+    facts: Mapping[str, Facts],
+    versions: Mapping[str, Version],
+    before: InForce,
+    leaving: tuple[str, ...],
+) -> Confinement:
+    answered = [facts[name] for name in computes if name in facts]
+    found = confinement(answered, versions.values())
+    if before.confinement is None or (len(answered) == len(computes) and not leaving):
+        return found
+    return no_stronger(found, before.confinement) if answered else before.confinement
 
 
 def _node(
@@ -120,7 +143,7 @@ def _node(
     return Node(
         name=member.name,
         hostname=fact.hostname,
-        address=addresses[member.name],
+        address=addresses.get(member.name, member.name),
         cpus=fact.cpu.cpus,
         sockets=fact.cpu.sockets,
         cores_per_socket=fact.cpu.cores_per_socket,
@@ -133,13 +156,13 @@ def _node(
 
 
 def _partitions(
-    spec: Spec, members: tuple[Member, ...], present: set[str], leaving: Mapping[str, tuple[str, ...]]
+    spec: Spec, members: tuple[Member, ...], present: set[str], before: InForce, leaving: tuple[str, ...]
 ) -> tuple[Partition, ...]:
     lines = []
     for name, partition in partitions_of(spec).items():
         nodes = (
             *(m.name for m in members if m.nodeset in partition.nodesets and m.name in present),
-            *(node for node, inside in leaving.items() if name in inside),
+            *(node for node in leaving if name in before.partitions.get(node, ())),
         )
         lines.append(
             Partition(
@@ -153,31 +176,3 @@ def _partitions(
             )
         )
     return tuple(lines)
-
-
-@dataclass(frozen=True)
-class Confinement:
-    """How jobs are tracked and confined. The settings are the whole cluster's, so the weakest host decides."""
-
-    tracked: bool
-    """Slurm can keep a job's processes in a cgroup of their own."""
-    devices: bool
-    cores: bool
-    plugin: CgroupPlugin
-
-
-def confinement(computes: list[Facts], versions: Mapping[str, Version]) -> Confinement:
-    """What the cgroups of these hosts allow. Memory is left to Slurm's own watch: few hosts give that controller away."""
-    same = len({fact.cgroup.version for fact in computes}) == 1
-    version = computes[0].cgroup.version if same else 0
-    shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
-    if version == 2 and "cpuset" in shared:
-        # On the unified hierarchy devices are confined by a program, not by a controller.
-        return Confinement(tracked=True, devices=True, cores=True, plugin="autodetect")
-    if version == 1 and "freezer" in shared:
-        return Confinement(True, "devices" in shared, "cpuset" in shared, "autodetect")
-    if version == 1:
-        return Confinement(False, False, False, "autodetect")
-    # Naming the old plugin keeps a slurmd that cannot do without one from looking for a file system that is not there.
-    plugin: CgroupPlugin = "disabled" if known_to_all("cgroup_disabled", versions.values()) else "cgroup/v1"
-    return Confinement(False, False, False, plugin)

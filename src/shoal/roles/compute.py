@@ -6,7 +6,7 @@ import hashlib
 
 from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
 from shoal.roles.cluster import Cluster
-from shoal.roles.controller import CONF_FILES, SLURM_CONF
+from shoal.roles.in_force import CONF_FILES, SLURM_CONF
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
@@ -35,7 +35,8 @@ def login(cluster: Cluster) -> Document:
 def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
     if "controller" in member.roles:
         return ()
-    return ("--conf-server", f"{cluster.addresses[cluster.controller.name]}:{SLURMCTLD_PORT}")
+    name = cluster.controller.name
+    return ("--conf-server", f"{cluster.addresses.get(name, name)}:{SLURMCTLD_PORT}")
 
 
 def device_rules() -> str:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from shoal.agent.document import Command, Directory, Document, File, Service
 from shoal.roles.cluster import Cluster
+from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, SLURM_CONF, TOPOLOGY_CONF
 from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
-
-SLURM_CONF = "/etc/slurm/slurm.conf"
-GRES_CONF = "/etc/slurm/gres.conf"
-CGROUP_CONF = "/etc/slurm/cgroup.conf"
-TOPOLOGY_CONF = "/etc/slurm/topology.conf"
-CONF_FILES = (SLURM_CONF, GRES_CONF, CGROUP_CONF, TOPOLOGY_CONF)
 
 RECONFIGURE = "reconfigure"
 
@@ -18,7 +13,7 @@ RECONFIGURE = "reconfigure"
 def controller(cluster: Cluster) -> Document:
     """slurmctld with its configuration. A change that slurmctld can take while it runs costs no restart."""
     text = slurm_conf(cluster.conf)
-    in_force = _in_force(cluster, SLURM_CONF)
+    in_force = _slurm_conf_of(cluster)
     restart = in_force is None or change_cost(in_force, text) == "restart"
     restarts = ("slurmctld",) if restart else ()
     reloads = (f"command {RECONFIGURE}",)
@@ -37,6 +32,7 @@ def controller(cluster: Cluster) -> Document:
     )
 
 
-def _in_force(cluster: Cluster, path: str) -> str | None:
+def _slurm_conf_of(cluster: Cluster) -> str | None:
+    """The slurm.conf that the running slurmctld has read."""
     fact = cluster.facts.get(cluster.controller.name)
-    return fact.files[path].text if fact and path in fact.files else None
+    return fact.files[SLURM_CONF].text if fact and SLURM_CONF in fact.files else None

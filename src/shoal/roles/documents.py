@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Literal
 
-from shoal.agent.document import Block, Document, File, Service
-from shoal.roles.base import HOSTS_BLOCK, MUNGE_KEY, base, without_firewall
+from shoal.agent.document import Block, DeviceRule, Document, File, Service
+from shoal.roles.base import MUNGE_KEY, base, without_firewall
 from shoal.roles.cluster import Cluster
-from shoal.roles.compute import DEFAULTS, DROP_IN, compute, login
-from shoal.roles.controller import CONF_FILES, controller
+from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, compute, login
+from shoal.roles.controller import controller
+from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
 from shoal.spec.member import Member
 
 FACT_SERVICES = ("munge", "slurmctld", "slurmd")
-FACT_FILES: Mapping[str, Literal["hash", "text"]] = {MUNGE_KEY: "hash", **dict.fromkeys(CONF_FILES, "text")}
+FACT_FILES: Mapping[str, Literal["hash", "text"]] = {
+    MUNGE_KEY: "hash",
+    **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
+}
 
 
 class Stage(IntEnum):
@@ -30,10 +34,14 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
     stages: dict[Stage, Document] = {Stage.BASE: base(cluster, member)}
     if "controller" in member.roles:
         stages[Stage.CONTROLLER] = controller(cluster)
+    nodes: Document = login(cluster) if "login" in member.roles else ()
     if "compute" in member.roles:
-        stages[Stage.NODES] = compute(cluster, member)
-    if "login" in member.roles:
-        stages[Stage.NODES] = login(cluster)
+        nodes = compute(cluster, member)
+    elif not any(node.name == member.name for node in cluster.conf.nodes):
+        # A host that computed once does so no more; while it is leaving its slurmd still has jobs.
+        nodes += (Service("slurmd", enabled=False, running=False),)
+    if nodes:
+        stages[Stage.NODES] = nodes
     return stages
 
 
@@ -43,8 +51,9 @@ def farewell() -> Document:
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
         *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN)],
+        DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),
         Service("munge", enabled=False, running=False),
         File(MUNGE_KEY),
-        Block("/etc/hosts", HOSTS_BLOCK, ""),
+        Block(HOSTS, HOSTS_BLOCK, ""),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.errors import HostError, SlurmError, VersionWindow
+from shoal.plan.apply import ending
 from shoal.plan.diff import make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
@@ -32,15 +33,17 @@ async def check(context: Context) -> list[Finding]:
 
 async def _look(context: Context, fleet: Fleet) -> list[Finding]:
     controller = context.controller.name
-    with context.progress.phase("connect and look", len(fleet.targets)):
-        observed = await observe(fleet, context.spec)
+    with context.progress.phase("connect and look", len(fleet.targets)) as phase:
+        observed = await observe(fleet, context.spec, ending(phase))
     findings = [_unreached(name, error) for name, error in fleet.failures.items()] + _disks(observed)
     if controller not in observed.facts:
         return findings
     try:
         plan = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
     except VersionWindow as window:
-        return [*findings, Finding("error", window.message, fix=window.hint)]
+        return [*findings, *(finding for finding in window.findings if isinstance(finding, Finding))]
+    except SlurmError as error:
+        return [*findings, Finding("error", error.message, fix=error.hint)]
     findings += plan.findings
     if plan.changes:
         count = len({change.host for change in plan.changes})

@@ -20,6 +20,7 @@ from shoal.spec.load import load_all
 from shoal.spec.member import Member
 from shoal.spec.members import default_spec, members
 from shoal.spec.model import Spec
+from shoal.spec.words import printable
 
 DEFAULT_FILE = Path("shoal.yaml")
 
@@ -97,7 +98,16 @@ class Context:
             raise UsageError(
                 f"cluster {self.cluster} has no host {', '.join(unknown)}", hint=f"use one of {', '.join(by_name)}"
             )
+        if not names:
+            raise UsageError("no host is named", hint=f"use one of {', '.join(by_name)}")
         return [by_name[name] for name in names]
+
+    def choose_one(self, host: str) -> Member:
+        """The one member of that name."""
+        chosen = self.choose(host)
+        if len(chosen) > 1:
+            raise UsageError(f"{host} names {len(chosen)} hosts, and this takes one", hint=f"say {chosen[0].name}")
+        return chosen[0]
 
 
 def open_context(file: Path | None = None, cluster: str | None = None, progress: Progress | None = None) -> Context:
@@ -106,13 +116,23 @@ def open_context(file: Path | None = None, cluster: str | None = None, progress:
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
     if file is None:
-        return Context(default_spec(cluster or "sandbox"), progress=progress)
+        return Context(_sandbox(cluster or "sandbox"), progress=progress)
     if cluster is not None:
         raise UsageError(
-            f"the cluster's name is in {file}; --cluster names one that has no file", hint="leave out --cluster"
+            f"the cluster's name is in {file}; --cluster {cluster} names one that has no file",
+            hint="leave out --cluster and unset SHOAL_CLUSTER, or run this where there is no shoal.yaml",
         )
     spec, warnings = load_all(file)
     return Context(spec, file, tuple(warnings), progress)
+
+
+def _sandbox(cluster: str) -> Spec:
+    try:
+        return default_spec(cluster)
+    except ValueError:
+        raise UsageError(
+            f"{printable(cluster)!r} is no name for a cluster", hint="use lower-case letters, digits and -, as in reef"
+        ) from None
 
 
 def state_directory(cluster: str) -> Path:

@@ -34,7 +34,7 @@ async def resume_nodes(context: Context, hosts: str) -> list[str]:
 
 async def remove_node(context: Context, name: str, patience: Patience) -> UpResult:
     """Take a node out of the file and out of the cluster: drained, waited for, removed."""
-    [node] = _nodes(context, name)
+    [node] = _nodes(context, context.choose_one(name).name)
     if context.file is None:
         raise UsageError(
             f"there is no file to take {node} out of", hint="write one with `shoal init`, then run the command again"
@@ -53,5 +53,5 @@ def _nodes(context: Context, hosts: str) -> list[str]:
     chosen: Sequence[Member] = context.choose(hosts)
     others = [member.name for member in chosen if "compute" not in member.roles]
     if others:
-        raise UsageError(f"{', '.join(others)} is not a compute node", hint="name a node that `shoal status` lists")
+        raise UsageError(f"not a compute node: {', '.join(others)}", hint="name a node that `shoal status` lists")
     return [member.name for member in chosen]

@@ -45,7 +45,7 @@ async def execute(
 
 async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[str]:
     """The `ssh` command line for a host, with this cluster's known host keys. Connects once to meet the host first."""
-    [member] = context.choose(host)
+    member = context.choose_one(host)
     [target] = await context.targets([member])
     async with await context.fleet([member]) as fleet:
         await fleet.host(member.name)
@@ -62,5 +62,5 @@ async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[
 
 def forget_host(context: Context, host: str) -> bool:
     """Forget the key of a host that was reinstalled, so that the next connection meets it anew."""
-    [member] = context.choose(host)
+    member = context.choose_one(host)
     return forget(context.known_hosts, member.name)

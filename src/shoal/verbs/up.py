@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.errors import HostError, ShoalError, SpecError
-from shoal.plan.apply import Applied, Patience, apply
+from shoal.plan.apply import Applied, Patience, apply, ending
 from shoal.plan.diff import creation_plan, make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
@@ -56,8 +56,10 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         await _create(context, missing)
     async with await context.fleet() as fleet:
         observed = await _look(context, fleet)
-        with context.progress.phase("compare", len(fleet.live)):
-            planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
+        with context.progress.phase("compare", len(fleet.live)) as phase:
+            planned = await make_plan(
+                context.spec, observed, fleet, reached_addresses(fleet), orphans, on_done=ending(phase)
+            )
         _refuse_job_loss(planned, observed, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
@@ -100,8 +102,8 @@ async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
 
 async def _look(context: Context, fleet: Fleet) -> Observed:
     controller = context.controller.name
-    with context.progress.phase("connect and look", len(fleet.targets)):
-        observed = await observe(fleet, context.spec)
+    with context.progress.phase("connect and look", len(fleet.targets)) as phase:
+        observed = await observe(fleet, context.spec, ending(phase))
     if controller in fleet.failures:
         raise fleet.failures[controller]
     return observed
