@@ -12,10 +12,11 @@ import typer
 
 from shoal import __version__
 from shoal.cli.session import Session, run_main
+from shoal.errors import ShoalError
 
 app = typer.Typer(
     name="shoal",
-    help="One Slurm cluster from the machines you have. Without a file, it is a sandbox on this machine.",
+    help="One Slurm cluster from the machines you have, as shoal.yaml says. Without a file, a sandbox on this machine.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -53,7 +54,10 @@ def init(
     file: Annotated[Path, typer.Option("--file", "-f", help="The file to write.")] = Path("shoal.yaml"),
     json: Json = False,
 ) -> None:
-    """Write a commented shoal.yaml: for hosts, from an SSH config, or for the sandbox."""
+    """Write a first shoal.yaml, with comments.
+
+    For the hosts you name, for those of an SSH config, or, with neither, for the sandbox.
+    """
     with Session(json) as session:
         from shoal.verbs.init import init as write
 
@@ -131,7 +135,10 @@ def down(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Take the cluster away: sandbox hosts are removed, other hosts are released."""
+    """Take the cluster away.
+
+    Sandbox hosts are removed. On other hosts Slurm is stopped and Shoal's files go; packages stay.
+    """
     with Session(json) as session:
         from shoal.verbs.down import down as verb
 
@@ -161,7 +168,10 @@ def ssh(
         line = session.run(ssh_command(context, host, command or []))
         if json:
             return session.finish_value({"command": line})
-        os.execvp(line[0], line)
+        try:
+            os.execvp(line[0], line)
+        except FileNotFoundError:
+            raise ShoalError("this machine has no ssh command", hint="install openssh-client") from None
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})
@@ -222,7 +232,10 @@ def node_remove(
     drain_timeout: DrainTimeout = None,
     json: Json = False,
 ) -> None:
-    """Take a node out of the file and the cluster, once its jobs have ended."""
+    """Take a node out of the file and the cluster.
+
+    It is drained, and removed once its jobs have ended.
+    """
     with Session(json) as session:
         from shoal.plan.apply import Patience
         from shoal.verbs.node import remove_node

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from shoal.errors import ShoalError, SpecError
+from shoal.errors import ShoalError, SpecError, VersionWindow
 
 
 def dump(value: Any) -> str:
@@ -20,7 +20,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, SpecError):
         return {"error": "SpecError", "findings": [plain(finding) for finding in value.findings]}
     if isinstance(value, ShoalError):
-        return {"error": type(value).__name__, "message": value.message, "fix": value.hint}
+        said = {"error": type(value).__name__, "message": value.message, "fix": value.hint}
+        return {**said, "findings": plain(value.findings)} if isinstance(value, VersionWindow) else said
     if isinstance(value, Enum):
         return value.name.lower()
     if is_dataclass(value) and not isinstance(value, type):

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from shoal.plan.progress import Phase
+from shoal.spec.words import printable
 
 
 class TerminalProgress:
@@ -32,7 +34,7 @@ class TerminalProgress:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}", style="dim"),
+            TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=self._console,
             transient=True,
         )
@@ -72,14 +74,14 @@ class BarPhase(PlainPhase):
         self._task = bars.add_task(title, total=total, text="")
 
     def say(self, host: str, text: str) -> None:
-        self._bars.update(self._task, text=f"{host}: {text}"[:60])
+        self._bars.update(self._task, text=printable(f"{host}: {text}"))
 
     def done(self, host: str, error: str = "") -> None:
         super().done(host, error)
         self._bars.advance(self._task)
 
     def at(self, fraction: float, text: str = "") -> None:
-        self._bars.update(self._task, completed=round(fraction * self.total, 2), text=text[:60])
+        self._bars.update(self._task, completed=round(fraction * self.total, 2), text=printable(text))
 
     def line(self, seconds: float) -> str:
         if self.failed:

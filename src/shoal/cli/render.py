@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -15,6 +16,7 @@ from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
 from shoal.spec.finding import Finding
 from shoal.spec.hostlist import compress
+from shoal.spec.words import printable
 from shoal.verbs.down import DownResult
 from shoal.verbs.remote import ExecResult
 from shoal.verbs.status import Status
@@ -36,15 +38,16 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     for column in ("hosts", "what", "change", "costs"):
         table.add_column(column, overflow="fold")
     for (what, action, cost), hosts in _grouped(plan.changes).items():
-        table.add_row(compress(hosts), escape(what), escape(action), Text(cost.words, style=COST_STYLE[cost]))
+        table.add_row(compress(hosts), _free(what), _free(action), Text(cost.words, style=COST_STYLE[cost]))
     console.print(table)
     if diff:
         for change in plan.changes:
             if change.diff:
-                console.print(f"\n[bold]{change.host}[/] {escape(change.what)}")
+                console.print(f"\n[bold]{change.host}[/] {_free(change.what)}")
                 console.print(_coloured(change.diff))
     touched = {change.host for change in plan.changes}
-    console.print(f"\n{len(plan.changes)} change(s) on {len(touched)} host(s), at most: {plan.cost.words}")
+    changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
+    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.words}", highlight=False)
     if plan.create:
         console.print("What the new hosts need is worked out once they answer.")
 
@@ -52,7 +55,7 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
 def show_up(console: Console, result: UpResult) -> None:
     show_findings(console, result.findings)
     for name, reason in result.unready:
-        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {escape(reason)}")
+        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {_free(reason)}")
     for name in result.staying:
         console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `shoal up` again when they have ended")
     show_failures(console, {name: error for name, error in result.failures.items()})
@@ -83,7 +86,8 @@ def show_status(console: Console, status: Status) -> None:
     counts = Counter(_headline(node) for node in status.nodes)
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     console.print(
-        f"[bold]{status.cluster}[/]  Slurm {status.version} on {status.controller}  nodes: {summary or 'none'}"
+        f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n",
+        highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("nodes", "state", "cpus", "memory", "gpus", "slurm", "reason"):
@@ -97,22 +101,22 @@ def show_status(console: Console, status: Status) -> None:
             Text(_headline(node), style=style),
             f"{sum(each.cpus_alloc for each in nodes)}/{sum(each.cpus for each in nodes)}",
             f"{node.memory_mb / 1024:.1f}G",
-            escape(node.gres) or "-",
+            _gpus(node.gres) or "-",
             node.version or "-",
-            escape(node.reason),
+            _free(node.reason),
         )
     console.print(table)
-    for name in status.absent:
-        console.print(f"[red]{name}[/] is in the file and not in Slurm: run `shoal up`")
-    for name in status.extra:
-        console.print(f"[yellow]{name}[/] is in Slurm and not in the file: `shoal up` drains and removes it")
+    if status.absent:
+        console.print(f"[red]{compress(status.absent)}[/]: in the file and not in Slurm; `shoal up` adds it")
+    if status.extra:
+        console.print(f"[yellow]{compress(status.extra)}[/]: in Slurm and not in the file; `shoal up` removes it")
     console.print()
     partitions = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("partition", "state", "nodes", "time limit"):
-        partitions.add_column(column)
+        partitions.add_column(column, overflow="fold")
     for partition in status.partitions:
         name = f"{partition.name}*" if partition.default else partition.name
-        partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time)
+        partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time.lower())
     console.print(partitions)
     console.print()
     if not status.jobs:
@@ -125,13 +129,13 @@ def show_status(console: Console, status: Status) -> None:
         where = job.nodes or f"({job.reason})"
         jobs.add_row(
             job.id,
-            escape(job.name),
+            _free(job.name),
             job.user,
             job.state.lower(),
             job.time_used,
-            job.time_limit,
+            job.time_limit.lower(),
             str(job.node_count),
-            escape(where),
+            _free(where),
         )
     console.print(jobs)
 
@@ -140,10 +144,12 @@ def show_exec(console: Console, result: ExecResult) -> None:
     """Hosts with equal output share one heading, as clush -b does."""
     for names, outcome in result.groups:
         status = f" (exit {outcome.status})" if outcome.status else ""
-        console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False)
-        console.print(Text(outcome.text.rstrip("\n")))
+        console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False, soft_wrap=True)
+        # Printed as it came: no line is broken or filled up.
+        if outcome.stdout:
+            console.out(outcome.text.rstrip("\n"), highlight=False)
         if outcome.stderr:
-            console.print(Text(outcome.error_text.rstrip("\n"), style="red"))
+            console.out(outcome.error_text.rstrip("\n"), highlight=False, style="red")
     show_failures(console, {name: error for name, error in result.failures.items()})
 
 
@@ -175,6 +181,21 @@ def _alike(nodes: Iterable[NodeState]) -> list[list[NodeState]]:
         key = (node.state, node.reason, node.memory_mb, node.gres, node.version)
         groups.setdefault(key, []).append(node)
     return list(groups.values())
+
+
+def _free(text: str) -> str:
+    """Text that others chose, such as a job's name: no markup, and nothing that a terminal would act on."""
+    return escape(printable(text))
+
+
+def _gpus(gres: str) -> str:
+    """`gpu:h100:8(S:0-1)` as `8 h100`."""
+    found = re.findall(r"gpu:(?:([^:,(]+):)?(\d+)", gres)
+    return ", ".join(" ".join(part for part in (count, kind) if part) for kind, count in found) or _free(gres)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _headline(node: NodeState) -> str:

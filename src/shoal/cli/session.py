@@ -6,6 +6,8 @@ host and why), and our bug (exit 70, with a traceback to report).
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Coroutine
@@ -33,6 +35,16 @@ T = TypeVar("T")
 
 PARTLY = 3
 BUG = 70
+PIPE_WIDTH = 1000
+
+ClickUsageError: Any = typer.BadParameter.__mro__[1]
+"""What typer raises at a wrong command line. Releases differ in where it comes from."""
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal. What goes into a pipe or a file is not broken into lines of 80."""
+    made = Console(stderr=stderr)
+    return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
 class Session:
@@ -41,8 +53,8 @@ class Session:
     def __init__(self, json: bool) -> None:
         self.json = json
         self.status = 0
-        self.console = Console(soft_wrap=False)
-        self.errors = Console(stderr=True)
+        self.console = console()
+        self.errors = console(stderr=True)
 
     def open(self, file: Path | None, cluster: str | None) -> Context:
         from shoal.cli.progress import TerminalProgress
@@ -70,7 +82,7 @@ class Session:
             self.finish_value({"ok": not errors, "findings": findings})
         else:
             show_findings(self.console, findings)
-            self.console.print("[green]✓[/] nothing in the way" if not errors else f"[red]✗[/] {errors} error(s)")
+            self.console.print("[green]✓[/] nothing in the way" if not errors else f"[red]✗[/] {errors} in the way")
         if errors:
             self.status = 1
 
@@ -155,7 +167,7 @@ class Session:
             return
         if not sys.stdin.isatty():
             raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="say --yes")
-        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?"):
+        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", err=True):
             raise Interrupted("nothing was changed")
 
     def __enter__(self) -> Self:
@@ -164,6 +176,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(nobody_reads()) from None
+        if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+            error = Interrupted("stopped", hint="run the same command again to go on from here")
         if isinstance(error, ShoalError):
             self._report(error)
             raise typer.Exit(error.exit_code) from None
@@ -191,16 +207,31 @@ class Session:
         if self.json:
             print(dump({"error": "bug", "message": str(error), "traceback": text}))
             return
-        self.errors.print(text, markup=False, highlight=False)
-        self.errors.print(
-            "[red]This is a bug in Shoal.[/] Please report the lines above; your cluster was not told more."
-        )
+        self.errors.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.errors.print("[red]This is a bug in Shoal.[/] Please report it with the lines above.", soft_wrap=True)
 
 
 def run_main(app: typer.Typer) -> None:
-    """Run the command line. Usage errors of typer exit 2 by themselves."""
+    """Run the command line. A wrong one exits 2, and with --json says so in JSON like every other error."""
+    words = sys.argv[1:]
+    json = "--json" in words[: words.index("--") if "--" in words else None]
     try:
-        app()
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
+        status = app(standalone_mode=False)
+        sys.stdout.flush()
+    except ClickUsageError as error:
+        wrong = UsageError(error.format_message(), hint="see --help")
+        print(dump(wrong)) if json else error.show()
+        status = wrong.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        stopped = Interrupted("stopped")
+        print(dump(stopped)) if json else print(stopped, file=sys.stderr)
+        status = stopped.exit_code
+    except BrokenPipeError:
+        status = nobody_reads()
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def nobody_reads() -> int:
+    """The reader of our output has gone, as in `shoal status | head -1`: end quietly, as other programs do."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE

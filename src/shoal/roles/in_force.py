@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.agent.facts import Facts
 from shoal.network.names import addresses_in
 from shoal.roles.confinement import Confinement
-from shoal.slurm.conf import HEADER
+from shoal.slurm.conf import is_ours
 from shoal.slurm.known import known_nodes
 from shoal.slurm.model import CgroupPlugin, Node
 from shoal.spec.hostlist import expand
@@ -38,7 +38,7 @@ class InForce:
 def in_force(controller: Facts | None) -> InForce:
     """What the controller's files say."""
     conf = _text(controller, SLURM_CONF)
-    if not conf.startswith(HEADER):
+    if not is_ours(conf):
         return InForce()  # none, or one that somebody else wrote: its nodes are not ours to drain
     return InForce(
         nodes=known_nodes(conf, _text(controller, GRES_CONF)),

@@ -9,6 +9,7 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
 from shoal.spec.finding import Finding
+from shoal.spec.hostlist import compress
 from shoal.verbs.context import Context, requests
 from shoal.verbs.up import reached_addresses
 
@@ -46,9 +47,10 @@ async def _look(context: Context, fleet: Fleet) -> list[Finding]:
         return [*findings, Finding("error", error.message, fix=error.hint)]
     findings += plan.findings
     if plan.changes:
-        count = len({change.host for change in plan.changes})
-        what = f"{len(plan.changes)} change(s) on {count} host(s) are due"
-        findings.append(Finding("info", what, fix="see `shoal plan`, then run `shoal up`"))
+        hosts = compress({change.host for change in plan.changes})
+        findings.append(
+            Finding("info", f"changes are due on {hosts}", fix="`shoal plan` shows them, `shoal up` makes them")
+        )
     if observed.slurm.running:
         findings += await _nodes(context, fleet)
     return findings
