@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +56,12 @@ class Cluster:
         assert status is None or group["status"] == status, group
         return str(group["stdout"])
 
+    def on_instance(self, host: str, command: str) -> None:
+        """Run a command on a sandbox host that the spec may no longer name."""
+        [target] = [i.target for i in asyncio.run(self.provider.instances(self.name)) if i.name == host]
+        options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
+        subprocess.run(["ssh", "-q", *options, f"root@{target.address}", command], check=True, timeout=30)
+
     def edit(self, old: str, new: str) -> None:
         text = self.file.read_text()
         assert old in text
@@ -67,7 +75,7 @@ class Cluster:
         """The state flags of every node, by name."""
         return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 90) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Wait for something that Slurm or a host does in its own time."""
         end = time.monotonic() + seconds
         while not condition():
@@ -80,10 +88,8 @@ class Cluster:
 
 def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL for a command and everything it started."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdout:
         process.stdout.close()

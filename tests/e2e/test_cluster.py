@@ -5,6 +5,7 @@ The tests of a pass share one cluster and run in the order of this file.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
@@ -17,6 +18,8 @@ from tests.e2e.cluster import Cluster, kill
 pytestmark = pytest.mark.sandbox
 
 RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}
+
+READY = ("srun", "-N2", "--immediate=20", "hostname")
 
 SPEC = """\
 cluster: t-{image}
@@ -110,8 +113,8 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     assert cluster.on("controller", "srun", "--nodelist=fish3", "hostname").strip() == "fish3"
     assert "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T")
 
-    busy = ["sbatch", "--parsable", "--output=/tmp/short.out", "--nodelist=fish3", "--wrap", "sleep 8; echo whole"]
-    short = cluster.on("controller", *busy).strip()
+    until_told = "while [ ! -e /tmp/go ]; do sleep 0.2; done"
+    short = cluster.on("controller", "sbatch", "--parsable", "--nodelist=fish3", "--wrap", until_told).strip()
     cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", short, "-o", "%T"))
     cluster.edit("count: 3", "count: 2")
     plan = cluster.json("plan")
@@ -119,7 +122,9 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     waiting = cluster.json("up", "--drain-timeout", "0", status=3)
     assert waiting["staying"] == ["fish3"] and waiting["removed"] == []
     assert "DRAIN" in cluster.states()["fish3"]
-    result = cluster.json("up")
+    again = cluster.background("up", "--json")
+    cluster.on_instance("fish3", "touch /tmp/go")
+    result = json.loads(again.communicate(timeout=120)[0])
     assert result["removed"] == ["fish3"], result
     states = cluster.states()
     assert set(states) == {"fish1", "fish2"}
@@ -162,10 +167,7 @@ def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
     for host in ("fish1", "controller"):
         cluster.fault("reboot", host)
         cluster.wait(f"{host} is back", lambda host=host: cluster.answers(host))  # type: ignore[misc]
-        ready = ["srun", "-N2", "--immediate=20", "hostname"]
-        cluster.wait(
-            "both nodes take jobs", lambda: len(cluster.on("controller", *ready, status=None).split()) == 2, seconds=120
-        )
+        cluster.wait("both nodes take jobs", lambda: len(cluster.on("controller", *READY, status=None).split()) == 2)
         result = cluster.json("up")
         assert result["whole"], result
 

@@ -39,9 +39,7 @@ def lent() -> Iterator[dict[str, Instance]]:
 
 @pytest.fixture(scope="module")
 def cluster(lent: dict[str, Instance], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    entries = {
-        name: f"{{name: {name}, address: {instance.target.address}}}" for name, instance in lent.items()
-    }
+    entries = {name: f"{{name: {name}, address: {instance.target.address}}}" for name, instance in lent.items()}
     reach = f"user: shoal, identity: {lent['desk'].target.identity}"
     text = (
         "cluster: lent\n"
@@ -74,7 +72,9 @@ def test_up_works_through_sudo_and_the_controller_computes(cluster: Cluster) -> 
 
 
 def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster, lent: dict[str, Instance]) -> None:
-    renew = "rm /etc/ssh/ssh_host_*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; systemctl restart ssh"
+    renew = (
+        "rm /etc/ssh/ssh_host_*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; systemctl restart ssh"
+    )
     cluster.on("gpu1", "sh", "-c", renew, status=None)
     refused = cluster.shoal("up", status=3)
     assert "gpu1: " in refused.stdout and "key" in refused.stdout and "SHA256:" in refused.stdout, refused.stdout
