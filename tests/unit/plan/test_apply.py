@@ -1,0 +1,288 @@
+"""Apply: the order of things, who drops out, and what is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.unit.plan.fake_world import LAB, World, lab, spec_of
+
+from shoal.agent.fake import FakeAgent
+from shoal.errors import AgentFailed, HostError, SlurmError
+from shoal.hosts.fake import Call
+from shoal.plan.apply import Applied, Patience, apply
+from shoal.plan.diff import make_plan
+from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
+from shoal.plan.observe import observe, slurm_view
+from shoal.plan.progress import Phase, Silence
+from shoal.spec.members import members
+from shoal.spec.model import Spec
+
+AT_ONCE = Patience(nodes=0, drain=0)
+WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
+
+
+class Heard:
+    """Progress that keeps what it was told: the titles of the phases, and who ended each of them."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, list[tuple[str, str]]]] = []
+
+    @contextmanager
+    def phase(self, title: str, total: int) -> Iterator[Phase]:
+        self.phases.append((title, []))
+        yield self
+
+    def say(self, host: str, text: str) -> None: ...
+
+    def done(self, host: str, error: str = "") -> None:
+        self.phases[-1][1].append((host, error))
+
+    def at(self, fraction: float, text: str = "") -> None: ...
+
+    @property
+    def titles(self) -> list[str]:
+        return [title for title, _ in self.phases]
+
+
+async def bring(
+    world: World, spec: Spec | None = None, patience: Patience = AT_ONCE, heard: Heard | None = None
+) -> tuple[Applied, dict[str, HostError]]:
+    spec = spec or world.spec
+    async with world.fleet(*(member.name for member in members(spec))) as fleet:
+        plan = await make_plan(spec, await observe(fleet, spec), fleet, {})
+        nodes = [member.name for member in members(spec) if "compute" in member.roles]
+        done = await apply(plan, fleet, world.controller, nodes, heard or Silence(), patience)
+        failures = dict(fleet.failures)
+    world.look_again()
+    return done, failures
+
+
+def asked(agent: FakeAgent) -> list[str]:
+    return [request["op"] for request in agent.requests if request["op"] in ("secret", "apply")]
+
+
+async def test_all_hosts_finish_a_stage_before_any_begins_the_next() -> None:
+    heard = Heard()
+    done, failures = await bring(lab(), heard=heard)
+    assert [(title, sorted(ends)) for title, ends in heard.phases] == [
+        ("packages, keys, names", [("c1", ""), ("n1", ""), ("n2", "")]),
+        ("controller", [("c1", "")]),
+        ("nodes", [("c1", ""), ("n1", ""), ("n2", "")]),
+    ]
+    assert done == Applied(changed=("c1", "n1", "n2"))
+    assert failures == {}
+
+
+async def test_the_munge_key_of_the_controller_is_every_hosts_key() -> None:
+    world = lab()
+    await bring(world)
+    digests = {agent.items["file /etc/munge/munge.key"]["sha256"] for agent in world.agents.values()}
+    assert len(digests) == 1
+    assert asked(world.agents["c1"])[0] == "secret"
+    assert "secret" not in asked(world.agents["n1"])
+
+
+async def test_a_second_run_changes_nothing_and_fetches_no_secret() -> None:
+    world = lab()
+    await bring(world)
+    before = {name: asked(agent) for name, agent in world.agents.items()}
+    heard = Heard()
+    done, _ = await bring(world, heard=heard)
+    assert done == Applied()
+    assert {name: asked(agent) for name, agent in world.agents.items()} == before
+    assert heard.titles == []
+
+
+async def test_only_hosts_that_differ_are_touched() -> None:
+    world = lab()
+    await bring(world)
+    del world.agents["n2"].items["file /etc/default/slurmd"]
+    before = asked(world.agents["n1"])
+    done, _ = await bring(world)
+    assert done.changed == ("n2",)
+    assert asked(world.agents["n1"]) == before
+
+
+async def test_a_host_that_fails_drops_out_and_the_others_finish() -> None:
+    world = lab()
+    world.agents["n1"].failing["packages munge slurm-client slurmd nftables"] = "no space left on /var"
+    heard = Heard()
+    done, failures = await bring(world, heard=heard)
+    assert str(failures["n1"]) == (
+        "n1: packages munge slurm-client slurmd nftables: no space left on /var\n"
+        "  fix: mend it and run `shoal up` again"
+    )
+    assert "n1" not in done.changed
+    assert "service slurmd" in world.agents["n2"].items
+    assert "service slurmd" not in world.agents["n1"].items
+    assert ("n1", "packages munge slurm-client slurmd nftables: no space left on /var") in heard.phases[0][1]
+    assert done.unready == ()
+
+
+async def test_a_host_that_goes_away_in_the_middle_drops_out() -> None:
+    world = lab()
+    world.hosts["n1"].lose_after_lines = 25
+    _, failures = await bring(world)
+    assert "the connection broke while it ran" in failures["n1"].cause
+    assert "service slurmd" in world.agents["n2"].items
+
+
+async def test_a_controller_that_fails_ends_the_run_before_the_nodes() -> None:
+    world = lab()
+    world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
+    with pytest.raises(AgentFailed, match="c1: service slurmctld: slurmctld did not start: fatal: bad config"):
+        await bring(world)
+    assert "service slurmd" not in world.agents["n1"].items
+    world.agents["c1"].failing.clear()
+    done, failures = await bring(world)
+    assert (done.unready, failures) == ((), {})
+
+
+async def test_a_leaving_node_is_drained_and_taken_out_once_it_is_empty() -> None:
+    world = lab()
+    await bring(world)
+    heard = Heard()
+    done, _ = await bring(world, spec_of(WITHOUT_N2), heard=heard)
+    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING}")]
+    assert heard.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
+    assert world.slurm.nodes == ["n1"]
+    assert done == Applied(changed=("c1", "n1"))
+
+
+async def test_a_leaving_node_that_is_still_busy_stays_and_goes_in_a_later_run() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.jobs["7"] = "n[1-2]"
+    done, _ = await bring(world, spec_of(WITHOUT_N2))
+    assert done.staying == ("n2",)
+    assert world.slurm.nodes == ["n1", "n2"]
+    assert "Nodes=n[1-2]" in world.slurm.conf
+    world.slurm.jobs.clear()
+    done, _ = await bring(world, spec_of(WITHOUT_N2))
+    assert done.staying == ()
+    assert world.slurm.nodes == ["n1"]
+
+
+async def test_without_a_limit_the_jobs_of_a_leaving_node_are_waited_for() -> None:
+    world = lab()
+    await bring(world)
+    asked_for = 0
+
+    def ends_soon(call: Call) -> bytes:
+        nonlocal asked_for
+        asked_for += "--nodelist" in call.argv
+        world.slurm.jobs = {} if asked_for > 1 else {"7": "n2"}
+        return world.slurm.squeue(call)  # type: ignore[return-value]
+
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("squeue",): ends_soon}
+    done, _ = await bring(world, spec_of(WITHOUT_N2), Patience(nodes=0, drain=None))
+    assert done.staying == ()
+    assert asked_for == 2
+    assert world.slurm.nodes == ["n1"]
+
+
+async def test_a_dead_slurmctld_is_mended_before_a_node_is_drained() -> None:
+    world = lab()
+    await bring(world)
+    del world.agents["c1"].items["service slurmctld"]
+    calls = 0
+
+    def dead_once(call: Call) -> object:
+        nonlocal calls
+        calls += 1
+        world.slurm.broken = "" if "service slurmctld" in world.agents["c1"].items else "Unable to contact slurmctld"
+        return world.slurm.scontrol(call)
+
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("scontrol",): dead_once}  # type: ignore[dict-item]
+    done, _ = await bring(world, spec_of(WITHOUT_N2))
+    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING}")]
+    assert done.staying == ()
+    assert world.slurm.nodes == ["n1"]
+
+
+async def test_a_node_that_was_leaving_and_is_back_in_the_file_gets_jobs_again() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING
+    done, _ = await bring(world, patience=Patience(nodes=30))
+    assert world.slurm.updates == [("nodename=n2", "state=resume")]
+    assert done.unready == ()
+
+
+async def test_a_node_that_somebody_drained_is_left_to_them() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
+    done, _ = await bring(world)
+    assert (done.unready, world.slurm.updates) == ((), [])
+
+
+async def test_nodes_that_never_register_are_reported_with_the_reason() -> None:
+    world = lab()
+    world.slurm.states = {"n1": "DOWN*", "n2": "UNKNOWN*"}
+    world.slurm.reasons["n1"] = "Low RealMemory"
+    done, failures = await bring(world)
+    assert done.unready == (("n1", "Low RealMemory"), ("n2", "unknown+not_responding"))
+    assert failures == {}
+
+
+async def test_a_slurmctld_that_stays_silent_is_an_error_with_a_place_to_look() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.broken = "Unable to contact slurm controller"
+    with pytest.raises(SlurmError) as caught:
+        await bring(world)
+    assert str(caught.value) == (
+        "slurmctld on c1 does not answer: Unable to contact slurm controller\n"
+        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`"
+    )
+
+
+async def test_a_slurmctld_between_two_lives_is_waited_for() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.broken = "Unable to contact slurm controller"
+    asyncio.get_running_loop().call_later(0.3, setattr, world.slurm, "broken", "")
+    done, _ = await bring(world, patience=Patience(nodes=30))
+    assert done == Applied()
+
+
+async def test_slurm_is_asked_through_the_controller() -> None:
+    world = lab()
+    await bring(world)
+    host = world.hosts["c1"]
+    world.slurm.jobs = {"7": "n1", "8_3": "n[1-2]"}
+    assert await jobs_on(host, "n1") == ["7", "8_3"]
+    assert await jobs_on(host, "n2") == ["8_3"]
+    assert await unready(host, ["n1", "n9"]) == {"n9": "not in Slurm's configuration"}
+    view = await slurm_view(host)
+    assert (view.running, sorted(view.nodes), [job.id for job in view.jobs_on("n2")]) == (True, ["n1", "n2"], ["8_3"])
+    world.slurm.broken = "down"
+    assert not (await slurm_view(host)).running
+    with pytest.raises(SlurmError, match="squeue on c1 failed: down"):
+        await jobs_on(host, "n1")
+
+
+async def test_nodes_that_take_jobs_already_are_not_resumed() -> None:
+    world = lab()
+    await bring(world)
+    await drain(world.hosts["c1"], ["n1"], "fan broken")
+    await resume(world.hosts["c1"], ["n1", "n2"])
+    assert world.slurm.updates[1:] == [("nodename=n1", "state=resume")]
+    await resume(world.hosts["c1"], ["n1", "n2"])
+    assert len(world.slurm.updates) == 2
+
+
+async def test_what_slurm_refuses_is_said_with_its_own_words() -> None:
+    world = lab()
+    await bring(world)
+    with pytest.raises(SlurmError) as caught:
+        await drain(world.hosts["c1"], ["n8", "n9"], "why not")
+    assert str(caught.value) == (
+        "Slurm on c1 refused `scontrol update nodename=n[8-9] state=drain`: "
+        "slurm_update error: Invalid node name specified\n"
+        "  fix: `shoal status` shows the nodes that Slurm knows; `shoal up` mends the rest"
+    )

@@ -1,0 +1,218 @@
+"""The plan: what is asked of whom, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
+
+from shoal.agent.facts import Facts, FileFact
+from shoal.errors import SlurmError, VersionWindow
+from shoal.hosts.api import Target
+from shoal.plan.apply import Patience, apply
+from shoal.plan.diff import clock_findings, creation_plan, make_plan, wanted
+from shoal.plan.model import Change, Cost, Plan
+from shoal.plan.observe import Observed, observe
+from shoal.plan.progress import Silence
+from shoal.providers.api import Instance, Request
+from shoal.roles.in_force import SLURM_CONF
+from shoal.spec.finding import Finding
+from shoal.spec.member import Shape
+from shoal.spec.members import members
+from shoal.spec.model import Spec
+
+PATIENCE = Patience(nodes=0, drain=0)
+
+
+async def planned(world: World, spec: Spec | None = None) -> Plan:
+    spec = spec or world.spec
+    names = [member.name for member in members(spec)]
+    async with world.fleet(*names) as fleet:
+        return await make_plan(spec, await observe(fleet, spec), fleet, {})
+
+
+async def applied(world: World) -> World:
+    """The world once it is as its spec says, looked at anew."""
+    async with world.fleet() as fleet:
+        plan = await make_plan(world.spec, await observe(fleet, world.spec), fleet, {})
+        nodes = [member.name for member in members(world.spec) if "compute" in member.roles]
+        await apply(plan, fleet, world.controller, nodes, Silence(), PATIENCE)
+    world.look_again()
+    return world
+
+
+def costs(plan: Plan) -> dict[tuple[str, str], Cost]:
+    return {(change.host, change.what): change.cost for change in plan.changes if change.cost}
+
+
+async def test_on_fresh_hosts_everything_is_to_be_done_and_nothing_is_lost() -> None:
+    plan = await planned(lab())
+    assert [host.name for host in plan.hosts] == ["c1", "n1", "n2"]
+    assert all(host.changes for host in plan.hosts)
+    assert plan.cost is Cost.NOTHING
+    assert not plan.empty
+
+
+async def test_a_plan_asks_and_changes_nothing() -> None:
+    world = lab()
+    await planned(world)
+    assert world.applied("check") == ["c1", "n1", "n2"]
+    assert world.applied("apply") == world.applied("secret") == []
+
+
+async def test_once_applied_there_is_nothing_left_to_do() -> None:
+    world = await applied(lab())
+    plan = await planned(world)
+    assert plan.changes == ()
+    assert plan.empty
+
+
+async def test_a_new_partition_costs_nothing() -> None:
+    world = await applied(lab())
+    plan = await planned(world, spec_of(LAB + "  long: {nodesets: [lab]}\n"))
+    assert {(change.host, change.what) for change in plan.changes} == {
+        ("c1", f"file {SLURM_CONF}"),
+        ("c1", "command reconfigure"),
+    }
+    assert plan.cost is Cost.NOTHING
+
+
+async def test_a_new_setting_costs_restarts() -> None:
+    world = await applied(lab())
+    plan = await planned(world, spec_of(LAB + "slurm: {options: {KillWait: 60}}\n"))
+    assert costs(plan) == {
+        ("c1", f"file {SLURM_CONF}"): Cost.RESTART,
+        ("c1", "service slurmctld"): Cost.RESTART,
+        ("n1", "service slurmd"): Cost.RESTART,
+        ("n2", "service slurmd"): Cost.RESTART,
+    }
+
+
+async def test_a_node_that_leaves_is_drained_and_keeps_its_line_until_it_is_empty() -> None:
+    world = await applied(lab())
+    plan = await planned(world, spec_of(LAB.replace(", {name: n2, address: 10.0.0.12}", "")))
+    assert plan.drain == ("n2",)
+    assert plan.cost is Cost.DRAIN
+    assert all(not host.changes for host in plan.hosts)
+    assert [host.name for host in plan.after_drain] == ["c1", "n1"]
+    assert plan.changes == (Change("n2", "node", "drain, then remove", Cost.DRAIN),)
+
+
+async def test_a_controller_that_computes_no_more_is_drained_too() -> None:
+    world = await applied(lab(LAB.replace("controller: {", "controller: {compute: true, ")))
+    assert f"NodeName={world.controller} " in world.slurm.conf
+    plan = await planned(world, spec_of(LAB))
+    assert plan.drain == ("c1",)
+    [now] = [host for host in plan.hosts if host.name == "c1"]
+    [later] = [host for host in plan.after_drain if host.name == "c1"]
+    assert "service slurmd" not in [item.key for _, document in now.stages for item in document]
+    [slurmd] = [item for _, document in later.stages for item in document if item.key == "service slurmd"]
+    assert not slurmd.running  # type: ignore[attr-defined]
+
+
+async def test_another_name_for_the_cluster_costs_the_jobs() -> None:
+    world = await applied(lab())
+    plan = await planned(world, spec_of(LAB.replace("cluster: reef", "cluster: atoll")))
+    assert costs(plan)["c1", f"file {SLURM_CONF}"] is Cost.JOBS
+    assert plan.cost is Cost.JOBS
+
+
+async def test_on_a_login_host_a_new_slurm_conf_costs_nothing() -> None:
+    text = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"
+    world = await applied(lab(text))
+    plan = await planned(world, spec_of(text + "slurm: {options: {KillWait: 60}}\n"))
+    [change] = [change for change in plan.changes if change.host == "door"]
+    assert (change.what, change.cost) == (f"file {SLURM_CONF}", Cost.NOTHING)
+
+
+async def test_what_cannot_be_done_is_said_before_it_is_tried() -> None:
+    world = lab()
+    world.agents["n1"].failing["user slurm"] = "the id 64030 belongs to user bob"
+    plan = await planned(world)
+    assert plan.findings == (
+        Finding("error", "user slurm cannot be brought about", "the id 64030 belongs to user bob", host="n1"),
+    )
+    [change] = [change for change in plan.changes if change.host == "n1" and change.what == "user slurm"]
+    assert change.action == "cannot be done: the id 64030 belongs to user bob"
+
+
+async def test_a_host_that_does_not_answer_is_named_and_the_others_are_planned() -> None:
+    world = lab()
+    world.hosts["n2"].unreachable = True
+    plan = await planned(world)
+    assert plan.unreached == {"n2": "does not answer within 10 s"}
+    assert [host.name for host in plan.hosts] == ["c1", "n1"]
+
+
+async def test_a_host_that_does_not_answer_later_changes_nothing_for_the_others() -> None:
+    world = await applied(lab())
+    world.hosts["n2"].unreachable = True
+    plan = await planned(world)
+    assert plan.changes == ()
+    assert plan.unreached == {"n2": "does not answer within 10 s"}
+
+
+async def test_a_host_with_another_package_manager_is_refused_and_the_others_go_on() -> None:
+    world = lab(n1={"package_manager": "dnf", "os_id": "rocky", "os_version": "9.4"})
+    plan = await planned(world)
+    assert plan.unreached == {"n1": "packages are installed with apt; found dnf (rocky 9.4)"}
+    assert [host.name for host in plan.hosts] == ["c1", "n2"]
+
+
+async def test_versions_outside_the_window_are_refused_before_anything_is_changed() -> None:
+    world = lab(c1={"packages": slurm_package("26.05.5-1")}, n2={"packages": slurm_package("26.05.5-1")})
+    with pytest.raises(VersionWindow) as caught:
+        await planned(world)
+    assert caught.value.message == (
+        "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
+        "  n1: Slurm too old for the controller's, found Slurm 22.05.8; the controller c1 has 26.05.5 and talks to "
+        "24.11 to 26.05, bring all hosts to one release, as no Slurm talks to all of these; or install Slurm 24.11 to "
+        "26.05 on n1; or take n1 out of the spec"
+    )
+    assert [finding.host for finding in caught.value.findings] == ["n1"]  # type: ignore[attr-defined]
+    assert world.applied("check") == world.applied("apply") == world.applied("secret") == []
+
+
+async def test_a_controller_for_which_there_is_no_slurm_is_refused_with_a_way_out() -> None:
+    with pytest.raises(SlurmError) as caught:
+        await planned(lab(c1={"os_id": "debian", "os_version": "99"}))
+    assert str(caught.value) == (
+        "c1: apt offers no slurmctld there; nothing was changed\n"
+        "  fix: add a package source that has Slurm (Debian's main, Ubuntu's universe), or make another host the "
+        "controller"
+    )
+
+
+def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> None:
+    request = Request("fish1", Shape(image="debian13", cpus=2, memory_mb=2048, gpus=1, site="b"))
+    orphan = ("sandbox", Instance("fish9", "running", Target("fish9")))
+    plan = creation_plan("reef", [("sandbox", request)], [orphan])
+    assert plan.changes == (
+        Change("fish1", "host", "create on sandbox: debian13, 2 CPUs, 2048 MB, 1 simulated GPUs, site b"),
+        Change("fish9", "host", "delete from sandbox"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
+)
+def test_a_clock_that_is_off_is_found_before_munge_refuses_it(offset: float, level: str | None) -> None:
+    found = clock_findings(Observed({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}, {}))
+    assert [finding.level for finding in found] == ([level] if level else [])
+
+
+def test_the_finding_about_a_clock_says_how_far_and_what_to_do() -> None:
+    [finding] = clock_findings(Observed({"n1": Facts(clock_offset=-90.2)}, {}))
+    assert str(finding) == (
+        "n1: the clock is off, found -90 s against this machine, "
+        "run `timedatectl set-ntp true` on it; munge refuses messages from 300 s on"
+    )
+
+
+def test_a_slurm_conf_that_somebody_else_wrote_drains_nobody() -> None:
+    theirs = FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\nPartitionName=a Nodes=ALL\n")
+    world = lab(c1={"files": {SLURM_CONF: theirs}})
+    facts = {name: agent.facts for name, agent in world.agents.items()}
+    goal = wanted(world.spec, Observed(facts, {}), {})
+    assert (goal.leaving, goal.later) == ((), None)

@@ -1,0 +1,88 @@
+"""What each role asks of a host, whole: every item of every stage."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import gpus, host_facts, spec_of
+
+from shoal.agent.document import Document, SecretRef
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.documents import Stage, documents, farewell
+
+REEF = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+login: {hosts: [{name: door, address: 10.0.0.2}]}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}], features: [a100]}
+"""
+
+
+def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
+    spec = spec_of(text)
+    addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
+    facts = {name: host_facts(name, at, **changes.get(name, {})) for name, at in addresses.items()}
+    return assemble(spec, facts, addresses)
+
+
+def shown(stages: dict[Stage, Document]) -> str:
+    """A document as text, item by item, with every field that says something."""
+    lines = []
+    for stage, document in stages.items():
+        lines.append(f"==== {stage.name.lower()}")
+        for item in document:
+            lines.append(f"-- {item.key}")
+            for field in fields(item):
+                value = getattr(item, field.name)
+                if field.name == "content" and isinstance(value, str):
+                    lines += [f"   | {line}" for line in value.splitlines()]
+                elif field.name == "mode":
+                    lines.append(f"   mode: {value:04o}")
+                elif isinstance(value, SecretRef):
+                    lines.append(f"   secret: {value.name}")
+                elif value not in ((), "", None) or field.name == "content":
+                    lines.append(f"   {field.name}: {value}")
+    return "\n".join(lines) + "\n"
+
+
+def document_of(cluster: Cluster, name: str) -> str:
+    member = next(member for member in cluster.members if member.name == name)
+    return shown(documents(cluster, member))
+
+
+@pytest.mark.parametrize(
+    ("golden", "name", "text"),
+    [
+        ("controller", "c1", REEF),
+        ("login", "door", REEF),
+        ("compute", "n1", REEF),
+        ("controller+compute", "c1", REEF.replace("controller: {", "controller: {compute: true, ")),
+        ("compute-without-firewall", "n1", REEF + "firewall: false\n"),
+    ],
+)
+def test_a_host_is_asked_for_exactly_this(golden: str, name: str, text: str) -> None:
+    assert_golden(f"roles/{golden}.txt", document_of(reef(text, n1={"gpus": gpus(2)}), name))
+
+
+def test_a_host_that_leaves_is_asked_for_exactly_this() -> None:
+    assert_golden("roles/farewell.txt", shown({Stage.NODES: farewell()}))
+
+
+def test_a_node_without_a_gpu_has_no_rule_for_one() -> None:
+    cluster = reef(n1={"gpus": gpus(2)})
+    assert 'KERNEL=="nvidia[0-9]*", MODE="0666"' in document_of(cluster, "n1")
+    assert 'KERNEL=="nvidia' not in document_of(cluster, "n2")
+
+
+def test_no_document_holds_the_munge_key_but_by_its_digest() -> None:
+    cluster = reef()
+    for member in cluster.members:
+        for document in documents(cluster, member).values():
+            [key] = [item for item in document if item.key == "file /etc/munge/munge.key"] or [None]
+            if key is not None:
+                assert isinstance(key.content, SecretRef)  # type: ignore[attr-defined]
+                assert key.mode == 0o400  # type: ignore[attr-defined]
