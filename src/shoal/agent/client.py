@@ -243,6 +243,12 @@ class AgentSession:
                 f"its python3 is not complete: {said.splitlines()[-1]}",
                 hint="install the whole standard library: apt-get install python3",
             )
+        if result.status == 137:
+            return AgentFailed(
+                self._host.name,
+                "the agent was killed while it worked",
+                hint="if memory ran out (`journalctl -k` on the host), give it more; then run `shoal up` again",
+            )
         text = f"the agent ended unexpectedly with status {result.status}"
         return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
 

@@ -56,6 +56,8 @@ class File(Item):
     restarts: tuple[str, ...] = ()
     reloads: tuple[str, ...] = ()
     """Keys of Command items with `on_change=True` to run when this file changes."""
+    keep: bool = False
+    """Put a file that Shoal did not write aside, as `<path>.before-shoal`, before replacing or removing it."""
 
     @property
     def key(self) -> str:

@@ -38,6 +38,7 @@ ENVIRONMENT = {
 SUPERVISED = "/run/shoal/supervise"
 SERVICE_LOGS = "/var/log/shoal"
 DIFF_LINES = 10000
+GONE = "the operator has gone"
 
 
 class Failure(Exception):
@@ -671,6 +672,8 @@ def attribute_change(item: Item, found: os.stat_result, world: World) -> str:
 
 # ---------------------------------------------------------------- files, directories, blocks
 
+OURS = b"Written by shoal"
+
 
 def check_file(item: Item, world: World) -> Change | None:
     path, found = item["path"], file_status(item["path"])
@@ -695,16 +698,29 @@ def make_file(item: Item, world: World) -> str:
     path = item["path"]
     if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
         world.reload_units = True
+    note = keep_foreign(path) if item.get("keep") else ""
     if not item.get("secret") and item["content"] is None:
         remove(path)
-        return ""
+        return note
     ids = owner_ids(item, world)
     assert ids
     data = _content(item)
     if data is None and not (os.path.isfile(path) and _same_content(item, read_bytes(path))):
         raise Failure(f"the value of the secret for {path} was not given")
     write_atomic(path, read_bytes(path) if data is None else data, item["mode"], *ids)
-    return ""
+    return note
+
+
+def keep_foreign(path: str) -> str:
+    """Put a file that somebody else wrote aside before ours takes its place; the first one put aside stays."""
+    aside, found = path + ".before-shoal", file_status(path)
+    if not found or not stat.S_ISREG(found.st_mode) or os.path.exists(aside):
+        return ""
+    data = read_bytes(path)
+    if OURS in data[:200]:
+        return ""
+    write_atomic(aside, data, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid)
+    return f"what was there is kept as {aside}"
 
 
 def _content(item: Item) -> bytes | None:
@@ -919,6 +935,8 @@ def wait_for_apt(world: World) -> None:
             return
         if time.monotonic() - start > APT_LOCK_WAIT:
             raise Failure(f"apt has been locked by {holders[0]} for {APT_LOCK_WAIT:.0f} s; end it and run again")
+        if not world.wire.still_there():
+            raise Failure(GONE)
         if holders[0] != told:
             told = holders[0]
             world.tell(f"apt: waiting for {told} to release the lock")
@@ -1254,7 +1272,35 @@ def unit_log(name: str, said: str = "") -> str:
     status, text = run(["journalctl", "--no-pager", "-q", "-o", "short-iso", "-n", "20", "-u", name], timeout=20.0)
     if status or not text.strip():
         _, text = run(["systemctl", "status", "--no-pager", "-l", "-n", "20", "--", name], timeout=20.0)
-    return last_lines(text) or last_lines(said)
+    return (last_lines(text) or last_lines(said)) + taken_port(name)
+
+
+def taken_port(name: str) -> str:
+    """Who sits on the port that a daemon could not have; "" when that is not what its log complains of."""
+    import re
+
+    log = read_text(f"/var/log/slurm/{name}.log")[-4096:] + run(["journalctl", "-q", "-n", "20", "-u", name])[1]
+    for port in re.findall(r"port \((\d+)\): Address already in use", log)[-1:]:
+        holder = port_holder(int(port))
+        return f"\nport {port} is taken by {holder}; stop it and run again" if holder else ""
+    return ""
+
+
+def port_holder(port: int) -> str:
+    """The process that listens on a TCP port; "" when there is none, or none that we can see."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for line in read_text("/proc/net/" + table).splitlines()[1:]:
+            field = line.split()
+            if field[3] == "0A" and int(field[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{field[9]}]")
+    for pid in filter(str.isdigit, os.listdir("/proc")) if sockets else ():
+        try:
+            if any(os.readlink(entry.path) in sockets for entry in os.scandir(f"/proc/{pid}/fd")):
+                return f"{read_text(f'/proc/{pid}/comm').strip()} (pid {pid})"
+        except OSError:
+            continue
+    return ""
 
 
 # Without systemd: a plain supervisor, this very file run as `agent.py supervise NAME COMMAND...`, keeps the daemon up.
@@ -1623,7 +1669,7 @@ def converge(world: World) -> None:
 
     for index, item in enumerate(world.items):
         if not stop and not world.dry and not world.wire.still_there():
-            stop = "the operator has gone"
+            stop = GONE
         if stop:
             report(index, item, {"status": "skipped", "detail": stop})
             continue

@@ -29,7 +29,7 @@ def compute(cluster: Cluster, member: Member) -> Document:
 
 def login(cluster: Cluster) -> Document:
     """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld, no daemon of their own is needed."""
-    return (Directory("/etc/slurm"), File(SLURM_CONF, slurm_conf(cluster.conf)))
+    return (Directory("/etc/slurm"), File(SLURM_CONF, slurm_conf(cluster.conf), keep=True))
 
 
 def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def _configless(cluster: Cluster, member: Member) -> list[Item]:
     ]
     if "controller" not in member.roles:
         # A file left here would be read by srun in place of the one slurmd fetched.
-        items += [File(path) for path in CONF_FILES]
+        items += [File(path, keep=True) for path in CONF_FILES]
     return items
 
 
