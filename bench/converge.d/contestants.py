@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -122,7 +123,7 @@ def timed(contestant: Contestant, hosts: Hosts) -> tuple[float, str]:
     """One run, from outside: start of the program to its end, with what it printed. Raises when it fails."""
     argv, environment = contestant.command(hosts)
     begin = time.perf_counter()
-    done = subprocess.run(
+    process = subprocess.Popen(
         argv,
         cwd=hosts.directory,
         env={**os.environ, **environment},
@@ -130,8 +131,15 @@ def timed(contestant: Contestant, hosts: Hosts) -> tuple[float, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        process_group=0,
     )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # Ansible's forks too
+        process.wait()
+        raise
     seconds = time.perf_counter() - begin
-    if done.returncode != 0:
-        raise BenchFailed(f"{contestant.name} ended with status {done.returncode}:\n{done.stdout[-12000:]}")
-    return seconds, done.stdout
+    if process.returncode != 0:
+        raise BenchFailed(f"{contestant.name} ended with status {process.returncode}:\n{output[-12000:]}")
+    return seconds, output

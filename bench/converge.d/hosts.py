@@ -71,7 +71,13 @@ class Hosts:
             )
             for name in names
         }
-        output = {name: process.communicate()[0] for name, process in running.items()}
+        try:
+            output = {name: process.communicate()[0] for name, process in running.items()}
+        except BaseException:
+            for process in running.values():
+                process.kill()
+                process.wait()
+            raise
         failed = [name for name, process in running.items() if process.returncode != 0]
         if failed:
             raise BenchFailed(f"a command failed on {', '.join(failed)}:\n{output[failed[0]][-2000:]}")

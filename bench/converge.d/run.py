@@ -43,7 +43,7 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="converge-"))
     os.environ["XDG_STATE_HOME"] = str(scratch / "state")
     try:
-        print(_machine(options.peers), flush=True)
+        print(_heading(options), flush=True)
         table = _measure(options, scratch)
     except BenchFailed as failure:
         print(f"bench/converge: {failure}", file=sys.stderr)
@@ -53,7 +53,6 @@ def main() -> int:
         return 130
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print(_rows(table, options.no_ops, options.rounds))
     print(_targets(table))
     return 0
 
@@ -61,24 +60,28 @@ def main() -> int:
 def _measure(options: argparse.Namespace, scratch: Path) -> Table:
     contestants: list[Contestant] = [Shoal(), Pyinfra(options.peers), Ansible(options.peers)]
     names = [PACKAGES, *(contestant.name for contestant in contestants)]
-    table: Table = {count: {name: Times() for name in names} for count in options.hosts}
     places = (scratch / str(number) for number in itertools.count())
+    table: Table = {}
     for count in options.hosts:
+        rows = {name: Times() for name in names}
         for _ in range(options.rounds):
             _say(f"{count} hosts: {PACKAGES}")
             with fresh_hosts(count, next(places)) as hosts:
-                table[count][PACKAGES].first.append(_install_packages(hosts))
+                _install_packages(hosts, rows[PACKAGES])
             for contestant in contestants:
                 _say(f"{count} hosts: {contestant.name}")
                 with fresh_hosts(count, next(places)) as hosts:
-                    _compete(contestant, hosts, table[count][contestant.name], options.no_ops)
+                    _compete(contestant, hosts, rows[contestant.name], options.no_ops)
+        table[count] = rows
+        print(_block(count, rows), flush=True)
     return table
 
 
-def _install_packages(hosts: Hosts) -> float:
+def _install_packages(hosts: Hosts, times: Times) -> None:
     begin = time.perf_counter()
     hosts.ssh(hosts.names, {"controller": INSTALL.format("slurmctld"), "compute": INSTALL.format("slurmd")})
-    return time.perf_counter() - begin
+    times.first.append(time.perf_counter() - begin)
+    _say(f"  installed {times.first[-1]:.2f} s")
 
 
 def _compete(contestant: Contestant, hosts: Hosts, times: Times, no_ops: int) -> None:
@@ -118,25 +121,19 @@ def _expect_what_shoal_wants(contestant: Contestant, hosts: Hosts) -> None:
         raise BenchFailed(f"{contestant.name} left hosts that differ from what Shoal makes:\n{missing}")
 
 
-def _rows(table: Table, no_ops: int, rounds: int) -> str:
-    lines = [
-        f"Seconds. First run: {'one' if rounds == 1 else f'median of {rounds}'}."
-        f" No-op run: median of {no_ops * rounds} (least to most).",
-        "",
-        f"{'hosts':>5}  {'':<14} {'first run':>9} {'/ packages':>11}   {'no-op run':>9} {'/ Shoal':>8}  {'range':>13}",
-    ]
-    for count, rows in table.items():
-        packages, shoal = median(rows[PACKAGES].first), median(rows["Shoal"].again)
-        for name, times in rows.items():
-            first = median(times.first)
-            line = f"{count:>5}  {name:<14} {first:>9.2f} {first / packages:>10.2f}x"
-            if times.again:
-                again = median(times.again)
-                spread = f"{min(times.again):.2f} to {max(times.again):.2f}"
-                line += f"   {again:>9.2f} {again / shoal:>7.1f}x  {spread:>13}"
-            lines.append(line)
-        lines.append("")
-    return "\n".join(lines)
+def _block(count: int, rows: dict[str, Times]) -> str:
+    """The lines of the table for one number of hosts."""
+    packages, shoal = median(rows[PACKAGES].first), median(rows["Shoal"].again)
+    lines = []
+    for name, times in rows.items():
+        first = median(times.first)
+        line = f"{count:>5}  {name:<14} {first:>9.2f} {first / packages:>10.2f}x"
+        if times.again:
+            again = median(times.again)
+            spread = f"{min(times.again):.2f} to {max(times.again):.2f}"
+            line += f"   {again:>9.2f} {again / shoal:>7.1f}x  {spread:>16}"
+        lines.append(line)
+    return "\n".join([*lines, ""])
 
 
 def _targets(table: Table) -> str:
@@ -158,14 +155,19 @@ def _targets(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _machine(peers: Path) -> str:
-    versions = subprocess.run([peers / "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
+def _heading(options: argparse.Namespace) -> str:
+    versions = subprocess.run(
+        [options.peers / "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    )
     found = {entry["name"].lower(): entry["version"] for entry in json.loads(versions.stdout)}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     return (
-        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Linux {platform.release()},"
-        f" Python {platform.python_version()}; {_busy():.0%} busy before the run\n"
-        f"ansible-core {found['ansible-core']}, pyinfra {found['pyinfra']}"
+        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Python {platform.python_version()},"
+        f" ansible-core {found['ansible-core']}, pyinfra {found['pyinfra']}; {_busy():.0%} busy before the run\n"
+        f"Seconds. First run: median of {options.rounds}."
+        f" No-op run: median of {options.no_ops * options.rounds}, with the least and the most.\n\n"
+        f"{'hosts':>5}  {'':<14} {'first run':>9} {'/ packages':>11}"
+        f"   {'no-op run':>9} {'/ Shoal':>8}  {'range':>16}"
     )
 
 
