@@ -145,12 +145,19 @@ def show_exec(console: Console, result: ExecResult) -> None:
     for names, outcome in result.groups:
         status = f" (exit {outcome.status})" if outcome.status else ""
         console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False, soft_wrap=True)
-        # Printed as it came: no line is broken or filled up.
-        if outcome.stdout:
-            console.out(outcome.text.rstrip("\n"), highlight=False)
-        if outcome.stderr:
-            console.out(outcome.error_text.rstrip("\n"), highlight=False, style="red")
+        _as_it_came(console, outcome.text)
+        _as_it_came(console, outcome.error_text, style="red")
     show_failures(console, {name: error for name, error in result.failures.items()})
+
+
+def _as_it_came(console: Console, text: str, style: str = "") -> None:
+    """What a program printed: no line is broken, and no tab is made of blanks."""
+    if not text:
+        return
+    if style and console.is_terminal:
+        console.out(text.rstrip("\n"), style=style, highlight=False)
+    else:
+        console.file.write(text if text.endswith("\n") else f"{text}\n")
 
 
 def show_findings(console: Console, findings: Iterable[Finding]) -> None:

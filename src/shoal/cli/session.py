@@ -216,7 +216,7 @@ def run_main(app: typer.Typer) -> None:
     words = sys.argv[1:]
     json = "--json" in words[: words.index("--") if "--" in words else None]
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="shoal", standalone_mode=False)
         sys.stdout.flush()
     except ClickUsageError as error:
         wrong = UsageError(error.format_message(), hint="see --help")

@@ -1,0 +1,313 @@
+"""The `shoal` command as a person runs it: help, exit codes, JSON, Ctrl-C."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.hosts.sshd_server import Sshd, needs_sshd, running_sshd
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+
+BAD = "cluster: reef\ncontroler: {host: c1}\nnodesets:\n  lab: {hosts: [n1, n1]}\n"
+ON_A_CLUSTER = [
+    ["check"],
+    ["plan"],
+    ["up"],
+    ["status"],
+    ["down"],
+    ["ssh", "n1"],
+    ["exec", "--", "true"],
+    ["node", "drain", "n1"],
+    ["node", "resume", "n1"],
+    ["node", "remove", "n1"],
+]
+
+
+@pytest.fixture(autouse=True)
+def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory without a shoal.yaml, and none of the environment of whoever runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def shoal(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=60, **more)
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def with_json(words: list[str]) -> list[str]:
+    at = 2 if words[0] == "node" else 1
+    return [*words[:at], "--json", *words[at:]]
+
+
+def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in (group or get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*before, name))
+        else:
+            yield (*before, name), command
+
+
+ALL = dict(commands())
+
+
+def test_these_are_the_commands() -> None:
+    assert {" ".join(words) for words in ALL} == {
+        *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
+        *("node drain", "node resume", "node remove"),
+    }
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_help_says_what_the_command_does_and_every_option_of_it(words: tuple[str, ...]) -> None:
+    assert ALL[words].help
+    assert all(parameter.help for parameter in ALL[words].params)
+    assert any("--json" in parameter.opts for parameter in ALL[words].params)
+    shown = invoke(*words, "--help")
+    assert shown.exit_code == 0
+    for parameter in ALL[words].params:
+        assert max(parameter.opts, key=len) in shown.output
+
+
+def test_the_list_of_commands_is_not_cut_short() -> None:
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    assert "..." not in shown.output.replace("[ARGS]...", "")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    done = shoal()
+    assert done.returncode == 2
+    assert "Usage: shoal" in done.stdout + done.stderr
+
+
+def test_the_version_is_printed() -> None:
+    assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", shoal("--version").stdout)
+
+
+# ---- your mistakes: exit 2
+
+
+@pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
+def test_a_wrong_file_is_told_whole_with_line_and_column_by_every_command(words: list[str]) -> None:
+    Path("shoal.yaml").write_text(BAD)
+    done = invoke(*words)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "shoal.yaml:1:1: missing key `controller`, add `controller:` here",
+        'shoal.yaml:2:1: unknown key, found "controler", did you mean `controller`?',
+        'shoal.yaml:4:21 nodesets.lab.hosts[1]: duplicate host, found "n1", '
+        "it is named at nodesets.lab.hosts[0] already",
+    ]
+
+
+@pytest.mark.parametrize("words", ON_A_CLUSTER, ids=" ".join)
+def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
+    Path("shoal.yaml").write_text(BAD)
+    done = invoke(*with_json(words))
+    assert done.exit_code == 2
+    told = json.loads(done.stdout)
+    assert told["error"] == "SpecError"
+    assert [(finding["line"], finding["path"]) for finding in told["findings"]] == [
+        (1, ""),
+        (2, ""),
+        (4, "nodesets.lab.hosts[1]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "fix"),
+    [
+        (["up", "--bogus"], "No such option: --bogus", "see --help"),
+        (["exec"], "Missing argument", "see --help"),
+        (["up", "--drain-timeout", "soon"], "Invalid value for '--drain-timeout'", "see --help"),
+        (["status", "--cluster", "a b"], "'a b' is no name for a cluster", "use lower-case letters, digits and -"),
+        (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
+        (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
+        (["node", "remove", "fish1"], "there is no file to take fish1 out of", "write one with `shoal init`"),
+        (["init", "--hosts", "a,a"], "no spec can be made of this", "change these names"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_exits_2_and_says_what_to_do(words: list[str], message: str, fix: str) -> None:
+    done = shoal(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    told = shoal(*with_json(words))
+    assert told.returncode == 2
+    said = json.loads(told.stdout)
+    assert said["error"] == "UsageError"
+    assert message in said["message"]
+    assert fix in said["fix"]
+
+
+def test_init_writes_a_file_once() -> None:
+    done = invoke("init", "--hosts", "desktop,gpu[01,03]")
+    assert (done.exit_code, done.stdout) == (0, "wrote shoal.yaml; look at it, then run `shoal up`\n")
+    text = Path("shoal.yaml").read_text()
+    assert "      - gpu[01,03]\n" in text or "      - 'gpu[01,03]'\n" in text
+    again = invoke("init", "--json")
+    assert again.exit_code == 2
+    assert json.loads(again.stdout) == {
+        "error": "UsageError",
+        "message": "shoal.yaml is there already",
+        "fix": "edit it, or name another file",
+    }
+    assert json.loads(invoke("init", "--json", "-f", "other.yaml").stdout) == {"file": "other.yaml"}
+
+
+def test_the_schema_is_json() -> None:
+    assert json.loads(invoke("schema").stdout)["required"] == ["cluster", "controller"]
+
+
+def test_lent_hosts_are_not_released_without_a_yes() -> None:
+    Path("shoal.yaml").write_text("cluster: reef\ncontroller: {host: c1, compute: true}\n")
+    done = shoal("down", "--json", stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert json.loads(done.stdout) == {
+        "error": "UsageError",
+        "message": "this stops Slurm on c1",
+        "fix": "say --yes",
+    }
+
+
+# ---- what failed out there: exit 1 and 3
+
+
+def loopback(server: Sshd, *more: str) -> None:
+    """A file whose controller is this machine's own sshd."""
+    Path("shoal.yaml").write_text(
+        "cluster: loop\n"
+        f"controller: {{host: {{name: c1, address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, "
+        f"identity: {server.identity}}}, compute: true}}\n" + "".join(more)
+    )
+
+
+NOBODY_THERE = "nodesets: {lab: {hosts: [{name: n1, address: 127.0.0.1, port: 1}]}}\n"
+
+
+def test_a_host_that_refuses_is_an_error_with_a_fix() -> None:
+    Path("shoal.yaml").write_text(
+        "cluster: r\ncontroller: {host: {name: c1, address: 127.0.0.1, port: 1}, compute: true}\n"
+    )
+    done = shoal("status")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: c1: ")
+    assert "\n  fix: " in done.stderr
+    told = json.loads(shoal("status", "--json").stdout)
+    assert told["error"] == "Unreachable"
+    assert told["fix"]
+
+
+@needs_sshd
+def test_exec_keeps_the_status_of_the_command_and_says_which_hosts_did_not_do_it(empty_place: Path) -> None:
+    with running_sshd(empty_place / "sshd") as server:
+        loopback(server, NOBODY_THERE)
+        wide = "x" * 300
+        good = shoal("exec", "-w", "c1", "--user", "--", "sh", "-c", f"printf '{wide}\\t.\\n[red]no[/red]\\n'")
+        assert (good.returncode, good.stdout) == (0, f"c1 (1)\n{wide}\t.\n[red]no[/red]\n")
+        assert shoal("exec", "-w", "c1", "--user", "--", "sh", "-c", "exit 5").returncode == 5
+        partly = shoal("exec", "--json", "--user", "--", "true")
+        assert partly.returncode == 3
+        told = json.loads(partly.stdout)
+        assert [group["hosts"] for group in told["groups"]] == [["c1"]]
+        assert told["failures"]["n1"]["error"] == "Unreachable"
+
+
+@needs_sshd
+def test_ssh_becomes_ssh_with_this_clusters_keys(empty_place: Path) -> None:
+    with running_sshd(empty_place / "sshd") as server:
+        loopback(server)
+        done = shoal("ssh", "c1", "echo", "hello")
+        assert (done.returncode, done.stdout) == (0, "hello\n")
+        told = json.loads(shoal("ssh", "--json", "c1", "echo", "hello").stdout)
+        assert told["command"][0] == "ssh"
+        assert told["command"][-3:] == ["127.0.0.1", "echo", "hello"]
+        assert (empty_place / "state/shoal/loop/known_hosts").exists()
+        without = shoal("ssh", "c1", env={**os.environ, "PATH": "/nowhere"})
+        assert without.returncode == 1
+        assert without.stderr == "error: this machine has no ssh command\n  fix: install openssh-client\n"
+        assert shoal("ssh", "--forget-key", "c1").stdout == "forgot the key of c1\n"
+        assert json.loads(shoal("ssh", "--forget-key", "--json", "c1").stdout) == {"host": "c1", "forgotten": False}
+
+
+@needs_sshd
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_puts_everything_away_and_says_how_to_go_on(empty_place: Path, number: signal.Signals) -> None:
+    with running_sshd(empty_place / "sshd") as server:
+        loopback(server)
+        mark = empty_place / "begun"
+        words = ["exec", "--user", "--", "sh", "-c", f"echo $$ > {mark}; exec sleep 600"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        begun(mark)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert out == ""
+        assert err == (
+            "\nstopping: each host finishes the step it is at; Ctrl-C again leaves at once\n"
+            "error: stopped\n  fix: run the same command again to go on from here\n"
+        )
+        gone(int(mark.read_text()))
+
+
+@needs_sshd
+def test_ctrl_c_with_json_is_one_object_too(empty_place: Path) -> None:
+    with running_sshd(empty_place / "sshd") as server:
+        loopback(server)
+        mark = empty_place / "begun"
+        words = ["exec", "--json", "--user", "--", "sh", "-c", f"echo $$ > {mark}; exec sleep 600"]
+        process = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True)
+        begun(mark)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert json.loads(out)["error"] == "Interrupted"
+
+
+def begun(mark: Path) -> None:
+    for _ in range(600):
+        if mark.exists() and mark.read_text().endswith("\n"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the command never began")
+
+
+def gone(pid: int) -> None:
+    for _ in range(300):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "schema"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

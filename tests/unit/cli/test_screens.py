@@ -1,0 +1,282 @@
+"""What a verb's result looks like: as text without a terminal, as text on one, and as one JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from tests.unit.plan.fake_world import lab
+
+from shoal.cli.progress import TerminalProgress
+from shoal.cli.render import show_exec, show_plan, show_status, show_up
+from shoal.cli.session import Session
+from shoal.errors import Interrupted, ProviderError, Unreachable, UsageError, VersionWindow
+from shoal.hosts.api import Result
+from shoal.plan.model import Change, Cost, HostPlan, Plan
+from shoal.slurm.state import JobState, NodeState, PartitionState
+from shoal.spec.finding import Finding
+from shoal.verbs.context import Context
+from shoal.verbs.down import DownResult
+from shoal.verbs.remote import ExecResult
+from shoal.verbs.status import Status, status
+from shoal.verbs.up import UpResult
+
+AWAY = Unreachable("n9", "does not answer within 10 s", hint="is the host up?")
+NODES = (
+    NodeState("n1", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8"),
+    NodeState("n2", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8"),
+    NodeState("n3", ("DOWN", "DRAIN"), reason="[red]\x1b[2Jfan", cpus=8, cpus_alloc=8, memory_mb=14700),
+)
+STATUS = Status(
+    cluster="reef",
+    controller="c1",
+    version="22.05.8",
+    nodes=NODES,
+    partitions=(PartitionState("main", "UP", True, "n[1-3]"),),
+    jobs=(
+        JobState("7", "RUNNING", "bob", "main", "n[1-2]", "None", "0:10", "1-00:00:00", 2, "\x1b]0;owned\x07train"),
+        JobState("8_[1-9]", "PENDING", "bob", "main", "", "Resources", "0:00", "UNLIMITED", 1, "[bold]x"),
+    ),
+    absent=("n4", "n5"),
+    extra=("old1",),
+)
+PLAN = Plan(
+    cluster="reef",
+    drain=("n3",),
+    hosts=(
+        HostPlan("n1", (), (Change("n1", "file /etc/x", "update /etc/x", Cost.NOTHING, "--- a\n+++ b\n-old\n+new\n"),)),
+        HostPlan("n2", (), (Change("n2", "file /etc/x", "update /etc/x"),)),
+        HostPlan("c1", (), (Change("c1", "service slurmctld", "restart slurmctld", Cost.RESTART),)),
+    ),
+    findings=(Finding("warning", "the clock is off", "+90 s", host="n1"),),
+    unreached={"n9": "does not answer within 10 s"},
+)
+UP = UpResult(
+    "reef",
+    created=("n1",),
+    changed=("n1", "n2", "c1"),
+    staying=("n3",),
+    unready=(("n4", "Low RealMemory"),),
+    failures={"n9": AWAY},
+)
+EXEC = ExecResult(((("n1", "n2"), Result(0, b"6.1\n")), (("n3",), Result(2, b"", b"no such file\n"))), {"n9": AWAY})
+
+
+def drawn(show: Callable[[Console], None], width: int = 200) -> str:
+    console = Console(file=StringIO(), width=width)
+    show(console)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
+
+
+def test_status_is_read_at_a_glance() -> None:
+    assert drawn(lambda console: show_status(console, STATUS)) == (
+        "reef: Slurm 22.05.8 on c1; nodes: 1 down+drain, 2 idle\n"
+        "\n"
+        "nodes   state       cpus  memory  gpus    slurm    reason\n"
+        "n[1-2]  idle        0/16  14.4G   2 h100  22.05.8\n"
+        "n3      down+drain  8/8   14.4G   -       -        [red]\\x1b[2Jfan\n"
+        "n[4-5]: in the file and not in Slurm; `shoal up` adds it\n"
+        "old1: in Slurm and not in the file; `shoal up` removes it\n"
+        "\n"
+        "partition  state  nodes   time limit\n"
+        "main*      up     n[1-3]  unlimited\n"
+        "\n"
+        "job      name                   user  state    time  limit       nodes  where or why\n"
+        "7        \\x1b]0;owned\\x07train  bob   running  0:10  1-00:00:00  2      n[1-2]\n"
+        "8_[1-9]  [bold]x                bob   pending  0:00  unlimited   1      (Resources)\n"
+    )
+
+
+def test_nothing_that_a_user_of_the_cluster_chose_reaches_the_terminal_as_a_command() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=200, no_color=True)
+    show_status(console, STATUS)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+
+
+def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
+    assert drawn(lambda console: show_plan(console, PLAN, diff=False)) == (
+        "warning n1: the clock is off, found +90 s\n"
+        "✗ n9: does not answer within 10 s\n"
+        "hosts   what               change              costs\n"
+        "n3      node               drain, then remove  node drained\n"
+        "n[1-2]  file /etc/x        update /etc/x       nothing\n"
+        "c1      service slurmctld  restart slurmctld   daemon restart\n"
+        "\n"
+        "4 changes on 4 hosts; costs at most: node drained\n"
+    )
+
+
+def test_a_plan_with_diffs_shows_them_by_host() -> None:
+    text = drawn(lambda console: show_plan(console, PLAN, diff=True))
+    assert "\nn1 file /etc/x\n--- a\n+++ b\n-old\n+new\n" in text
+
+
+def test_an_empty_plan_says_so() -> None:
+    assert drawn(lambda console: show_plan(console, Plan("reef"), diff=True)) == "reef: no changes\n"
+
+
+def test_up_ends_with_what_was_done_and_what_was_not() -> None:
+    assert drawn(lambda console: show_up(console, UP)) == (
+        "✗ n4: Slurm cannot use it yet: Low RealMemory\n"
+        "… n3: drained, still has jobs; run `shoal up` again when they have ended\n"
+        "✗ n9: does not answer within 10 s\n"
+        "    fix: is the host up?\n"
+        "! reef: created n1, changed c1,n[1-2]; not complete\n"
+    )
+    assert drawn(lambda console: show_up(console, UpResult("reef"))) == "✓ reef: no changes\n"
+
+
+def test_exec_shows_equal_outputs_once() -> None:
+    assert drawn(lambda console: show_exec(console, EXEC)) == (
+        "n[1-2] (2)\n6.1\nn3 (1) (exit 2)\nno such file\n✗ n9: does not answer within 10 s\n    fix: is the host up?\n"
+    )
+
+
+FINISHES: dict[str, tuple[Callable[[Session], None], int, dict[str, Any]]] = {
+    "plan": (lambda s: s.finish_plan(PLAN, False), 3, {"cluster": "reef", "cost": "drain"}),
+    "up": (lambda s: s.finish_up(UP), 3, {"whole": False, "unready": [["n4", "Low RealMemory"]]}),
+    "up again": (lambda s: s.finish_up(UpResult("reef")), 0, {"whole": True, "unchanged": True}),
+    "down": (lambda s: s.finish_down(DownResult("reef", deleted=("n1",))), 0, {"deleted": ["n1"], "failures": {}}),
+    "down partly": (lambda s: s.finish_down(DownResult("reef", failures={"n9": AWAY})), 3, {"released": []}),
+    "status": (lambda s: s.finish_status(STATUS), 0, {"version": "22.05.8", "absent": ["n4", "n5"]}),
+    "check": (lambda s: s.finish_check([Finding("error", "no")]), 1, {"ok": False}),
+    "check ok": (lambda s: s.finish_check([Finding("info", "so")]), 0, {"ok": True}),
+    "exec": (lambda s: s.finish_exec(EXEC), 3, {}),
+    "exec 5": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(5)),))), 5, {"failures": {}}),
+    "exec killed": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(137)),))), 1, {}),
+    "node": (lambda s: s.finish_nodes("draining", ["n1"]), 0, {"draining": ["n1"]}),
+}
+
+
+def ended(session: Session, act: Callable[[Session], object]) -> int:
+    try:
+        with session:
+            act(session)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
+
+
+@pytest.mark.parametrize("name", FINISHES)
+def test_every_result_is_one_json_object_and_has_its_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finish, code, part = FINISHES[name]
+    assert ended(Session(json=True), finish) == code
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert isinstance(told, dict)
+    assert {key: told[key] for key in part} == part
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", FINISHES)
+def test_no_colour_goes_into_a_pipe_and_nothing_is_cut(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finish, code, _ = FINISHES[name]
+    assert ended(Session(json=False), finish) == code
+    out, err = capsys.readouterr()
+    assert out
+    assert "\x1b" not in out + err
+
+
+# ---- errors
+
+
+async def bug() -> None:
+    raise KeyError("a mistake of ours")
+
+
+def fails(error: Exception) -> Callable[[Session], object]:
+    async def work() -> None:
+        raise error
+
+    return lambda session: session.run(work())
+
+
+def test_our_bugs_end_with_70_and_a_traceback_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(Session(json=False), lambda session: session.run(bug())) == 70
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "KeyError: 'a mistake of ours'\n" in err
+    assert err.endswith("This is a bug in Shoal. Please report it with the lines above.\n")
+
+
+def test_our_bugs_are_one_json_object_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(Session(json=True), lambda session: session.run(bug())) == 70
+    told = json.loads(capsys.readouterr().out)
+    assert told["error"] == "bug"
+    assert "KeyError: 'a mistake of ours'" in told["traceback"]
+
+
+def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    world = lab()
+
+    def broken(call: object) -> bytes:
+        raise ZeroDivisionError
+
+    world.hosts["c1"].answers = {("scontrol",): broken, ("squeue",): broken}
+    context = Context(world.spec, connector=world.connector)
+    assert ended(Session(json=False), lambda session: session.run(status(context))) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UsageError("so not", hint="but so"), 2, "error: so not\n  fix: but so\n"),
+        (ProviderError("no [red]room[/red]"), 1, "error: no [red]room[/red]\n"),
+        (AWAY, 1, "error: n9: does not answer within 10 s\n  fix: is the host up?\n"),
+        (Interrupted("stopped", hint="go on"), 130, "error: stopped\n  fix: go on\n"),
+        (asyncio.CancelledError(), 130, "error: stopped\n  fix: run the same command again to go on from here\n"),
+    ],
+)
+def test_an_error_has_its_exit_code_and_says_what_to_do(
+    error: Exception, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(Session(json=False), fails(error)) == code
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
+def test_ctrl_c_at_a_question_is_no_bug(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(session: Session) -> None:
+        raise error
+
+    assert ended(Session(json=False), ask) == 130
+    assert capsys.readouterr().err.startswith("error: stopped\n")
+
+
+def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    window = VersionWindow("cannot talk", findings=(Finding("error", "too old", host="n1"),))
+    assert ended(Session(json=True), fails(window)) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
+
+
+# ---- progress
+
+
+def test_without_a_terminal_each_phase_is_one_line() -> None:
+    console = Console(file=StringIO(), width=200)
+    with TerminalProgress(console).phase("connect and look", 2) as phase:
+        phase.say("n1", "busy")
+        phase.done("n1")
+        phase.done("n2", "it broke")
+    assert console.file.getvalue().startswith("  connect and look             failed on n2")  # type: ignore[attr-defined]
+
+
+def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=100, no_color=True)
+    with TerminalProgress(console).phase("nodes", 1) as phase:
+        phase.say("n1", "unpack [/slurmd] \x1b[2J")
+        phase.at(0.5, "[/half]")
+        phase.done("n1")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "✓ nodes" in text
+    assert "\x1b[2J" not in text
