@@ -1,0 +1,46 @@
+"""The commands and examples that the documents show, and how each command is run by a test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+LENT = "as it stands, on hosts called as in the README, by test_the_readme_builds_a_cluster"
+DEMO = "as it stands, by test_the_demo_shows_a_job_and_a_status"
+COLLECT = "with --collect-only behind it, by test_arguments_go_to_pytest"
+CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
+ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
+
+COMMANDS = {
+    "shoal check": LENT,
+    "shoal plan": LENT,
+    "shoal up": LENT,
+    "shoal status": LENT,
+    "shoal ssh desktop srun -N2 hostname": LENT,
+    "python3 -m venv ~/shoal && ~/shoal/bin/pip install .": LENT,
+    "~/shoal/bin/shoal init --hosts desktop,gpu01,gpu02": LENT,
+    "~/shoal/bin/shoal up": LENT,
+    "scripts/demo": DEMO,
+    "scripts/check": CHECK,
+    "scripts/test": ITSELF,
+    "scripts/test tests/unit": COLLECT,
+    "scripts/test -m matrix": COLLECT,
+}
+"""Every command in the documents, and how it is run. One that is not here fails a test."""
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The commands of a document, block by block, without their comments."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", document.read_text(), re.DOTALL):
+        lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+        found.append([re.sub(r"\s+# .*", "", line).strip() for line in lines])
+    return found
+
+
+def examples(document: Path) -> list[str]:
+    """The YAML of a document."""
+    return re.findall(r"```yaml\n(.*?)```", document.read_text(), re.DOTALL)

@@ -1,0 +1,99 @@
+"""The documents say what is so: commands that are run, examples that load, links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.documents import COMMANDS, DOCUMENTS, ROOT, commands, examples
+from typer.main import get_command
+
+import shoal
+import shoal.errors
+from shoal.cli.app import app
+from shoal.spec.load import load_text_all
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def test_every_command_in_the_documents_is_run_by_a_test() -> None:
+    shown = {command for document in DOCUMENTS for block in commands(document) for command in block}
+    assert shown - set(COMMANDS) == set(), "say in tests/documents.py how these are run"
+    assert set(COMMANDS) - shown == set(), "no document shows these any more"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_only_blocks_of_a_known_kind_are_used_so_that_no_command_hides(document: Path) -> None:
+    fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
+    assert set(fences[::2]) <= {"yaml", "console"}
+    assert set(fences[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_example_loads_without_a_finding(document: Path) -> None:
+    for text in examples(document):
+        assert load_text_all(text, name_of(document))[1] == []
+
+
+def test_the_readme_has_an_example_of_at_most_15_lines() -> None:
+    [text] = examples(ROOT / "README.md")
+    assert len(text.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_verb_that_is_named_exists(document: Path) -> None:
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    named = set(re.findall(r"`shoal ([a-z]+)", document.read_text()))
+    assert named <= known
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_link_and_every_path_leads_to_a_file(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert link.startswith("https://") or (document.parent / link).exists(), link
+    for path in re.findall(r"`((?:src|tests|scripts|bench|docs)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:agent|cli|hosts|plan|providers|roles|slurm|spec|verbs)/[\w./-]*)`", text):
+        assert (ROOT / "src/shoal" / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_link_inside_a_page_leads_to_a_heading(document: Path) -> None:
+    text = document.read_text()
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        assert anchor in headings, anchor
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == stated == shoal.__version__
+
+
+def test_ci_runs_the_checks_and_the_tests() -> None:
+    assert "exec scripts/test\n" in (ROOT / ".ci/run").read_text()
+    everything = (ROOT / "scripts/test").read_text()
+    assert everything.index('"$root/scripts/check"') < everything.index('pytest" -q -m "not matrix"')
+
+
+def test_the_exit_codes_of_the_page_are_those_of_the_errors() -> None:
+    text = (ROOT / "docs/how-it-works.md").read_text().replace("\n", " ")
+    codes = {error.__name__: error.exit_code for error in _errors(shoal.errors.ShoalError)}
+    assert codes["ShoalError"] == 1 and "1 failed" in text
+    assert codes["SpecError"] == codes["UsageError"] == 2 and "2 the file or the command line is wrong" in text
+    assert codes["Partly"] == 3 and "3 partly done" in text
+    assert codes["Interrupted"] == 130 and "130 stopped" in text
+    assert "70 a bug of ours" in text
+
+
+def _errors(kind: type[shoal.errors.ShoalError]) -> list[type[shoal.errors.ShoalError]]:
+    return [kind, *(found for below in kind.__subclasses__() for found in _errors(below))]
