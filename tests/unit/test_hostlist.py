@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.spec.hostlist import MAX_NAMES, compress, expand, fold
+from shoal.hostlist import MAX_NAMES, compress, expand, fold
 
 EXPANSIONS = {
     "": [],

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import HostError
+from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
 from shoal.spec.finding import Finding
-from shoal.spec.hostlist import compress
 from shoal.spec.words import printable
 from shoal.verbs.down import DownResult
 from shoal.verbs.remote import ExecResult

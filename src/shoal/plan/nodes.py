@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.errors import SlurmError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, parse_jobs, parse_nodes
-from shoal.spec.hostlist import compress
 
 LEAVING = "shoal: leaving the cluster"
 """The reason on nodes that the spec no longer names. Nodes drained for any other reason are left to whoever did it."""

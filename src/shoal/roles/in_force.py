@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.agent.facts import Facts
+from shoal.hostlist import expand
 from shoal.network.names import addresses_in
 from shoal.roles.confinement import Confinement
 from shoal.slurm.conf import is_ours
 from shoal.slurm.known import known_nodes
 from shoal.slurm.model import CgroupPlugin, Node
-from shoal.spec.hostlist import expand
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 GRES_CONF = "/etc/slurm/gres.conf"

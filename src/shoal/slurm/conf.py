@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
+from shoal.hostlist import compress, expand, fold
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
 from shoal.slurm.versions import known_to_all
-from shoal.spec.hostlist import compress, expand, fold
 
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shoal.hostlist import expand
 from shoal.slurm.conf import is_ours
 from shoal.slurm.model import GpuLine, Node
-from shoal.spec.hostlist import expand
 
 
 def known_nodes(slurm_conf: str, gres_conf: str) -> dict[str, Node]:

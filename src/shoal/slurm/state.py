@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shoal.spec.hostlist import expand
+from shoal.hostlist import expand
 
 NODES_COMMAND = ("scontrol", "-d", "-o", "show", "node")
 PARTITIONS_COMMAND = ("scontrol", "-o", "show", "partition")

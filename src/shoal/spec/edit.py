@@ -13,8 +13,8 @@ from pathlib import Path
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from shoal import hostlist
 from shoal.errors import SpecError, UsageError
-from shoal.spec import hostlist
 from shoal.spec.load import load_text, read_text
 from shoal.spec.members import members
 from shoal.spec.model import HostSet, Spec, parse_host

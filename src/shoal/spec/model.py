@@ -28,7 +28,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from shoal.spec import hostlist, rules
+from shoal import hostlist
+from shoal.spec import rules
 from shoal.spec.words import (
     LATER_NETWORKS,
     LATER_PROVIDERS,

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from shoal.spec import hostlist
+from shoal import hostlist
 from shoal.spec.finding import Level
 from shoal.spec.words import minutes, show, slurm_time
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from shoal.spec import hostlist
+from shoal import hostlist
 
 RESERVED = ("all", "default")
 """Words that mean something else to Slurm where a node's or a partition's name is expected."""

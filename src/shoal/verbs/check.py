@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shoal.errors import HostError, SlurmError, VersionWindow
+from shoal.hostlist import compress
 from shoal.plan.apply import ending
 from shoal.plan.diff import make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
 from shoal.spec.finding import Finding
-from shoal.spec.hostlist import compress
 from shoal.verbs.context import Context, requests
 from shoal.verbs.up import reached_addresses
 

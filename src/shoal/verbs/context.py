@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ProviderError, UsageError
+from shoal.hostlist import expand
 from shoal.hosts.api import Connector, Target
 from shoal.hosts.ssh import SshConnector
 from shoal.plan.fleet import Fleet
@@ -15,7 +16,6 @@ from shoal.plan.progress import Phase, Progress, Silence
 from shoal.providers import provider as find_provider
 from shoal.providers.api import Instance, Provider, Request
 from shoal.spec.finding import Finding
-from shoal.spec.hostlist import expand
 from shoal.spec.load import load_all
 from shoal.spec.member import Member
 from shoal.spec.members import default_spec, members

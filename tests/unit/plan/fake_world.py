@@ -9,13 +9,13 @@ from typing import Any
 
 from shoal.agent.facts import Account, Address, Cgroup, Cpu, Facts, FileFact, Gpu, Package
 from shoal.agent.fake import FakeAgent
+from shoal.hostlist import expand
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.plan.fleet import Fleet
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.slurm.known import known_nodes
 from shoal.slurm.state import JOBS_COMMAND
-from shoal.spec.hostlist import expand
 from shoal.spec.load import load_text
 from shoal.spec.members import members
 from shoal.spec.model import Spec

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
 
+from shoal.hostlist import expand
 from shoal.slurm.conf import cgroup_conf, change_cost, gpu_type, gres_conf, loses_jobs, real_memory, slurm_conf
 from shoal.slurm.known import known_nodes
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
-from shoal.spec.hostlist import expand
 
 BASE = CLUSTERS["22.05"]
 INJECTIONS = ["a\nNodeName=evil", "a b", "a\tb", "a#b", 'a"b', "a\\b", "", "a\r", "a=b", "é", "a\x00"]
