@@ -1,0 +1,1 @@
+"""What a training script imports: torch and the standard library, nothing of the cluster side."""
