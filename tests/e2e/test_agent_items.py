@@ -239,6 +239,16 @@ async def test_a_service_is_restarted_when_its_unit_file_changes(lent: Lent, kno
     assert {item.status for item in await apply(lent, known, *ticker("2"))} == {"ok"}
 
 
+async def test_restarts_in_quick_succession_do_not_meet_systemds_limit(lent: Lent, known: Path) -> None:
+    unit, service = ticker("1")
+    await apply(lent, known, unit, service)
+    async with await connect(lent, known) as host, await AgentSession.open(host) as agent:
+        for count in range(8):
+            settings = File("/etc/ticker.conf", f"{count}\n", restarts=("ticker",))
+            report = await agent.apply((unit, settings, service), {}, quiet)
+            assert [item.status for item in report.items] == ["ok", "changed", "changed"], report
+
+
 async def test_a_running_service_can_wait_for_its_restart(lent: Lent, known: Path) -> None:
     await apply(lent, known, *ticker("2"))
     async with await connect(lent, known) as host, await AgentSession.open(host) as agent:
