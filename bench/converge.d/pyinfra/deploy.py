@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pyinfra
+from gevent.lock import RLock
 from pyinfra import host, inventory
 from pyinfra.api import FactBase
 from pyinfra.operations import apt, files, server, systemd
@@ -39,6 +41,13 @@ class NodesReady(FactBase):
         return "yes" in list(output)
 
 
+def ask_controller(fact):
+    """A fact of the controller, asked once for all hosts: sshd allows ten sessions on a connection at a time."""
+    # This file runs once for each host, all at the same time; what they share hangs on a module.
+    with vars(pyinfra).setdefault("_converge_lock", RLock()):
+        return inventory.get_host(inputs["controller"]).get_fact(fact)
+
+
 def put(name, path):
     """One of our files, owned by root and readable by all."""
     source = str(Path(inputs["files"], Path(path).name))
@@ -70,7 +79,7 @@ apt.packages(name="Packages", packages=inputs["packages"][role], no_recommends=T
 directory("/etc/munge", "munge", "700")
 key = files.put(
     name="The same munge key everywhere",
-    src=io.BytesIO(inventory.get_host(inputs["controller"]).get_fact(MungeKey)),
+    src=io.BytesIO(ask_controller(MungeKey)),
     dest="/etc/munge/munge.key",
     user="munge",
     group="munge",
@@ -141,7 +150,7 @@ if role == "compute":
 
 # ---- the cluster
 
-if not inventory.get_host(inputs["controller"]).get_fact(NodesReady):
+if not ask_controller(NodesReady):
     wait = f"for _ in $(seq 120); do if {NODES_READY}; then exit 0; fi; sleep 0.5; done; exit 1"
     # Named by all hosts, so that it comes after what each of them does; run by the controller.
     server.shell(name="Every node has registered", commands=wait, _if=lambda: role == "controller")
