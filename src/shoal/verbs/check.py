@@ -52,7 +52,7 @@ async def _look(context: Context, fleet: Fleet) -> list[Finding]:
             Finding("info", f"changes are due on {hosts}", fix="`shoal plan` shows them, `shoal up` makes them")
         )
     if observed.slurm.running:
-        findings += await _nodes(context, fleet)
+        findings += await _nodes(context, fleet, observed)
     return findings
 
 
@@ -69,8 +69,9 @@ def _disks(observed: Observed) -> list[Finding]:
     ]
 
 
-async def _nodes(context: Context, fleet: Fleet) -> list[Finding]:
-    names = [member.name for member in context.members if "compute" in member.roles]
+async def _nodes(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
+    # A node that Slurm does not know yet is a change that is due, and nothing is wrong with it.
+    names = [member.name for member in context.members if member.name in observed.slurm.nodes]
     try:
         missing = await unready(await fleet.host(context.controller.name), names)
     except SlurmError as error:

@@ -406,6 +406,15 @@ async def test_check_says_all_that_is_wrong_the_worst_first() -> None:
     assert context.cluster == "reef"
 
 
+async def test_a_node_that_is_new_in_the_file_is_a_change_and_no_error() -> None:
+    world = lab()
+    await raised(world)
+    wider = context_of(world, LAB.replace("controller: {", "controller: {compute: true, "))
+    assert [(finding.level, finding.what) for finding in await check(wider)] == [
+        ("info", "changes are due on c1"),
+    ]
+
+
 async def test_check_of_a_sandbox_that_is_not_there_says_what_is_in_its_way() -> None:
     sandbox = Sandbox()
     sandbox.provider.findings = [Finding("error", "not root", fix="run it with sudo")]

@@ -1,0 +1,112 @@
+"""The commands of the README and of CONTRIBUTING, run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.documents import COLLECT, COMMANDS, DEMO, LENT, ROOT, commands, examples
+from tests.e2e.lent import Lent, lent_hosts
+
+from shoal.spec.member import Shape
+
+pytestmark = pytest.mark.sandbox
+
+README = ROOT / "README.md"
+HOSTS = ("desktop", "gpu01", "gpu02")
+
+
+def run(line: str, place: Path, environment: dict[str, str] | None = None, timeout: float = 600) -> str:
+    """A command line as a person types it, in a shell."""
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=place, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def lent() -> Iterator[Lent]:
+    with lent_hosts("t-readme", {name: Shape(memory_mb=1024) for name in HOSTS}) as hosts:
+        key = "mkdir -m 700 -p ~ubuntu/.ssh; cp ~/.ssh/authorized_keys ~ubuntu/.ssh; chown -R ubuntu: ~ubuntu/.ssh"
+        for name in HOSTS:
+            hosts.shell(name, f"useradd -m -s /bin/bash ubuntu; {key}")
+            hosts.shell(name, "echo 'ubuntu ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/ubuntu")
+        yield hosts
+
+
+@pytest.fixture
+def home(lent: Lent, tmp_path: Path) -> dict[str, str]:
+    """The environment of a person whose SSH knows the hosts of the README by name."""
+    (tmp_path / ".ssh").mkdir()
+    config = tmp_path / ".ssh/config"
+    for name in HOSTS:
+        at = lent.instances[name].target
+        with config.open("a") as file:
+            file.write(f"Host {name}\n  HostName {at.address}\n  User ubuntu\n  IdentityFile {lent.identity}\n")
+    # OpenSSH takes the home directory from the account, not from $HOME.
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+    ssh.chmod(0o755)
+    path = f"{tmp_path}/shoal/bin:{ssh.parent}:{os.environ['PATH']}"
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "XDG_", "VIRTUAL_ENV"))}
+    settings = Path.home() / ".config/pip/pip.conf"
+    pip = {"PIP_CONFIG_FILE": str(settings)} if settings.exists() else {}
+    return {**mine, **pip, "HOME": str(tmp_path), "PATH": path}
+
+
+def test_the_readme_builds_a_cluster(home: dict[str, str], tmp_path: Path) -> None:
+    use, _, begin = commands(README)
+    assert {COMMANDS[line] for line in (*use, *begin)} == {LENT}
+    install, *first = begin
+    run(install, ROOT, home)
+
+    place = tmp_path / "first"
+    place.mkdir()
+    for line in first:
+        said = run(line, place, home)
+    assert "reef: changed desktop,gpu[01-02]" in said
+
+    (place / "shoal.yaml").write_text(small(examples(README)[0]))
+    said = {line: run(line, place, home) for line in use}
+    assert "nothing in the way" in said["shoal check"]
+    assert "desktop" in said["shoal plan"]
+    assert "reef: changed" in said["shoal up"]
+    assert re.search(r"desktop,gpu\[01-02\] +idle", said["shoal status"])
+    assert len(said["shoal ssh desktop srun -N2 hostname"].split()) == 2
+    assert "no changes" in run("shoal up", place, home)
+    run("shoal down --yes", place, home)
+
+
+def small(example: str) -> str:
+    """The README's example without its rack of sixteen, for which there is no room here."""
+    lines = [line for line in example.splitlines(keepends=True) if "rack" not in line]
+    assert len(lines) == len(example.splitlines()) - 2
+    return "".join(lines)
+
+
+def test_the_demo_shows_a_job_and_a_status(tmp_path: Path) -> None:
+    [line] = [line for line, how in COMMANDS.items() if how == DEMO]
+    environment = {**os.environ, "SHOAL_CLUSTER": "t-demo"}
+    shoal = f"{sys.executable} -m shoal"
+    try:
+        said = run(f"{ROOT}/{line}", tmp_path, environment)
+        for name in ("fish1", "fish2"):
+            assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
+        assert "nodes: 2 idle" in said
+        assert "down" in said.splitlines()[-1]
+    finally:
+        run(f"{shoal} down --force", tmp_path, environment)
+
+
+@pytest.mark.parametrize("line", [line for line, how in COMMANDS.items() if how == COLLECT])
+def test_arguments_go_to_pytest(line: str) -> None:
+    said = run(f"{line} --collect-only -q", ROOT)
+    assert re.search(r"^\d+(/\d+)? tests collected", said, re.MULTILINE), said
