@@ -1,0 +1,36 @@
+"""The errors of the training library, as one tree.
+
+    TrainError
+    ├── EnvError            the launcher's variables contradict each other, or lack something
+    ├── RendezvousError     the ranks did not find each other
+    └── BindingError        ranks and GPUs do not match
+
+Each says what was asked, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class TrainError(RuntimeError):
+    """Training cannot go on, and the user can do something about it."""
+
+    def __init__(self, what: str, *, found: str = "", fix: str = "") -> None:
+        lines = [what]
+        if found:
+            lines.append("  found: " + found.replace("\n", "\n         "))
+        if fix:
+            lines.append("  fix: " + fix.replace("\n", "\n       "))
+        super().__init__("\n".join(lines))
+        self.what, self.found, self.fix = what, found, fix
+
+
+class EnvError(TrainError):
+    """The launcher's variables contradict each other, or lack something."""
+
+
+class RendezvousError(TrainError):
+    """The ranks did not find each other."""
+
+
+class BindingError(TrainError):
+    """Ranks and GPUs do not match."""
