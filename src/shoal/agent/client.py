@@ -277,4 +277,4 @@ def _payload(state: str) -> bytes:
 @cache
 def _program() -> tuple[bytes, str]:
     source = resources.files("shoal.agent").joinpath("program.py").read_bytes()
-    return zlib.compress(source, 9) + b"\n", hashlib.sha256(source).hexdigest()
+    return zlib.compress(source) + b"\n", hashlib.sha256(source).hexdigest()

@@ -1,20 +1,25 @@
-#!/usr/bin/python3
+#!/usr/bin/python3 -ISB
 """A stand-in for nvidia-smi on sandbox hosts: answers -L and --query-gpu from /etc/shoal-gpus. Stands alone.
 
 Each line of that file is `index, uuid, name, memory in MiB`.
 """
 
+# It runs in every round of facts on every host, so it imports next to nothing and starts without `site`.
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
 import sys
-from os import environ
-from pathlib import Path
-from typing import List  # noqa: UP035
 
 FIELDS = ("index", "uuid", "name", "memory.total")
 
 
-def main(arguments: List[str]) -> int:  # noqa: UP006 - the host's Python may be old
-    source = Path(environ.get("SHOAL_GPUS", "/etc/shoal-gpus"))
-    lines = source.read_text().splitlines() if source.exists() else []
+def main(arguments: list[str]) -> int:
+    source = os.environ.get("SHOAL_GPUS", "/etc/shoal-gpus")
+    lines: list[str] = []
+    if os.path.exists(source):
+        with open(source) as file:
+            lines = file.read().splitlines()
     gpus = [dict(zip(FIELDS, line.split(", "))) for line in lines if line]  # noqa: B905
     if not gpus:
         print("No devices were found")
