@@ -5,7 +5,6 @@ Each line of that file is `index, uuid, name, memory in MiB`.
 """
 
 # It runs in every round of facts on every host, so it imports next to nothing and starts without `site`.
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os
