@@ -104,9 +104,7 @@ def up(
     file: File = None,
     cluster: Cluster = None,
     drain_timeout: DrainTimeout = None,
-    allow_job_loss: Annotated[
-        bool, typer.Option("--allow-job-loss", help="Go on when a change ends running jobs.")
-    ] = False,
+    allow_job_loss: Annotated[bool, typer.Option("--allow-job-loss", help="Go on when a change ends jobs.")] = False,
     json: Json = False,
 ) -> None:
     """Build the cluster, or bring it to what the file says."""

@@ -48,6 +48,8 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     touched = {change.host for change in plan.changes}
     changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
     console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.words}", highlight=False)
+    if plan.loses:
+        console.print(f"[red]These jobs would end:[/] {', '.join(plan.loses)}", highlight=False)
     if plan.create:
         console.print("What the new hosts need is worked out once they answer.")
 

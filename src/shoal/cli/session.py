@@ -96,6 +96,7 @@ class Session:
                     "cluster": plan.cluster,
                     "cost": plan.cost,
                     "changes": plan.changes,
+                    "loses": plan.loses,
                     "hosts": hosts,
                     "findings": plan.findings,
                     "unreached": plan.unreached,

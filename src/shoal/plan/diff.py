@@ -65,8 +65,9 @@ async def make_plan(
         return await agent.check(_all(stages[name]))
 
     reports = await fleet.each(stages, dry_run, on_done)
+    ends_jobs, loses = _loses(goal.now, observed)
     # On a login host the file is only read by commands.
-    costs = {goal.now.controller.name: _controller_cost(goal.now)}
+    costs = {goal.now.controller.name: _conf_cost(goal.now, ends_jobs)}
     hosts = tuple(
         HostPlan(name, stages[name], _changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
@@ -80,6 +81,7 @@ async def make_plan(
         delete=tuple((provider, instance.name) for provider, instance in orphans),
         hosts=hosts,
         after_drain=after,
+        loses=loses,
         findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports)),
         unreached={name: error.cause for name, error in fleet.failures.items()},
     )
@@ -149,16 +151,36 @@ def _all(stages: tuple[tuple[Stage, Document], ...]) -> Document:
     return tuple(item for _, document in stages for item in document)
 
 
-def _controller_cost(cluster: Cluster) -> Cost:
+def _loses(cluster: Cluster, observed: Observed) -> tuple[bool, tuple[str, ...]]:
+    """Whether the new slurm.conf ends jobs, and which jobs of now those are.
+
+    slurmctld fails every job, running or waiting, whose partition is gone when it reads the file.
+    """
+    old = _slurm_conf(cluster)
+    if old is None:
+        return False, ()
+    jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
+    if loses_jobs(old, slurm_conf(cluster.conf)):
+        return True, tuple(job.id for job in jobs if job.state == "RUNNING")
+    inside = in_force(cluster.facts[cluster.controller.name]).partitions.values()
+    gone = {name for names in inside for name in names} - {partition.name for partition in cluster.conf.partitions}
+    lost = tuple(job.id for job in jobs if set(job.partition.split(",")) <= gone)
+    return bool(lost), lost
+
+
+def _conf_cost(cluster: Cluster, ends_jobs: bool) -> Cost:
     """What the new slurm.conf costs, whole."""
-    fact = cluster.facts[cluster.controller.name]
-    old = fact.files[SLURM_CONF].text if SLURM_CONF in fact.files else None
+    old = _slurm_conf(cluster)
     if old is None:
         return Cost.NOTHING
-    new = slurm_conf(cluster.conf)
-    if loses_jobs(old, new):
+    if ends_jobs:
         return Cost.JOBS
-    return Cost.RESTART if change_cost(old, new) == "restart" else Cost.NOTHING
+    return Cost.RESTART if change_cost(old, slurm_conf(cluster.conf)) == "restart" else Cost.NOTHING
+
+
+def _slurm_conf(cluster: Cluster) -> str | None:
+    fact = cluster.facts[cluster.controller.name]
+    return fact.files[SLURM_CONF].text if SLURM_CONF in fact.files else None
 
 
 def _changes(name: str, report: Report, conf_cost: Cost) -> tuple[Change, ...]:

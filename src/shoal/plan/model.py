@@ -64,6 +64,8 @@ class Plan:
     hosts: tuple[HostPlan, ...] = ()
     after_drain: tuple[HostPlan, ...] = ()
     """The controller and login hosts once the drained nodes are out of the configuration."""
+    loses: tuple[str, ...] = ()
+    """Jobs that the changes would end."""
     findings: tuple[Finding, ...] = ()
     unreached: Mapping[str, str] = field(default_factory=dict)
     """Hosts that could not be looked at, with the cause."""

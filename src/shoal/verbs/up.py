@@ -60,7 +60,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
             planned = await make_plan(
                 context.spec, observed, fleet, reached_addresses(fleet), orphans, on_done=ending(phase)
             )
-        _refuse_job_loss(planned, observed, allow_job_loss)
+        _refuse_job_loss(planned, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
         removed = () if applied.staying else await _remove(context, planned, applied)
@@ -121,13 +121,10 @@ def reached_addresses(fleet: Fleet) -> dict[str, str]:
     return reached
 
 
-def _refuse_job_loss(planned: Plan, observed: Observed, allowed: bool) -> None:
-    if planned.cost is not Cost.JOBS or allowed or not observed.slurm.jobs:
-        return
-    running = [job.id for job in observed.slurm.jobs if job.state == "RUNNING"]
-    if running:
+def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
+    if planned.cost is Cost.JOBS and planned.loses and not allowed:
         raise ShoalError(
-            f"this change would end running jobs ({', '.join(running)}); nothing was changed",
+            f"this change would end jobs ({', '.join(planned.loses)}); nothing was changed",
             hint="wait for them, or say --allow-job-loss",
         )
 

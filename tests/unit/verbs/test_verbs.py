@@ -95,11 +95,29 @@ async def test_up_ends_no_running_job_unless_that_is_allowed() -> None:
     with pytest.raises(ShoalError) as caught:
         await up(renamed, AT_ONCE)
     assert str(caught.value) == (
-        "this change would end running jobs (7); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
+        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
     )
     assert world.slurm.conf == before
     await up(renamed, AT_ONCE, allow_job_loss=True)
     assert "ClusterName=atoll" in world.slurm.conf
+
+
+async def test_a_partition_with_jobs_is_taken_away_only_when_that_is_allowed() -> None:
+    world = lab()
+    await raised(world, LAB + "  side: {nodesets: [lab]}\n")
+    world.slurm.jobs["7"] = "n1"  # in `main`
+    without_side = context_of(world)
+    assert (await plan(without_side)).cost is Cost.NOTHING
+    without_main = context_of(world, LAB.replace("  main:", "  side:"))
+    planned = await plan(without_main)
+    assert (planned.cost, planned.loses) == (Cost.JOBS, ("7",))
+    with pytest.raises(ShoalError, match=r"this change would end jobs \(7\); nothing was changed"):
+        await up(without_main, AT_ONCE)
+    assert "PartitionName=main" in world.slurm.conf
+    world.slurm.jobs.clear()
+    assert (await plan(without_main)).cost is Cost.NOTHING
+    assert (await up(without_main, AT_ONCE)).changed == ("c1",)
+    assert "PartitionName=main" not in world.slurm.conf
 
 
 class Sandbox:
