@@ -51,7 +51,7 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     if plan.loses:
         console.print(f"[red]These jobs would end:[/] {', '.join(plan.loses)}", highlight=False)
     if plan.create:
-        console.print("What the new hosts need is worked out once they answer.")
+        console.print("What the new hosts need, and what they change on the others, is worked out once they answer.")
 
 
 def show_up(console: Console, result: UpResult) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.errors import HostError, ShoalError, SpecError
 from shoal.plan.apply import Applied, Patience, apply, ending
@@ -42,11 +42,13 @@ class UpResult:
 async def plan(context: Context) -> Plan:
     """The changes that `up` would make. Changes nothing."""
     missing, orphans = await _instances(context)
-    if missing:
+    absent = {request.name for _, request in missing}
+    if context.controller.name in absent:
         return creation_plan(context.cluster, missing, orphans)
-    async with await context.fleet() as fleet:
+    async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
         observed = await _look(context, fleet)
-        return await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
+        planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
+        return replace(planned, create=tuple(missing))
 
 
 async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:

@@ -158,6 +158,18 @@ async def test_up_makes_the_hosts_that_are_missing_and_starts_those_that_stopped
     assert [one.state for one in await sandbox.provider.instances("reef")] == ["running"] * 3
 
 
+async def test_the_plan_for_a_host_more_also_says_what_happens_to_those_that_are_there() -> None:
+    sandbox = Sandbox()
+    await up(sandbox.context(), AT_ONCE)
+    sandbox.world.look_again()
+    del sandbox.world.agents["fish1"].items["service slurmd"]
+    planned = await plan(sandbox.context(3))
+    assert [(change.host, change.what) for change in planned.changes] == [
+        ("fish3", "host"),
+        ("fish1", "service slurmd"),
+    ]
+
+
 async def test_a_host_that_the_spec_no_longer_names_is_drained_and_deleted() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
