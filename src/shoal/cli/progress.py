@@ -30,13 +30,14 @@ class TerminalProgress:
             self._console.print(phase.line(time.monotonic() - begun), highlight=False, markup=False)
             return
         bars = Bars(
-            TextColumn("{task.description:<28}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("{task.description:<26}", table_column=Column(min_width=26)),
+            BarColumn(bar_width=16, table_column=Column(min_width=16)),
+            MofNCompleteColumn(table_column=Column(min_width=5)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=self._console,
             transient=True,
+            expand=True,
         )
         with bars:
             bar = BarPhase(bars, title, total)
@@ -62,7 +63,7 @@ class PlainPhase:
 
     def line(self, seconds: float) -> str:
         mark = f"failed on {', '.join(self.failed)}" if self.failed else "done"
-        return f"  {self.title:<28} {mark:<8} {seconds:6.1f} s"
+        return f"  {self.title:<26} {mark:<8} {seconds:6.1f} s"
 
 
 class BarPhase(PlainPhase):
@@ -85,5 +86,5 @@ class BarPhase(PlainPhase):
 
     def line(self, seconds: float) -> str:
         if self.failed:
-            return f"[red]✗[/] {self.title:<28} failed on {', '.join(self.failed)} {seconds:6.1f} s"
-        return f"[green]✓[/] {self.title:<28} {seconds:6.1f} s"
+            return f"[red]✗[/] {self.title:<26} failed on {', '.join(self.failed)} {seconds:6.1f} s"
+        return f"[green]✓[/] {self.title:<26} {seconds:6.1f} s"

@@ -107,7 +107,8 @@ async def _apply_stage(fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict
     agent = await fleet.agent(host.name)
 
     def tell(event: ItemEvent) -> None:
-        phase.say(host.name, event.text)
+        if event.text:
+            phase.say(host.name, event.text)
 
     report = await agent.apply(host.document(stage), secrets, tell)
     failed = next((item for item in report.items if item.status == "failed"), None)

@@ -268,7 +268,7 @@ def test_without_a_terminal_each_phase_is_one_line() -> None:
         phase.say("n1", "busy")
         phase.done("n1")
         phase.done("n2", "it broke")
-    assert console.file.getvalue().startswith("  connect and look             failed on n2")  # type: ignore[attr-defined]
+    assert console.file.getvalue().startswith("  connect and look           failed on n2")  # type: ignore[attr-defined]
 
 
 def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
