@@ -25,10 +25,12 @@ class Cluster:
         self.file.write_text(text)
         self.name = text.split("cluster:")[1].split()[0]
         self.provider = SandboxProvider()
+        # Host keys of an earlier run would be those of other machines.
+        self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
 
     def shoal(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
-        done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
         said = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, said
         return done
@@ -46,7 +48,12 @@ class Cluster:
 
     def background(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            self.line(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.env,
+            start_new_session=True,
         )
 
     def on(self, host: str, *argv: str, status: int | None = 0) -> str:
