@@ -3,6 +3,7 @@
     <cache>/images/<image>/<recipe>/       a root file system, shared by all hosts, never written to
     <cache>/sandbox/<cluster>/cluster.json the cluster's sites and their subnets
                              /id_ed25519   the key that logs in to its hosts
+                             /shared/      a directory that all its hosts see as /shared
                              /hosts/<name>/host.json, seed/, upper/, work/, root/, log
 
 Names of links, namespaces and groups follow from the cache and the cluster alone, so that what a killed process
@@ -92,6 +93,11 @@ class Layout:
     @property
     def dir(self) -> Path:
         return self.cache / "sandbox" / self.cluster
+
+    @property
+    def shared(self) -> Path:
+        """What the hosts see as /shared."""
+        return self.dir / "shared"
 
     @property
     def identity(self) -> Path:

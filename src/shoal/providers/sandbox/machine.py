@@ -174,6 +174,10 @@ def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
     devices = [path for path in (Path("/dev/net/tun"), Path("/dev/fuse")) if path.exists()]
     binds = [f"--bind={path}" for path in devices]
     binds += [f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())]
+    # One directory that all hosts of the cluster have in common, as a lab has a file server.
+    layout.shared.mkdir(mode=0o1777, exist_ok=True)
+    layout.shared.chmod(0o1777)
+    binds.append(f"--bind={layout.shared}:/shared")
     return [
         "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--boot", f"--directory={home / 'root'}",
         f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
