@@ -1,0 +1,136 @@
+"""Copies shards to the node's own disk before training, once a node.
+
+Every process of a node calls `stage` with the same shards. A shard is copied by whoever gets its lock first while the
+others go on to other shards, and wait at the end for those still under way. The lock is the kernel's (flock), so that
+a copier that is killed holds up nobody. A copy appears under its name whole and checked, or not at all; what cannot
+be copied is read where it lies, with a warning, since a full disk is no reason not to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .errors import DataError
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 4 << 20
+
+
+def stage(shards: Sequence[Path], folder: Path, *, keep_free: int = 1 << 30) -> list[Path]:
+    """Copy shards into `folder`, of the node's own disk; the paths to read from, in the same order.
+
+    A copy of an earlier job is used again if its size and modification time are the shard's. `keep_free` bytes of the
+    disk are left for others.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("cannot stage shards to %s (%s); reading them where they are", folder, error.strerror)
+        return list(shards)
+    staged: dict[int, Path] = {}
+    busy: list[int] = []
+    for at, shard in enumerate(shards):
+        path = _stage_one(shard, folder, keep_free, wait=False)
+        if path is None:
+            busy.append(at)
+        else:
+            staged[at] = path
+    for at in busy:
+        staged[at] = _stage_one(shards[at], folder, keep_free, wait=True) or shards[at]
+    return [staged[at] for at in range(len(shards))]
+
+
+def staged_path(shard: Path, folder: Path) -> Path:
+    """Where the copy of a shard lies. Shards of one name from two folders do not meet."""
+    digest = hashlib.blake2b(os.fsencode(shard.absolute().parent), digest_size=4).hexdigest()
+    return folder / f"{digest}-{shard.name}"
+
+
+def _stage_one(shard: Path, folder: Path, keep_free: int, *, wait: bool) -> Path | None:
+    """The path to read a shard from; None if another process is copying it and we do not wait."""
+    target = staged_path(shard, folder)
+    if _is_copy(target, shard):
+        return target
+    try:
+        with _lock(target.with_name(f".{target.name}.lock"), wait=wait) as ours:
+            if not ours:
+                return None
+            if not _is_copy(target, shard):
+                _copy(shard, target, keep_free)
+            return target
+    except OSError as error:
+        log.warning("cannot stage %s to %s (%s); reading it where it is", shard, folder, error.strerror or error)
+        return shard
+
+
+def _is_copy(target: Path, shard: Path) -> bool:
+    try:
+        there, here = target.stat(), shard.stat()
+    except OSError:
+        return False
+    return (there.st_size, there.st_mtime_ns) == (here.st_size, here.st_mtime_ns)
+
+
+def _copy(shard: Path, target: Path, keep_free: int) -> None:
+    stat = shard.stat()
+    free = shutil.disk_usage(target.parent).free
+    if free < stat.st_size + keep_free:
+        raise OSError(f"{free >> 20} MiB are free, {(stat.st_size + keep_free) >> 20} MiB are needed")
+    # The lock is ours, so the name needs no process id, and what a killed copier left here is written over.
+    draft = target.with_name(f".{target.name}.partial")
+    try:
+        with shard.open("rb") as source, draft.open("wb") as copy:
+            checksum = 0
+            while chunk := source.read(_CHUNK):
+                checksum = zlib.crc32(chunk, checksum)
+                copy.write(chunk)
+            copy.flush()
+            os.fsync(copy.fileno())
+        _verify(draft, stat.st_size, checksum, shard)
+        os.utime(draft, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        draft.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _verify(draft: Path, size: int, checksum: int, shard: Path) -> None:
+    found = draft.stat().st_size
+    if found != size:
+        raise DataError(
+            f"shard {shard} was changed while it was copied",
+            found=f"{found} bytes were read of a file of {size}",
+            fix="let whatever writes the shard finish, then start the job again",
+        )
+    again = 0
+    with draft.open("rb") as copy:
+        while chunk := copy.read(_CHUNK):
+            again = zlib.crc32(chunk, again)
+    if again != checksum:
+        raise OSError(
+            f"the copy reads back with checksum {again:08x}, the shard has {checksum:08x}: is the disk failing?"
+        )
+
+
+@contextlib.contextmanager
+def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of one copy; False if another process holds it and we do not wait."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(file)

@@ -1,0 +1,268 @@
+"""Tar shards in WebDataset's layout, read sample by sample: files that share a key are a sample, extensions are fields.
+
+train-0000.tar:  000017.jpg 000017.cls 000018.jpg 000018.cls ...
+
+>>> dataset = ShardDataset("/shared/imagenet/train-{0000..0099}.tar", fields=("jpg", "cls"))
+>>> dataset[17]
+{'__key__': '000017', '__url__': '/shared/imagenet/train-0000.tar', 'jpg': b'...', 'cls': b'3'}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import tarfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from itertools import accumulate, product
+from pathlib import Path
+
+from .errors import DataError
+from .index import ShardIndex, indexes, missing
+from .stage import stage as stage_shards
+
+Sample = dict[str, object]
+
+_OPEN_SHARDS = 64
+_NEAR = 64 * 1024
+"""Files of one sample that lie within so many unwanted bytes of each other are read at once."""
+
+
+class ShardDataset:
+    """The samples of a list of tar shards, as a map-style dataset: `len(dataset)`, `dataset[id]`.
+
+    `shards` is a list of paths, or a pattern with `{0000..0099}`, `{a,b}`, `*`, `?`. With `fields`, only those are
+    read, and a sample that lacks one is refused at once, not in the middle of the night. With `stage`, shards are
+    first copied to that folder of the node's own disk.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path | Iterable[str | Path],
+        *,
+        fields: Sequence[str] | None = None,
+        stage: str | Path | None = None,
+    ) -> None:
+        self.shards = expand(shards)
+        self._indexes = indexes(self.shards)
+        self.lengths = [len(index) for index in self._indexes]
+        self._bases = [0, *accumulate(self.lengths)]
+        self._fields = None if fields is None else tuple(fields)
+        self._urls = [str(shard) for shard in self.shards]
+        self._picks = [
+            _picks(index, self._fields, shard) for index, shard in zip(self._indexes, self.shards, strict=True)
+        ]
+        self._paths = self.shards if stage is None else stage_shards(self.shards, Path(stage))
+        self._open: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self._bases[-1]
+
+    def __getitem__(self, id: int) -> Sample:
+        return self.__getitems__([id])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Sample]:
+        """Several samples, in the order asked for; read in the order in which they lie."""
+        samples: dict[int, Sample] = {}
+        last = len(self)
+        for id in sorted(set(ids)):
+            if not 0 <= id < last:
+                raise IndexError(f"sample {id} of a dataset of {last} samples")
+            shard = bisect_right(self._bases, id) - 1
+            samples[id] = self._read(shard, id - self._bases[shard])
+        if len(samples) == len(ids):
+            return [samples[id] for id in ids]
+        return [dict(samples[id]) for id in ids]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the content: the shards' names, sizes and counts, in their order. Where they lie does not matter."""
+        parts = [
+            f"{shard.name}/{index.size}/{len(index)}" for shard, index in zip(self.shards, self._indexes, strict=True)
+        ]
+        return f"tar-{zlib.crc32(chr(10).join(parts).encode('utf-8', 'surrogateescape')):08x}"
+
+    def place(self, id: int) -> str:
+        """Where a sample lies, for messages."""
+        shard = bisect_right(self._bases, id) - 1
+        return f"sample {self._indexes[shard].key(id - self._bases[shard])!r} of {self._urls[shard]}"
+
+    def close(self) -> None:
+        """Close the shards' files; they are opened again when needed."""
+        while self._open:
+            with contextlib.suppress(OSError):
+                os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):
+            self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}
+
+    def _read(self, shard: int, local: int) -> Sample:
+        index = self._indexes[shard]
+        sample: Sample = {"__key__": index.key(local), "__url__": self._urls[shard]}
+        picks = self._picks[shard][index.layout_of[local]]
+        if not picks:
+            return sample
+        first, offsets, sizes = index.first[local], index.offsets, index.sizes
+        file = self._open.get(shard)
+        if file is None:
+            file = self._file(shard)
+        start, wanted, end = offsets[first + picks[0][1]], 0, 0
+        for _, at in picks:
+            wanted += sizes[first + at]
+            end = offsets[first + at] + sizes[first + at]
+        if end - start - wanted <= _NEAR:
+            data = self._bytes(shard, file, start, end - start)
+            for field, at in picks:
+                begin = offsets[first + at] - start
+                sample[field] = data[begin : begin + sizes[first + at]]
+        else:
+            for field, at in picks:
+                sample[field] = self._bytes(shard, file, offsets[first + at], sizes[first + at])
+        return sample
+
+    def _bytes(self, shard: int, file: int, offset: int, size: int) -> bytes:
+        # pread keeps no position, so that forked workers may share a file without a lock.
+        data = os.pread(file, size, offset)
+        while len(data) < size:
+            more = os.pread(file, size - len(data), offset + len(data))
+            if not more:
+                raise self._changed(shard, f"it ends at byte {offset + len(data)}")
+            data += more
+        return data
+
+    def _file(self, shard: int) -> int:
+        path, expected = self._paths[shard], self._indexes[shard].size
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise missing([path], error) from None
+        size = os.fstat(file).st_size
+        if size != expected:
+            os.close(file)
+            raise self._changed(shard, f"it has {size} bytes; its index was built when it had {expected}")
+        if len(self._open) >= _OPEN_SHARDS:
+            os.close(self._open.pop(next(iter(self._open))))
+        self._open[shard] = file
+        return file
+
+    def _changed(self, shard: int, found: str) -> DataError:
+        return DataError(
+            f"shard {self._paths[shard]} was changed while it was in use",
+            found=found,
+            fix="write shards under new names, and start the job again; its index is then built anew",
+        )
+
+
+def expand(shards: str | Path | Iterable[str | Path]) -> list[Path]:
+    """The paths that a pattern or a list of patterns stands for. A pattern that finds nothing is an error."""
+    patterns = [shards] if isinstance(shards, str | Path) else list(shards)
+    paths: list[Path] = []
+    for pattern in patterns:
+        for text in _braces(str(pattern)):
+            if not glob.has_magic(text) or Path(text).exists():
+                paths.append(Path(text))
+                continue
+            found = [Path(path) for path in sorted(glob.glob(text))]  # noqa: PTH207  # Path.glob takes no absolute pattern
+            if not found:
+                raise DataError(
+                    f"no shard matches {text}",
+                    found="no such file",
+                    fix="check the pattern, and the path from this node",
+                )
+            paths += found
+    if not paths:
+        raise DataError(
+            "a dataset needs at least one shard", found="an empty list", fix="name the shards, e.g. data/*.tar"
+        )
+    absent = [path for path in paths if not path.is_file()]
+    if absent:
+        raise missing(absent)
+    return paths
+
+
+def write_shards(
+    folder: str | Path,
+    samples: Iterable[Mapping[str, object]],
+    *,
+    per_shard: int = 1000,
+    prefix: str = "shard",
+) -> list[Path]:
+    """Write samples as tar shards `<prefix>-0000.tar ...` and return their paths.
+
+    A sample is a mapping with `__key__` and its fields by extension; values are bytes, or text and numbers, which are
+    written as text. The same samples give the same bytes. A shard appears under its name once it is whole.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    pending: list[Mapping[str, object]] = []
+    for sample in samples:
+        pending.append(sample)
+        if len(pending) == per_shard:
+            written.append(_write_shard(folder / f"{prefix}-{len(written):04d}.tar", pending))
+            pending = []
+    if pending:
+        written.append(_write_shard(folder / f"{prefix}-{len(written):04d}.tar", pending))
+    return written
+
+
+def _write_shard(path: Path, samples: Sequence[Mapping[str, object]]) -> Path:
+    draft = path.with_name(f".{path.name}.partial")
+    with tarfile.open(draft, "w") as tar:
+        for sample in samples:
+            key = str(sample["__key__"])
+            if "." in key.rpartition("/")[2]:
+                raise DataError(
+                    f"a sample cannot have the key {key!r}",
+                    found="a dot, at which the field's name begins",
+                    fix="use another character in keys",
+                )
+            for field, value in sample.items():
+                if field.startswith("__"):
+                    continue
+                data = value if isinstance(value, bytes) else str(value).encode()
+                member = tarfile.TarInfo(f"{key}.{field}")
+                member.size = len(data)
+                tar.addfile(member, BytesIO(data))
+    draft.replace(path)
+    return path
+
+
+def _picks(index: ShardIndex, fields: tuple[str, ...] | None, shard: Path) -> list[list[tuple[str, int]]]:
+    """For each layout of a shard, which files to read: (field, place in the sample), in the order they lie."""
+    picks = []
+    for number, layout in enumerate(index.layouts):
+        lacking = [field for field in fields or () if field not in layout]
+        if lacking:
+            first = index.layout_of.index(number)
+            raise DataError(
+                f"sample {index.key(first)!r} of {shard} lacks the field {lacking[0]!r}",
+                found=f"only {', '.join(layout)} ({index.layout_of.count(number)} of {len(index)} samples there)",
+                fix=f"write the shard again with .{lacking[0]} files, or leave {lacking[0]!r} out of fields=",
+            )
+        picks.append([(field, at) for at, field in enumerate(layout) if fields is None or field in fields])
+    return picks
+
+
+def _braces(pattern: str) -> list[str]:
+    """`{00..03}` and `{a,b}` written out, as a shell does."""
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices: list[list[str]] = []
+    for at, part in enumerate(parts):
+        numbers = re.fullmatch(r"(\d+)\.\.(\d+)", part) if at % 2 else None
+        if numbers:
+            low, high = int(numbers[1]), int(numbers[2])
+            choices.append([str(number).zfill(len(numbers[1])) for number in range(low, high + 1)])
+        elif at % 2:
+            choices.append(part.split(",") if "," in part else [f"{{{part}}}"])
+        else:
+            choices.append([part])
+    return ["".join(choice) for choice in product(*choices)]
