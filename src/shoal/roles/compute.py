@@ -71,6 +71,8 @@ def slurmd_drop_in() -> str:
         "[Service]\n"
         "Restart=on-failure\n"
         "RestartSec=3\n"
+        # A slurmd that is told to end while it reads a new configuration can miss it; jobs do not mind its death.
+        "TimeoutStopSec=10\n"
     )
 
 
