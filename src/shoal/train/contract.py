@@ -1,4 +1,4 @@
-"""The environment variables `shoal run` sets in a job, and the training library reads. Both sides import the names here.
+"""The environment variables `shoal run` sets in a job, and the training library reads: named once, here.
 
 A script runs without any of them: each one only takes a guess away.
 """

@@ -1,0 +1,82 @@
+"""Where a launcher's variables say two things at once. Each is a mistake that people make, refused with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.train.errors import EnvError
+from shoal.train.launchers import TORCH_NAMES, Variables, in_a_step
+from shoal.train.nodes import tasks_per_node
+
+
+def check_bounds(read: Variables, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+    launcher = read.launcher
+    pairs = (
+        ("rank", launcher.rank, rank, "world_size", launcher.world_size, world_size),
+        (
+            "local_rank",
+            launcher.local_rank,
+            local_rank,
+            "local_world_size",
+            launcher.local_world_size,
+            local_world_size,
+        ),
+    )
+    for small_field, small_names, small, large_field, large_names, large in pairs:
+        if small >= large:
+            raise EnvError(
+                f"{small_field} {small} does not exist: {large_field} is {large}, counted from 0",
+                found=f"{read.shown(small_names, small)}, {read.shown(large_names, large)} (from {launcher.name})",
+                fix=launcher.fix,
+            )
+    if local_world_size > world_size:
+        raise EnvError(
+            f"a node cannot have {local_world_size} of {world_size} ranks",
+            found=f"{read.shown(launcher.local_world_size, local_world_size)},"
+            f" {read.shown(launcher.world_size, world_size)} (from {launcher.name})",
+            fix=launcher.fix,
+        )
+
+
+def check_torch_names(read: Variables, values: Mapping[str, int]) -> None:
+    """RANK and its like beside a launcher's own variables: Pyxis' hook sets them right, batch scripts often wrong."""
+    if read.launcher.name in ("spawn", "torchrun", "env"):
+        return
+    for name, field in TORCH_NAMES.items():
+        own = read.source(getattr(read.launcher, field))
+        if own in ("", name) or not read.environ.get(name):
+            continue
+        if read.number(field, (name,)) != values[field]:
+            raise EnvError(
+                f"{read.launcher.name} and the environment contradict each other about {field}",
+                found=f"{name}={read.environ[name]}, {own}={read.environ[own]}",
+                fix=f"remove the line that exports {name}: the library reads {own} itself.\n"
+                f"In a batch script ${own} is that of the script, not that of each process.",
+            )
+
+
+def check_torchrun(environ: Mapping[str, str], world_size: int, local_world_size: int) -> None:
+    """torchrun wants one agent a node, and as many nodes as it was told."""
+    agents = int(environ.get("GROUP_WORLD_SIZE") or 0)
+    if agents and agents * local_world_size != world_size:
+        raise EnvError(
+            "torchrun's variables contradict each other about the world size",
+            found=f"GROUP_WORLD_SIZE={agents}, LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}",
+            fix="let torchrun set its variables: export none of them before or in the script",
+        )
+    if not in_a_step(environ):
+        return
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    if max(tasks_per_node(text)) > 1:
+        raise EnvError(
+            "srun starts torchrun several times on a node, and each starts all the ranks of the node",
+            found=f"tasks per node: {text}, LOCAL_WORLD_SIZE={local_world_size}",
+            fix=f"srun --ntasks-per-node=1 torchrun --nproc-per-node={local_world_size} ...",
+        )
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    if agents and agents != nodes:
+        raise EnvError(
+            f"srun starts torchrun on {nodes} nodes, and torchrun counts {agents}",
+            found=f"SLURM_STEP_NUM_NODES={nodes}, GROUP_WORLD_SIZE={agents}",
+            fix=f"torchrun --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=$SLURM_JOB_ID ...",
+        )
