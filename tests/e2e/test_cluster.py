@@ -123,7 +123,7 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     assert waiting["staying"] == ["fish3"] and waiting["removed"] == []
     assert "DRAIN" in cluster.states()["fish3"]
     again = cluster.background("up", "--json")
-    cluster.on_instance("fish3", "touch /tmp/go")
+    cluster.on("fish3", "touch", "/tmp/go")
     result = json.loads(again.communicate(timeout=120)[0])
     assert result["removed"] == ["fish3"], result
     states = cluster.states()
