@@ -13,7 +13,7 @@ windows = st.integers(1, 5)
 
 
 @given(lengths, st.integers(), st.integers(0, 99), blocks, windows, st.booleans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_every_sample_comes_exactly_once(lengths, seed, epoch, block, window, shuffle):
     order = Order(lengths, seed, epoch, block=block, window=window, shuffle=shuffle)
     ids = order.ids(0, len(order))
@@ -22,7 +22,7 @@ def test_every_sample_comes_exactly_once(lengths, seed, epoch, block, window, sh
 
 
 @given(lengths.filter(any), st.integers(0, 9), blocks, windows, st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_any_stretch_is_the_same_stretch_of_the_whole(lengths, seed, block, window, data):
     whole = Order(lengths, seed, 0, block=block, window=window)
     ids = whole.ids(0, len(whole))

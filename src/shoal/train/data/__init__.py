@@ -8,7 +8,7 @@ from .index import build_index
 from .lmdb import LmdbDataset
 from .loader import Loader
 from .order import Order
-from .stage import stage
+from .staging import stage
 from .tar import ShardDataset, write_shards
 
 __all__ = ["DataError", "LmdbDataset", "Loader", "Order", "ShardDataset", "build_index", "stage", "write_shards"]

@@ -1,7 +1,7 @@
 """An LMDB environment as a map-style dataset: one entry is one sample.
 
 LMDB does not survive a fork and its locks do not survive NFS. So the environment is opened read-only, without locks,
-in each process on first use: never in the parent for its workers.
+in each process on first use, and a worker lets go of what it inherited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .order import BLOCK
 Sample = dict[str, object]
 
 # LMDB allows an environment to be opened once in a process; two datasets on one path share it.
-_environments: dict[tuple[int, str], Any] = {}
+_environments: dict[str, tuple[int, Any]] = {}
 
 
 class LmdbDataset:
@@ -81,10 +81,14 @@ class LmdbDataset:
         return self._keys[self._ends[id - 1] if id else 0 : self._ends[id]]
 
     def _environment(self) -> Any:
-        place = (os.getpid(), os.path.realpath(self.path))
-        if place not in _environments:
-            _environments[place] = _opened(self.path)
-        return _environments[place]
+        place = os.path.realpath(self.path)
+        process, environment = _environments.get(place, (0, None))
+        if process != os.getpid():
+            if environment is not None:
+                environment.close()  # of our parent, before the fork; open there, it may not be opened here
+            environment = _opened(self.path)
+            _environments[place] = (os.getpid(), environment)
+        return environment
 
 
 def _opened(path: Path) -> Any:

@@ -215,7 +215,7 @@ class Loader:
     def _check(self) -> None:
         if self.tail not in ("pad", "drop"):
             raise DataError(
-                f"tail={self.tail!r} is not known", found="pad or drop", fix='say tail="pad" or tail="drop"'
+                f"tail={self.tail!r} is not known", found="neither pad nor drop", fix='say tail="pad" or tail="drop"'
             )
         if self.global_batch < 1 or self.global_batch % self.world_size:
             near = max(1, round(self.global_batch / self.world_size)) * self.world_size

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .errors import DataError
 from .index import ShardIndex, indexes, missing
-from .stage import stage as stage_shards
+from .staging import stage as stage_shards
 
 Sample = dict[str, object]
 

@@ -1,0 +1,331 @@
+"""The loader: exactly once, the same order for any ranks and workers, and exact resume from any interruption."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.train.data import DataError, Loader, Order, ShardDataset, write_shards
+
+
+class Numbers:
+    """A dataset whose samples are their own ids."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = list(lengths)
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __getitem__(self, id: int) -> int:
+        return id
+
+
+def loaders(dataset: Any, world_size: int, global_batch: int, **options: Any) -> list[Loader]:
+    options = {"collate": list, "block": 4, "window": 3, **options}
+    return [
+        Loader(dataset, global_batch=global_batch, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+def run(ranks: list[Loader], batches: int | None = None) -> list[int]:
+    """Run all ranks in step, as a job does, for some batches or to the end; the real samples in global order."""
+    seen: list[int] = []
+    iterators = [iter(loader) for loader in ranks]
+    step = 0
+    while step != batches:
+        parts = [next(iterator, None) for iterator in iterators]
+        if parts[0] is None:
+            assert parts == [None] * len(parts), "ranks have different numbers of batches"
+            break
+        assert len({len(part) for part in parts if part is not None}) == 1, "ranks have batches of different sizes"
+        for loader, part in zip(ranks, parts, strict=True):
+            seen += [id for id, real in zip(part or [], loader.mask.tolist(), strict=True) if real]
+        step += 1
+    assert len({tuple(loader.state_dict().items()) for loader in ranks}) == 1, "ranks disagree on the position"
+    return seen
+
+
+shards = st.lists(st.integers(1, 25), min_size=1, max_size=5)
+
+
+@given(shards, st.integers(0, 5), st.integers(0, 3), st.integers(1, 5), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_the_global_order_depends_on_seed_and_epoch_alone(lengths, seed, epoch, world_size, part):
+    ranks = loaders(Numbers(*lengths), world_size, world_size * part, seed=seed)
+    for loader in ranks:
+        loader.set_epoch(epoch)
+    samples = sum(lengths)
+    assert run(ranks) == Order(lengths, seed, epoch, block=4, window=3).ids(0, samples)
+    assert {(loader.epoch, loader.position) for loader in ranks} == {(epoch + 1, 0)}
+
+
+lives = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 6)), max_size=5)
+
+
+@given(shards, st.integers(0, 5), lives)
+@settings(deadline=None, max_examples=100)
+def test_interruptions_at_any_point_and_other_world_sizes_lose_and_repeat_nothing(lengths, seed, lives):
+    dataset = Numbers(*lengths)
+    state = Loader(dataset, global_batch=1, seed=seed, block=4, window=3).state_dict()
+    seen: list[int] = []
+    epoch = 0
+    for world_size, part, batches in [*lives, (2, 3, None)]:
+        ranks = loaders(dataset, world_size, world_size * part, seed=seed)
+        for loader in ranks:
+            loader.load_state_dict(state)
+        epoch = ranks[0].epoch
+        if epoch == 0:
+            seen += run(ranks, batches)
+        state = ranks[-1].state_dict()
+    assert seen == Order(lengths, seed, 0, block=4, window=3).ids(0, sum(lengths))
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_the_weights_of_all_ranks_average_the_real_samples_once_each(samples, world_size, part):
+    ranks = loaders(Numbers(samples), world_size, world_size * part)
+    iterators = [iter(loader) for loader in ranks]
+    total, batches = 0.0, 0
+    for parts in zip(*iterators, strict=True):
+        losses = [(torch.tensor(p) * loader.weights).sum() for p, loader in zip(parts, ranks, strict=True)]
+        mean = float(sum(losses)) / world_size  # what DDP makes of the ranks' gradients
+        real = min(world_size * part, samples - batches * world_size * part)
+        total += mean * real
+        batches += 1
+    assert batches == len(ranks[0])
+    assert total == pytest.approx(sum(range(samples)), rel=1e-4)
+
+
+def test_a_last_batch_that_is_dropped_leaves_out_the_end_of_the_order():
+    ranks = loaders(Numbers(10), 2, 4, tail="drop")
+    assert len(ranks[0]) == 2
+    assert run(ranks) == Order([10], 0, 0, block=4, window=3).ids(0, 8)
+
+
+def test_a_padded_batch_is_filled_with_the_beginning_of_the_order_and_says_so():
+    loader = Loader(Numbers(10), global_batch=4, collate=list)
+    order = Order([10], 0, 0).ids(0, 10)
+    *_, (last, mask) = [(batch, loader.mask.tolist()) for batch in loader]
+    assert last == order[8:] + order[:2]
+    assert mask == [True, True, False, False]
+
+
+def test_each_epoch_has_its_own_order_and_follows_by_itself():
+    loader = Loader(Numbers(30), global_batch=10, collate=list)
+    first, second = ([id for batch in loader for id in batch] for _ in range(2))
+    assert first != second
+    loader.set_epoch(0)
+    assert [id for batch in loader for id in batch] == first
+    assert loader.epoch == 1
+
+
+def test_without_shuffle_the_order_is_the_datasets():
+    assert run(loaders(Numbers(5, 6), 1, 4, shuffle=False)) == list(range(11))
+
+
+def test_set_epoch_after_a_resume_stays_at_the_position():
+    loader = Loader(Numbers(30), global_batch=10, collate=list)
+    next(iter(loader))
+    again = Loader(Numbers(30), global_batch=10, collate=list)
+    again.load_state_dict(loader.state_dict())
+    again.set_epoch(0)
+    assert again.position == 10
+    assert len(list(again)) == 2
+
+
+def test_a_loop_that_was_left_goes_on_where_it_stopped():
+    loader = Loader(Numbers(30), global_batch=10, collate=list)
+    for _ in loader:
+        break
+    assert len(list(loader)) == 2
+
+
+def test_a_checkpoint_of_the_last_batch_resumes_into_the_next_epoch():
+    loader = Loader(Numbers(20), global_batch=10, collate=list)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    again = Loader(Numbers(20), global_batch=10, collate=list)
+    again.load_state_dict(loader.state_dict())
+    assert list(again) == []
+    assert (again.epoch, again.position) == (1, 0)
+
+
+def test_moving_the_loader_within_a_loop_over_it_is_refused():
+    loader = Loader(Numbers(30), global_batch=10, collate=list)
+    with pytest.raises(DataError, match="moved, or iterated over again, within a loop"):
+        for _ in loader:
+            loader.set_epoch(3)
+
+
+def test_torchs_own_random_numbers_are_left_alone():
+    # A resumed run iterates once more than an uninterrupted one: its dropout must not notice.
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(Loader(Numbers(30), global_batch=10))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> list[Path]:
+    monkeypatch.setenv("SHOAL_INDEX_DIR", str(tmp_path / "cache"))
+    samples = ({"__key__": f"{at:03d}", "cls": at} for at in range(50))
+    return write_shards(tmp_path / "data", samples, per_shard=12)
+
+
+def number(sample: dict[str, Any]) -> tuple[int, int]:
+    return int(sample["cls"]), sample["__seed__"]
+
+
+def test_workers_change_neither_order_nor_seeds_and_what_they_read_ahead_is_not_counted(data):
+    def take(workers: int, state: dict[str, Any] | None, batches: int) -> tuple[list[Any], dict[str, Any]]:
+        loader = Loader(ShardDataset(data), global_batch=8, seed=3, workers=workers, decode=number, collate=list)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = []
+        for batch in islice(loader, batches):
+            seen += [pair for pair, real in zip(batch, loader.mask.tolist(), strict=True) if real]
+        state = loader.state_dict()
+        loader.close()
+        return seen, state
+
+    whole, _ = take(0, None, 99)
+    first, state = take(2, None, 2)
+    assert state["position"] == 16
+    rest, _ = take(1, state, 99)
+    assert first + rest == whole
+    assert sorted(cls for cls, _ in whole) == list(range(50))
+    assert len({seed for _, seed in whole}) == 50
+
+
+def test_workers_live_through_epochs_and_an_abandoned_loop(data):
+    loader = Loader(ShardDataset(data), global_batch=10, seed=3, workers=2, decode=worker_and_number, collate=list)
+    alone = Loader(ShardDataset(data), global_batch=10, seed=3, decode=worker_and_number, collate=list)
+    pids: set[int] = set()
+    for epoch in range(3):
+        seen: list[int] = []
+        while len(seen) < 50:
+            for batch in loader:  # left after the second batch, with others under way
+                seen += [at for _, at in batch]
+                pids |= {pid for pid, _ in batch}
+                if len(seen) == 20:
+                    break
+        alone.set_epoch(epoch)
+        assert seen == [at for batch in alone for _, at in batch]
+    loader.close()
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def worker_and_number(sample: dict[str, Any]) -> tuple[int, int]:
+    return os.getpid(), int(sample["cls"])
+
+
+def test_worker_init_runs_in_each_worker(data, tmp_path):
+    def started(worker: int) -> None:
+        (tmp_path / f"worker-{worker}").touch()
+
+    loader = Loader(ShardDataset(data), global_batch=10, workers=2, collate=list, worker_init=started)
+    list(loader)
+    loader.close()
+    assert sorted(path.name for path in tmp_path.glob("worker-*")) == ["worker-0", "worker-1"]
+
+
+def test_seeds_of_samples_do_not_change_what_the_dataset_keeps():
+    kept = [{"x": at} for at in range(4)]
+    batch = next(iter(Loader(kept, global_batch=4)))
+    assert set(batch) == {"x", "__seed__"}
+    assert kept == [{"x": at} for at in range(4)]
+
+
+def test_any_map_style_dataset_will_do():
+    dataset = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
+    x, y = next(iter(Loader(dataset, global_batch=6)))
+    assert torch.equal(x.long(), y)
+    assert sorted(y.tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_decoded_is_named(data, workers):
+    def decode(sample: dict[str, Any]) -> object:
+        return sample["jpg"]
+
+    loader = Loader(ShardDataset(data[:1]), global_batch=2, shuffle=False, workers=workers, decode=decode)
+    with pytest.raises(DataError) as caught:
+        next(iter(loader))
+    loader.close()
+    assert (
+        f"decode failed on sample '000' of {data[0]}\n"
+        "  found: KeyError: 'jpg'; the sample has the fields cls\n"
+        "  fix: repair or leave out the sample, or handle it in decode"
+    ) in str(caught.value)
+
+
+refusals: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: Loader(Numbers(9), global_batch=10, rank=0, world_size=4),
+        "global_batch=10 cannot be shared equally by 4 ranks\n  found: 2.5 samples a rank\n"
+        "  fix: use a multiple of 4, such as global_batch=8",
+    ),
+    (
+        lambda: Loader(Numbers(9), global_batch=10, tail="drop"),
+        'the dataset gives not one batch of 10\n  found: 9 samples\n  fix: use tail="pad" or a smaller global_batch',
+    ),
+    (
+        lambda: Loader(Numbers(), global_batch=10),
+        "the dataset gives not one batch of 10\n  found: 0 samples\n  fix: check the list of shards",
+    ),
+    (
+        lambda: Loader(Numbers(9), global_batch=1, rank=4, world_size=4),
+        "rank=4 is not in a world of 4\n  fix: ranks go from 0 to 3",
+    ),
+    (
+        lambda: Loader(Numbers(9), global_batch=1, rank=0),
+        "rank and world_size go together\n  found: only one of them\n  fix: give both, or neither",
+    ),
+    (
+        lambda: Loader(Numbers(9), global_batch=1, tail="keep"),  # type: ignore[arg-type]
+        'tail=\'keep\' is not known\n  found: neither pad nor drop\n  fix: say tail="pad" or tail="drop"',
+    ),
+    (
+        lambda: Loader(Numbers(9), global_batch=1, seed=1).load_state_dict(
+            Loader(Numbers(8), global_batch=1).state_dict()
+        ),
+        "cannot go on in the epoch: the checkpoint is of another order or of other data\n"
+        "  found: seed=1 here, 0 in the checkpoint, samples=9 here, 8 in the checkpoint\n"
+        "  fix: start the loader with the checkpoint's values on the same data, or do not load its data state, and "
+        "begin a new epoch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), refusals)
+def test_what_cannot_be_is_refused_with_the_remedy(call, text):
+    with pytest.raises(DataError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_a_rank_that_does_not_know_its_place_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DataError) as caught:
+        Loader(Numbers(9), global_batch=4)
+    assert "found: WORLD_SIZE=4, and torch.distributed is not initialized\n" in str(caught.value)
+
+
+def test_the_place_in_the_job_comes_from_torch_distributed(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        loader = Loader(Numbers(9), global_batch=4)
+        assert (loader.rank, loader.world_size) == (0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
