@@ -46,13 +46,16 @@ def check_torch_names(read: Variables, values: Mapping[str, int]) -> None:
         own = read.source(getattr(read.launcher, field))
         if own in ("", name) or not read.environ.get(name):
             continue
-        if read.number(field, (name,)) != values[field]:
-            raise EnvError(
-                f"{read.launcher.name} and the environment contradict each other about {field}",
-                found=f"{name}={read.environ[name]}, {own}={read.environ[own]}",
-                fix=f"remove the line that exports {name}: the library reads {own} itself.\n"
-                f"In a batch script ${own} is that of the script, not that of each process.",
-            )
+        if read.number(field, (name,)) == values[field]:
+            continue
+        too_early = (
+            f"\nIn a batch script ${own} is that of the script, not that of each process." if "rank" in field else ""
+        )
+        raise EnvError(
+            f"{read.launcher.name} and the environment contradict each other about {field}",
+            found=f"{name}={read.environ[name]}, {own}={read.environ[own]}",
+            fix=f"remove the line that exports {name}: the library reads {own} itself.{too_early}",
+        )
 
 
 def check_torchrun(environ: Mapping[str, str], world_size: int, local_world_size: int) -> None:

@@ -93,7 +93,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         world_size=("WORLD_SIZE",),
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
-        fix="PMIx does not say how many ranks there are in a variable: pass WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
+        fix="PMIx has no variable for how many ranks there are: pass WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
     ),
     Launcher(  # by hand, or by something like Kubernetes' PyTorchJob
         "env",
@@ -103,7 +103,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
         node_rank=("GROUP_RANK", "NODE_RANK"),
-        fix="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or none of them",
+        fix="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or none",
     ),
 )
 
@@ -140,8 +140,9 @@ class Variables:
         if not name:
             if default is not None:
                 return default
+            starter = "whoever set RANK" if self.launcher.name == "env" else self.launcher.name
             raise EnvError(
-                f"{self.launcher.name} started this process, and its {field} is not in the environment",
+                f"{starter} started this process, and its {field} is not in the environment",
                 found=f"{', '.join(f'{mark}={self.environ[mark]}' for mark in self.launcher.marks)},"
                 f" but no {' or '.join(names)}",
                 fix=self.launcher.fix,
