@@ -1,3 +1,20 @@
 """Shoal turns the machines you have into one Slurm cluster and trains on it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.verbs.job import Job
+
 __version__ = "0.1.0"
+__all__ = ["Job", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: training scripts import this package on hosts that have only the standard library.
+    if name == "Job":
+        from shoal.verbs.job import Job
+
+        return Job
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

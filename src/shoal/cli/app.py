@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
+from shoal.cli import job_commands
+from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
 
@@ -25,14 +27,6 @@ app = typer.Typer(
 node_app = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(node_app, name="node")
 
-File = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", envvar="SHOAL_FILE", help="The spec. Default: shoal.yaml here, else the sandbox."),
-]
-Cluster = Annotated[
-    str | None, typer.Option("--cluster", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DrainTimeout = Annotated[
     float | None,
     typer.Option(help="Seconds to wait for jobs on nodes that leave. Default: as long as they run.", min=0),
@@ -240,6 +234,9 @@ def node_remove(
 
         context = session.open(file, cluster)
         session.finish_up(session.run(remove_node(context, host, Patience(drain=drain_timeout))))
+
+
+job_commands.register(app)
 
 
 @app.callback(invoke_without_command=True)

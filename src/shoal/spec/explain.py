@@ -22,8 +22,8 @@ _WRONG_TYPE = {
 }
 
 
-def explain(error: ValidationError, tree: Tree) -> list[Finding]:
-    """A finding for each error, except where the reader or the rules have made one."""
+def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) -> list[Finding]:
+    """A finding for each error, except where the reader or the rules have made one. `root` is the file's model."""
     findings = []
     for detail in error.errors(include_url=False):
         if detail["type"] == "rules":
@@ -32,17 +32,17 @@ def explain(error: ValidationError, tree: Tree) -> list[Finding]:
         seen = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
         if seen and detail["type"] != "extra_forbidden":
             continue
-        findings.append(_explain(detail, tree))
+        findings.append(_explain(detail, tree, root))
     return findings
 
 
-def _explain(detail: ErrorDetails, tree: Tree) -> Finding:
+def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding:
     path: Path = detail["loc"]
     if detail["type"] == "missing":
         return tree.finding(path[:-1], f"missing key `{path[-1]}`", "", f"add `{path[-1]}:` here")
     if detail["type"] == "extra_forbidden":
         key = str(path[-1])
-        fix = nearest(key, list(_model_at(path[:-1]).model_fields))
+        fix = nearest(key, list(_model_at(path[:-1], root).model_fields))
         return tree.finding(path[:-1], "unknown key", show(key), fix, place=tree.keys.get(path))
     if path[-1:] == ("[key]",):
         path, place = path[:-1], tree.keys.get(path[:-1])
@@ -59,9 +59,9 @@ def _explain(detail: ErrorDetails, tree: Tree) -> Finding:
     return tree.finding(path, what, found, fix, place=place)
 
 
-def _model_at(path: Path) -> type[BaseModel]:
+def _model_at(path: Path, root: type[BaseModel]) -> type[BaseModel]:
     """The model that the value at a path is read into."""
-    model: type[BaseModel] = Spec
+    model = root
     inside = False  # a mapping by name or a list: its next part is a name or an index, not a field
     for part in path:
         if inside:

@@ -42,10 +42,10 @@ async def status(context: Context) -> Status:
     async with await context.fleet([context.controller]) as fleet:
         host = await fleet.host(context.controller.name)
         nodes, partitions, jobs, version = await asyncio.gather(
-            _ask(host, NODES_COMMAND),
-            _ask(host, PARTITIONS_COMMAND),
-            _ask(host, JOBS_COMMAND),
-            _ask(host, ("scontrol", "--version")),
+            ask(host, NODES_COMMAND),
+            ask(host, PARTITIONS_COMMAND),
+            ask(host, JOBS_COMMAND),
+            ask(host, ("scontrol", "--version")),
         )
     found = tuple(parse_nodes(nodes))
     wanted = [member.name for member in context.members if "compute" in member.roles]
@@ -62,7 +62,8 @@ async def status(context: Context) -> Status:
     )
 
 
-async def _ask(host: Host, command: tuple[str, ...]) -> str:
+async def ask(host: Host, command: tuple[str, ...]) -> str:
+    """What Slurm's command says. Raises SlurmError where Slurm is not there, or says no."""
     result = await host.run(command, timeout=30)
     if result.status == 127:
         raise SlurmError(f"{host.name} has no Slurm yet", hint="run `shoal up`")

@@ -1,0 +1,120 @@
+"""What a person sees of jobs: the queue, lines of logs, how a job ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.render import show_failures
+from shoal.jobs.logs import BATCH, LogLine
+from shoal.jobs.reason import Reason
+from shoal.jobs.record import JobRecord
+from shoal.spec.words import printable
+from shoal.verbs.jobs import JobsResult, JobView
+from shoal.verbs.run import Submitted
+
+STATE_STYLE = {"RUNNING": "cyan", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "magenta"}
+RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
+
+
+def show_submitted(console: Console, job: Submitted) -> None:
+    ranks = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
+    where = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    sent = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
+    console.print(
+        f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}",
+        highlight=False,
+    )
+    console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+
+
+def show_jobs(console: Console, result: JobsResult) -> None:
+    show_failures(console, dict(result.failures))
+    if not result.jobs:
+        console.print("no jobs")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("job", "name", "user", "state", "time", "limit", "nodes", "progress or reason"):
+        table.add_column(column, overflow="fold")
+    for view in result.jobs:
+        record = view.record
+        table.add_row(
+            record.id,
+            _free(record.name),
+            _free(record.user),
+            Text(_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
+            record.run_time,
+            record.time_limit.lower(),
+            _free(record.nodes) or str(record.node_count),
+            _free(_why(view)),
+        )
+    console.print(table)
+
+
+def show_lines(console: Console, lines: Iterable[LogLine], timestamps: bool = False) -> None:
+    for line in lines:
+        show_line(console, line, timestamps)
+
+
+def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:
+    """One line as its program wrote it, behind its rank; behind the number of the restart as well after one."""
+    who = "-" if line.rank == BATCH else f"{line.rank}.{line.restart}" if line.restart else str(line.rank)
+    when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
+    style = "dim" if line.rank == BATCH else RANK_STYLES[line.rank % len(RANK_STYLES)]
+    if console.is_terminal:
+        console.out(f"{when}[{who}] ", style=style, highlight=False, end="")
+        console.file.write(f"{line.text}\n")
+    else:
+        console.file.write(f"{when}[{who}] {line.text}\n")
+    console.file.flush()
+
+
+def show_ending(console: Console, record: JobRecord | None, reason: Reason | None) -> None:
+    """How the job ended, and why where that was not well."""
+    if record is None:
+        return
+    if reason is None:
+        mark = "[green]✓[/]" if record.state == "COMPLETED" else "[cyan]…[/]"
+        console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})", highlight=False)
+        return
+    console.print(f"[red]✗[/] job {record.id}: {_state(record)}: {_free(reason.text)}", highlight=False, soft_wrap=True)
+    for text in reason.details:
+        console.print(f"    {_free(text)}", highlight=False, soft_wrap=True)
+    if reason.fix:
+        console.print(f"  fix: {_free(reason.fix)}", highlight=False, soft_wrap=True)
+
+
+def progress_text(progress: Mapping[str, Any]) -> str:
+    """What a training says of itself, in one line: `step 120/1000, loss 0.31, 5400 samples/s`."""
+    parts = []
+    if "step" in progress:
+        total = progress.get("steps") or progress.get("total_steps")
+        parts.append(f"step {progress['step']}/{total}" if total else f"step {progress['step']}")
+    for key, value in progress.items():
+        if key in ("step", "steps", "total_steps", "time"):
+            continue
+        parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(parts)
+
+
+def _why(view: JobView) -> str:
+    if view.reason is not None:
+        return view.reason.text
+    if view.progress:
+        return progress_text(view.progress)
+    return "" if view.record.reason == "None" else view.record.reason
+
+
+def _state(record: JobRecord) -> str:
+    again = f", restart {record.restarts}" if record.restarts else ""
+    return record.state.lower().replace("_", " ") + again
+
+
+def _free(text: str) -> str:
+    return escape(printable(text))

@@ -1,0 +1,155 @@
+"""The working tree as one archive named by its content: what ran can be run again, and is sent once.
+
+Inside a git repository these are the files that git tracks, and those it does not ignore. Elsewhere it is everything
+below the current directory but hidden directories and caches. The archive of the same files is the same bytes,
+whoever made it and when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import UsageError
+from shoal.spec.words import printable
+
+DEFAULT_LIMIT = 64 * 1024 * 1024
+SKIPPED = ("__pycache__", "node_modules", "venv")
+"""Directories that are left out where there is no git to say what matters."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An archive and the hash of its content."""
+
+    hash: str
+    data: bytes
+    files: tuple[str, ...]
+    workdir: str = "."
+    """Where in the tree the person stood."""
+
+
+def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
+    """The tree around `here`. Raises UsageError when the script is not in it, or when it is too large to send."""
+    top = _git_top(here)
+    root = top or here
+    target = (here / script).resolve()
+    if not target.exists():
+        raise UsageError(f"there is no {printable(script)} in {here}", hint="name a script of your working tree")
+    if target.is_dir():
+        raise UsageError(f"{printable(script)} is a directory", hint="name the script in it")
+    if root.resolve() not in target.parents:
+        raise UsageError(
+            f"{printable(script)} is outside of your working tree {root}", hint="run the command from the tree it is in"
+        )
+    names = sorted(set(_tracked(root) if top else _all(root)))
+    inside = target.relative_to(root.resolve()).as_posix()
+    link = (here / script).absolute()
+    spelled = os.path.relpath(link, root.absolute())
+    if inside not in names and spelled not in names:
+        raise UsageError(
+            f"git ignores {printable(script)}, so it would not be sent",
+            hint=f"take it out of .gitignore, or `git add -f {printable(script)}`",
+        )
+    if not script.endswith(".py") and not os.access(target, os.X_OK):
+        raise UsageError(
+            f"{printable(script)} is neither a Python script nor executable",
+            hint=f"name it .py, or `chmod +x {printable(script)}`",
+        )
+    _check_size(root, names, limit)
+    contents = {name: root / name for name in names}
+    data = archive(contents)
+    workdir = os.path.relpath(here.resolve(), root.resolve())
+    return Bundle(_hash(data), data, tuple(names), workdir)
+
+
+def runtime() -> Bundle:
+    """Shoal's own part of a job: the program that runs a rank, and the training library for the script to import."""
+    package = Path(__file__).resolve().parent.parent
+    contents = {"runner.py": package / "jobs" / "runner.py"}
+    for path in (package / "__init__.py", package / "hostlist.py", *sorted((package / "train").rglob("*.py"))):
+        contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
+    data = archive(contents)
+    return Bundle(_hash(data), data, tuple(contents))
+
+
+def archive(contents: Mapping[str, Path]) -> bytes:
+    """A tar of files and links. Owners and times are left out, so that equal trees give equal bytes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name in sorted(contents):
+            path = contents[name]
+            info = tarfile.TarInfo(name)
+            if path.is_symlink():
+                info.type, info.linkname, info.mode = tarfile.SYMTYPE, str(path.readlink()), 0o777
+                tar.addfile(info)
+                continue
+            data = path.read_bytes()
+            info.size = len(data)
+            info.mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:20]
+
+
+def _git_top(here: Path) -> Path | None:
+    done = _git(here, "rev-parse", "--show-toplevel")
+    return Path(done.decode().rstrip("\n")) if done is not None else None
+
+
+def _tracked(root: Path) -> Iterator[str]:
+    """Files that git tracks or does not ignore, and that are there. A submodule's files are asked of itself."""
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is None:
+        raise UsageError(f"git cannot list the files of {root}", hint="run `git status` there")
+    for name in filter(None, listed.decode("utf-8", "surrogateescape").split("\0")):
+        path = root / name
+        if path.is_symlink() or path.is_file():
+            yield name
+        elif path.is_dir() and (path / ".git").exists():
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _tracked(path))
+
+
+def _git(where: Path, *words: str) -> bytes | None:
+    try:
+        done = subprocess.run(["git", "-C", str(where), *words], capture_output=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _all(root: Path) -> Iterator[str]:
+    for directory, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if name not in SKIPPED and not name.startswith("."))
+        for name in sorted(files):
+            path = Path(directory) / name
+            if path.is_symlink() or path.is_file():
+                yield path.relative_to(root).as_posix()
+
+
+def _check_size(root: Path, names: Iterable[str], limit: int) -> None:
+    sizes = {name: (root / name).lstat().st_size for name in names}
+    total = sum(sizes.values())
+    if total <= limit:
+        return
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:5]
+    shown = ", ".join(f"{printable(name)} ({_mib(sizes[name])})" for name in largest)
+    raise UsageError(
+        f"the working tree {root} is {_mib(total)}, more than the {_mib(limit)} that are sent with a job; the largest"
+        f" files: {shown}",
+        hint="put data into .gitignore and on the nodes' storage, or raise --max-size",
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 1024 / 1024:.1f} MiB"

@@ -1,0 +1,135 @@
+"""What the ranks of a job printed: lines of many files on many nodes, merged in the order of time. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+BATCH = -1
+"""The rank of lines that the batch script itself, srun or Slurm printed."""
+
+_FILE = re.compile(r"rank-(\d+)\.(\d+)\.(log|end)")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line that a rank printed."""
+
+    time: float
+    """Seconds since 1970, by the clock of the node; for the batch script, when its file was last written."""
+    rank: int
+    restart: int
+    text: str
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    node: str
+    restart: int
+    start: float
+    end: float
+    status: int
+    """The exit status; below 0 the signal that ended it."""
+    out_of_memory: bool = False
+    signals: tuple[str, ...] = ()
+    """The signals it was sent before."""
+
+
+@dataclass(frozen=True)
+class JobLogs:
+    """Everything that the nodes have of a job."""
+
+    lines: tuple[LogLine, ...] = ()
+    ends: tuple[RankEnd, ...] = ()
+    progress: dict[str, Any] = field(default_factory=dict)
+
+
+class LogReader:
+    """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once."""
+
+    def __init__(self) -> None:
+        self.lines: list[LogLine] = []
+        self.ends: dict[tuple[int, int], RankEnd] = {}
+        self.progress: dict[str, Any] = {}
+        self._node_of: dict[str, str] = {}
+        self._order = 0
+
+    def take(self, node: str, raw: bytes) -> LogLine | None:
+        """One line of a node's answer; the log line in it, where it is one."""
+        name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
+        if not tab or self._node_of.setdefault(name, node) != node:
+            return None
+        if name == "progress":
+            self.progress = _object(rest.partition(" ")[2]) or self.progress
+            return None
+        if name == "batch":
+            stamp, _, text = rest.partition(" ")
+            return self._keep(LogLine(_seconds(stamp), BATCH, 0, text, node))
+        match = _FILE.fullmatch(name)
+        if match is None:
+            return None
+        rank, restart = int(match[1]), int(match[2])
+        if match[3] == "end":
+            if end := _end(rest):
+                self.ends[(rank, restart)] = end
+            return None
+        stamp, _, text = rest.partition(" ")
+        return self._keep(LogLine(_seconds(stamp), rank, restart, text, node))
+
+    def result(self) -> JobLogs:
+        ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))
+        return JobLogs(tuple(merge(self.lines)), tuple(ends), self.progress)
+
+    def _keep(self, line: LogLine) -> LogLine:
+        self.lines.append(line)
+        return line
+
+
+def merge(lines: Iterable[LogLine]) -> list[LogLine]:
+    """In the order of time. Lines of one rank keep their order, whatever its clock did."""
+    last: dict[tuple[int, int], float] = {}
+    keyed: list[tuple[float, LogLine]] = []
+    for line in lines:
+        at = max(line.time, last.get((line.rank, line.restart), 0.0))
+        last[(line.rank, line.restart)] = at
+        keyed.append((at, line))
+    return [line for _, line in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _end(text: str) -> RankEnd | None:
+    values = _object(text)
+    try:
+        return RankEnd(
+            int(values["rank"]),
+            str(values["node"]),
+            int(values["restart"]),
+            float(values["start"]),
+            float(values["end"]),
+            int(values["status"]),
+            bool(values.get("out_of_memory")),
+            tuple(map(str, values.get("signals", ()))),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,69 @@
+"""Reads a job's files on one node and prints them: sent to the node's python3, standard library only.
+
+    reader.py DIRECTORY BATCH_OUTPUT TAIL [follow]
+
+Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end`, `batch` or `progress`. With TAIL
+above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
+something.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from typing import Iterator
+
+
+def main(directory: str, batch: str, tail: int, follow: bool) -> None:
+    at: dict[str, int] = {}
+    while True:
+        for name, path in sorted(files(directory, batch)):
+            read(name, path, tail, at, last=not follow)
+        sys.stdout.buffer.flush()
+        if not follow:
+            return
+        ready, _, _ = select.select([0], [], [], 0.3)
+        if ready:
+            follow = False  # one last look
+
+
+def files(directory: str, batch: str) -> Iterator[tuple[str, str]]:
+    if os.path.exists(batch):
+        yield "batch", batch
+    progress = os.path.join(directory, "progress.json")
+    if os.path.exists(progress):
+        yield "progress", progress
+    try:
+        for name in os.listdir(directory):
+            if name.startswith("rank-") and name.endswith((".log", ".end")):
+                yield name, os.path.join(directory, name)
+    except OSError:
+        return
+
+
+def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> None:
+    """Print what is new in a file: whole lines, the rest of one only when nothing more will come."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = at.get(name, max(0, size - tail) if tail else 0)
+            stamp = b"%.6f " % os.fstat(file.fileno()).st_mtime if name in ("batch", "progress") else b""
+            file.seek(start)
+            data = file.read(size - start)
+    except OSError:
+        return
+    end = data.rfind(b"\n") + 1
+    if last and end < len(data):
+        data += b"\n"
+        end = len(data)
+    lines = data[:end].split(b"\n")[:-1]
+    if start and name not in at:
+        lines = lines[1:]  # the tail begins inside of a line
+    at[name] = start + min(end, size - start)
+    for line in lines:
+        sys.stdout.buffer.write(name.encode() + b"\t" + stamp + line + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["follow"])

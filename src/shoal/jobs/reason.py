@@ -1,0 +1,201 @@
+"""Why a job failed, worked out from what was observed: Slurm's record, how each rank ended, and what it printed. Pure.
+
+When one rank fails, the others die after it: of a broken connection, or because srun ends them. So the first one by
+time counts, and a rank that was ended by someone else's signal is not first.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.record import JobRecord
+
+Kind = Literal["cancelled", "time limit", "node failure", "out of memory", "rendezvous", "script", "start", "unknown"]
+
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|^MemoryError|Cannot allocate memory|DefaultCPUAllocator"
+)
+_RENDEZVOUS = re.compile(
+    r"RendezvousError|Rendezvous\w*Error|DistStoreError|DistNetworkError|EADDRINUSE|Address already in use"
+    r"|TCPStore|Connect\w* timed? ?out|client socket has timed out|wait timeout"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
+_NODE = re.compile(r"(?:due to node failure|NODE FAILURE|Node failure on)\s*(\S*)", re.IGNORECASE)
+_LINES = 40
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a job failed."""
+
+    kind: Kind
+    text: str
+    """One sentence."""
+    rank: int | None = None
+    node: str = ""
+    details: tuple[str, ...] = ()
+    """The lines that show it: the traceback of the first rank that failed."""
+    fix: str = ""
+
+
+def explain_failure(record: JobRecord, logs: JobLogs) -> Reason | None:
+    """Why the job failed; None when it did not."""
+    if not record.failed:
+        return None
+    restart = max([record.restarts, *(end.restart for end in logs.ends)])
+    ends = [end for end in logs.ends if end.restart == restart]
+    lines = [line for line in logs.lines if line.restart == restart and line.rank != BATCH]
+    batch = [line.text for line in logs.lines if line.rank == BATCH]
+    first = first_failure(ends)
+    if record.state in ("CANCELLED", "PREEMPTED"):
+        return _stopped(record, batch)
+    if record.state in ("TIMEOUT", "DEADLINE"):
+        return _time_limit(record, ends)
+    if record.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return _node_failure(record, batch)
+    if memory := _out_of_memory(record, ends, lines, batch, first):
+        return memory
+    if first is not None:
+        return _script(first, lines)
+    return _never_started(record, batch)
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank that failed first, by itself if there is one that did."""
+    failed = sorted((end for end in ends if end.status != 0), key=lambda end: end.end)
+    own = [end for end in failed if not _ended_by_others(end)]
+    return next(iter(own or failed), None)
+
+
+def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last Python traceback, with those it was raised from; the last lines where there is none."""
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    if not starts:
+        return tuple(lines[-10:])
+    first = starts[-1]
+    for earlier in reversed(starts[:-1]):
+        between = " ".join(lines[earlier:first])
+        if "The above exception was the direct cause" in between or "During handling of the above" in between:
+            first = earlier
+        else:
+            break
+    return tuple(lines[first:][:_LINES] if len(lines) - first <= _LINES else [*lines[first:][: _LINES - 1], "..."])
+
+
+def _ended_by_others(end: RankEnd) -> bool:
+    """Ended by a signal that it was sent from outside, or killed."""
+    number = -end.status if end.status < 0 else end.status - 128
+    return number in (signal.SIGKILL, signal.SIGTERM) and not end.out_of_memory
+
+
+def _stopped(record: JobRecord, batch: Sequence[str]) -> Reason:
+    if record.state == "PREEMPTED":
+        return Reason("cancelled", "the job was preempted by one of a higher partition", fix="submit it with --requeue")
+    return Reason("cancelled", "the job was cancelled")
+
+
+def _time_limit(record: JobRecord, ends: Sequence[RankEnd]) -> Reason:
+    warned = any(name in ("SIGUSR1", "SIGUSR2") for end in ends for name in end.signals)
+    after = "; it was warned before, and did not ask to be queued again" if warned else ""
+    return Reason(
+        "time limit",
+        f"the job reached its time limit of {record.time_limit}{after}",
+        fix="give it more with --time, or save and exit at the warning signal so that it goes on in another turn",
+    )
+
+
+def _node_failure(record: JobRecord, batch: Sequence[str]) -> Reason:
+    said = next((match[1] for text in reversed(batch) if (match := _NODE.search(text)) and match[1]), "")
+    node = said.strip(".,:*'\"") or record.nodes
+    return Reason(
+        "node failure",
+        f"a node of the job failed: {node or 'Slurm does not say which'}",
+        node=node,
+        fix="`shoal status` shows the node; with --requeue the job starts again on others",
+    )
+
+
+def _out_of_memory(
+    record: JobRecord,
+    ends: Sequence[RankEnd],
+    lines: Sequence[LogLine],
+    batch: Sequence[str],
+    first: RankEnd | None,
+) -> Reason | None:
+    killed = next((end for end in sorted(ends, key=lambda end: end.end) if end.out_of_memory), None)
+    if killed is not None:
+        return Reason(
+            "out of memory",
+            f"rank {killed.rank} on {killed.node} was killed: the memory was used up",
+            killed.rank,
+            killed.node,
+            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
+        )
+    if first is not None:
+        printed = last_traceback([line.text for line in lines if line.rank == first.rank])
+        said = next((text for text in reversed(printed) if _OUT_OF_MEMORY.search(text)), "")
+        if said:
+            where = "on its GPU" if "CUDA" in said or "OutOfMemoryError" in said else "of the node"
+            return Reason(
+                "out of memory",
+                f"rank {first.rank} on {first.node} found no more memory {where}: {said.strip()[:200]}",
+                first.rank,
+                first.node,
+                printed,
+                "use a smaller batch, activation checkpointing or fsdp",
+            )
+    if record.state == "OUT_OF_MEMORY" or any(_SLURM_OOM.search(text) for text in batch):
+        dead = next((end for end in ends if end.status in (-9, 137)), None)
+        who = f"rank {dead.rank} on {dead.node}" if dead else "a process of the job"
+        return Reason(
+            "out of memory",
+            f"{who} was killed: the job's memory was used up",
+            dead.rank if dead else None,
+            dead.node if dead else record.nodes,
+            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
+        )
+    return None
+
+
+def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
+    own = [line.text for line in lines if line.rank == first.rank]
+    printed = last_traceback(own)
+    last = next((text.strip() for text in reversed(printed) if text.strip()), "")
+    who = f"rank {first.rank} on {first.node}"
+    if any(_RENDEZVOUS.search(text) for text in printed):
+        text = f"the ranks did not find each other; {who} gave up first: {last[:300]}"
+        fix = "the ranks' output says which are missing; can the nodes reach each other on every port?"
+        return Reason("rendezvous", text, first.rank, first.node, printed, fix)
+    if first.status == 127 and last.startswith("shoal: cannot start"):
+        return Reason("start", f"{who}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=_START_FIX)
+    if first.status < 0:
+        return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed)
+    said = f": {last[:300]}" if last else ""
+    text = f"{who} failed first, with exit status {first.status}{said}"
+    return Reason("script", text, first.rank, first.node, printed)
+
+
+_START_FIX = "name a program that the nodes have: --python /path/to/python"
+
+
+def _never_started(record: JobRecord, batch: Sequence[str]) -> Reason:
+    said = tuple(text for text in batch if text.strip())[-10:]
+    code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
+    if not said:
+        why = f" ({record.reason})" if record.reason else ""
+        return Reason("unknown", f"no rank of the job has started; it ended with {code}{why}", node=record.batch_host)
+    text = f"no rank of the job has started: {said[-1].strip()[:300]}"
+    return Reason("start", text, node=record.batch_host, details=said, fix=_START_FIX if "execve" in text else "")
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,212 @@
+"""What a job leaves out, worked out from what Slurm says of its nodes; what cannot be is refused, not queued."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shoal.errors import UsageError
+from shoal.hostlist import compress, expand
+from shoal.jobs.launchers import LAUNCHERS, Launcher
+from shoal.jobs.model import JobSpec, ResolvedJob
+from shoal.slurm.state import NodeState, PartitionState
+from shoal.spec.rules import nearest
+from shoal.spec.words import minutes, printable
+
+_GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")
+_AWAY = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
+_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState]) -> ResolvedJob:
+    """The job with every number known. Raises UsageError where Slurm would refuse it, or let it wait for ever."""
+    launcher = LAUNCHERS[job.launcher]
+    partition = _partition(job, partitions)
+    inside = _candidates(job, partition, nodes)
+    # A node that is down cannot be sent the code, and must not be given the job when it comes back.
+    candidates = [node for node in inside if not _AWAY & set(node.state)]
+    away = tuple(node.name for node in inside if node not in candidates)
+    wanted = _node_count(job, launcher, partition, candidates, away)
+    chosen, gpus = _gpus_per_node(job, wanted, candidates)
+    ranks = _ranks_per_node(job, launcher, gpus)
+    cpus = _cpus_per_rank(job, ranks, gpus, chosen)
+    _check_memory(job, chosen)
+    _check_time(job, partition)
+    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, tuple(n.name for n in candidates), away)
+
+
+def gpus_of(node: NodeState) -> int:
+    """How many GPUs Slurm knows of the node."""
+    return sum(int(count) for count in _GPUS.findall(node.gres))
+
+
+def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionState:
+    names = [partition.name for partition in partitions]
+    if job.partition is not None:
+        found = next((partition for partition in partitions if partition.name == job.partition), None)
+        if found is None:
+            raise UsageError(f"there is no partition {job.partition!r}", hint=nearest(job.partition, names))
+    else:
+        found = next((partition for partition in partitions if partition.default), None)
+        if found is None:
+            raise UsageError("the cluster has no default partition", hint=f"say --partition: {', '.join(names)}")
+    if found.state != "UP":
+        raise UsageError(f"partition {found.name} is {found.state.lower()}", hint="choose another with --partition")
+    return found
+
+
+def _candidates(job: JobSpec, partition: PartitionState, nodes: Sequence[NodeState]) -> list[NodeState]:
+    """The nodes of the partition that have what the job names."""
+    inside = [node for node in nodes if partition.name in node.partitions]
+    if not inside:
+        raise UsageError(f"partition {partition.name} has no node", hint="`shoal status` shows the nodes")
+    if job.nodelist is not None:
+        by_name = {node.name: node for node in inside}
+        unknown = [name for name in expand(job.nodelist) if name not in by_name]
+        if unknown:
+            raise UsageError(
+                f"partition {partition.name} has no node {compress(unknown)}", hint=f"it has {compress(by_name)}"
+            )
+        inside = [by_name[name] for name in expand(job.nodelist)]
+    features = re.split("[&,]", job.constraint) if job.constraint else []
+    if all(re.fullmatch("[A-Za-z0-9_.-]+", feature) for feature in features):  # more than that is Slurm's to work out
+        having = [node for node in inside if set(features) <= set(node.features)]
+        if not having:
+            known = sorted({feature for node in inside for feature in node.features})
+            raise UsageError(
+                f"no node of partition {partition.name} has the features {job.constraint}",
+                hint=f"they have: {', '.join(known) or 'none'}",
+            )
+        inside = having
+    return inside
+
+
+def _node_count(
+    job: JobSpec,
+    launcher: Launcher,
+    partition: PartitionState,
+    candidates: list[NodeState],
+    away: tuple[str, ...],
+) -> int:
+    listed = len(expand(job.nodelist)) if job.nodelist else None
+    wanted = job.nodes or listed or 1
+    if listed is not None and listed > wanted:
+        raise UsageError(
+            f"--nodelist {job.nodelist} names {listed} nodes and --nodes says {wanted}", hint=f"say --nodes {listed}"
+        )
+    if launcher.one_process and wanted > 1:
+        raise UsageError(
+            f"the python launcher starts one process, and --nodes says {wanted}",
+            hint="leave out --nodes, or use --launcher srun or torchrun",
+        )
+    if wanted > len(candidates):
+        which = f" ({compress(node.name for node in candidates)})" if candidates else ""
+        fit = " that fit" if job.constraint or job.nodelist else ""
+        down = f", and {compress(away)} {'is' if len(away) == 1 else 'are'} down" if away else ""
+        raise UsageError(
+            f"the job asks for {_count(wanted)}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
+            hint=f"say --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down",
+        )
+    if partition.max_nodes.isdecimal() and wanted > int(partition.max_nodes):
+        raise UsageError(
+            f"the job asks for {wanted} nodes; partition {partition.name} allows {partition.max_nodes}",
+            hint=f"say --nodes {partition.max_nodes} or fewer",
+        )
+    return wanted
+
+
+def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tuple[list[NodeState], int]:
+    """The GPUs each node gives, and the nodes that can: by default as many as `wanted` nodes have."""
+    ordered = sorted(candidates, key=gpus_of, reverse=True)
+    most = gpus_of(ordered[0])
+    gpus = job.gpus_per_node
+    if gpus is None:
+        gpus = gpus_of(ordered[wanted - 1])
+    elif gpus > most:
+        raise UsageError(
+            f"the job asks for {gpus} GPUs a node; no node it may use has more than {most}"
+            f" ({', '.join(f'{node.name}: {gpus_of(node)}' for node in ordered[:4])})",
+            hint=f"say --gpus-per-node {most}, or leave it out to use all",
+        )
+    having = [node for node in candidates if gpus_of(node) >= gpus]
+    if len(having) < wanted:
+        raise UsageError(
+            f"the job asks for {wanted} nodes with {gpus} GPUs each; only {compress(n.name for n in having)} has them",
+            hint=f"say --gpus-per-node {gpus_of(ordered[wanted - 1])}, or --nodes {len(having)}",
+        )
+    return having, gpus
+
+
+def _ranks_per_node(job: JobSpec, launcher: Launcher, gpus: int) -> int:
+    if launcher.one_process:
+        if (job.ntasks_per_node or 1) > 1:
+            raise UsageError(
+                f"the python launcher starts one process, and --ntasks-per-node says {job.ntasks_per_node}",
+                hint="leave it out, or use --launcher srun or torchrun",
+            )
+        return 1
+    ranks = job.ntasks_per_node or gpus or 1
+    if gpus and ranks > gpus:
+        raise UsageError(
+            f"{ranks} processes a node would share {gpus} GPUs: two of them on one",
+            hint=f"say --ntasks-per-node {gpus}, or --gpus-per-node 0 for none at all",
+        )
+    return ranks
+
+
+def _cpus_per_rank(job: JobSpec, ranks: int, gpus: int, chosen: list[NodeState]) -> int:
+    most = max(node.cpus for node in chosen)
+    if job.cpus_per_task is not None:
+        if job.cpus_per_task * ranks > most:
+            raise UsageError(
+                f"{ranks} processes with {job.cpus_per_task} CPUs each need {ranks * job.cpus_per_task} CPUs a node;"
+                f" no node it may use has more than {most}",
+                hint=f"say --cpus-per-task {max(1, most // ranks)}",
+            )
+        return job.cpus_per_task
+    if ranks > most:
+        raise UsageError(
+            f"{ranks} processes a node need a CPU each; no node it may use has more than {most}",
+            hint=f"say --ntasks-per-node {most}",
+        )
+    # A job that takes half the GPUs of a node leaves half its CPUs to the next one.
+    fits = [node for node in chosen if node.cpus >= ranks]
+    shares = [node.cpus * gpus // gpus_of(node) if gpus and not job.exclusive else node.cpus for node in fits]
+    if not gpus and not job.exclusive:
+        return 1
+    return max(1, min(shares) // ranks)
+
+
+def _check_memory(job: JobSpec, chosen: list[NodeState]) -> None:
+    if job.mem is None:
+        return
+    unit = job.mem[-1].upper() if job.mem[-1].isalpha() else "M"
+    asked = int(job.mem.rstrip("KMGTkmgt")) * _UNITS[unit]
+    most = max(node.memory_mb for node in chosen)
+    if asked > most:
+        raise UsageError(
+            f"the job asks for {job.mem} of memory a node; no node it may use has more than {most}M",
+            hint=f"say --mem {most}M, or --mem 0 for all of a node's",
+        )
+
+
+def _check_time(job: JobSpec, partition: PartitionState) -> None:
+    if job.time is None:
+        return
+    asked = minutes(job.time)
+    limit = minutes(partition.max_time)
+    if asked > limit:
+        raise UsageError(
+            f"the job asks for a time limit of {printable(job.time)}; partition {partition.name} allows"
+            f" {partition.max_time}",
+            hint=f"say --time {partition.max_time}, or choose another partition",
+        )
+    if job.grace >= asked * 60:
+        raise UsageError(
+            f"--signal {job.signal} warns {job.grace} s before the end, and --time {job.time} is no longer than that",
+            hint=f"say --signal {job.signal.partition('@')[0]}@{max(1, int(asked * 60) // 2)}",
+        )
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"

@@ -1,0 +1,110 @@
+"""The batch script of a job, from a pure function: `shoal run --dry-run` prints the very text that sbatch gets."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from shoal.hostlist import compress
+from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
+from shoal.jobs.model import EXIT_REQUEUE, ResolvedJob, Shipped
+from shoal.train import contract
+
+_FIRST_PORT, _PORTS = 10000, 20000
+"""Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this."""
+
+_ENDING = """
+# A rank that saved its work and asks for another turn left a note; the job goes back into the queue under its own id.
+if [ -e "$SHOAL_JOB_DIR/requeue.${SLURM_RESTART_COUNT:-0}" ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$status"
+"""
+
+
+def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
+    """The whole text. Every value of the user's is checked, or quoted for the shell."""
+    launcher = LAUNCHERS[job.spec.launcher]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
+    lines += _environment(job, shipped)
+    lines += ["", *_launch(job, launcher, shipped), "status=$?"]
+    return "\n".join(lines) + "\n" + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
+
+
+def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
+    spec = job.spec
+    tasks = job.ranks_per_node if launcher.one_task_a_rank else 1
+    yield f"--job-name={spec.name}"
+    yield f"--partition={job.partition}"
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks-per-node={tasks}"
+    yield f"--cpus-per-task={_cpus_per_task(job, launcher)}"
+    if job.gpus_per_node:
+        # Of the node, not of the task: every rank sees all GPUs of its job, as peers need each other's memory, and
+        # takes that of its LOCAL_RANK. `--gpu-bind=none` would say the same, but it unsets CUDA_VISIBLE_DEVICES, and a job
+        # would see its neighbour's GPUs where no cgroup hides them.
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist"):
+        value = getattr(spec, name)
+        if value is not None:
+            yield f"--{name}={value}"
+    if job.exclude:
+        yield f"--exclude={compress(job.exclude)}"
+    if spec.exclusive:
+        yield "--exclusive"
+    yield "--requeue" if spec.requeue else "--no-requeue"
+    # Without `B:` Slurm sends it to the ranks, not to this shell.
+    yield f"--signal={spec.signal}"
+    yield "--open-mode=append"
+    yield f"--chdir={shipped.root}"
+    yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
+    if spec.error:
+        yield f"--error={spec.error}"
+
+
+def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+    root, spec = shlex.quote(shipped.root), job.spec
+    yield "SHOAL_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+    yield "export SHOAL_JOB=${SHOAL_JOB:-$SLURM_JOB_ID}"
+    yield f"export {contract.SHOAL_JOB_DIR}={root}/$SHOAL_JOB"
+    yield f"[ -e {root}/.shared ] && export {contract.SHOAL_STORE_DIR}=${contract.SHOAL_JOB_DIR}"
+    yield f"export {contract.SHOAL_RUN_ID}={shlex.quote(shipped.cluster)}-$SHOAL_JOB"
+    yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
+    yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar SHOAL_CODE_HASH={shipped.code}"
+    yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={EXIT_REQUEUE}"
+    yield f"export SHOAL_LAUNCHER={spec.launcher} SHOAL_ECHO={int(spec.output is not None)}"
+    yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
+    yield "    sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\) .*/\\1=\\2/p' | paste -sd, -)"
+    yield f"MASTER_ADDR=,${contract.SHOAL_NODE_ADDRS}"
+    yield 'MASTER_ADDR=${MASTER_ADDR#*,"$SLURMD_NODENAME"=}'
+    yield "MASTER_ADDR=${MASTER_ADDR%%,*}"
+    yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
+    yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    yield f"export PYTHONPATH={root}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
+    # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
+    yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
+    yield f"export OMP_NUM_THREADS={job.cpus_per_rank}"
+    for name, value in spec.env.items():
+        yield f"export {name}={shlex.quote(value)}"
+
+
+def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
+    spec = job.spec
+    runner = Raw(f"{shlex.quote(shipped.root)}/lib/{shipped.runtime}/runner.py")
+    command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
+    launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
+    srun = ["srun", "--kill-on-bad-exit=1", *launcher.srun_options]
+    if spec.output:
+        srun.append("--label")
+    yield " ".join(srun) + " \\"
+    words = launcher.command(launch)
+    yield "    " + " ".join(word.text if isinstance(word, Raw) else shlex.quote(word) for word in words)
+
+
+def _cpus_per_task(job: ResolvedJob, launcher: Launcher) -> int:
+    return job.cpus_per_rank if launcher.one_task_a_rank else job.cpus_per_rank * job.ranks_per_node
+
+
+def _here(script: str) -> str:
+    return script if "/" in script else f"./{script}"

@@ -1,0 +1,111 @@
+"""Bringing a job's code to the hosts. What is there already, by its hash, is not sent again.
+
+The jobs' directory may be on storage that all hosts share, or on each host's own disk. A file in it with a random
+number tells: where all hosts read the same number, one copy serves; otherwise every node gets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import CommandFailed, Partly
+from shoal.hosts.api import Host
+from shoal.jobs.bundle import Bundle
+
+_LOOK = r"""
+set -eu
+root=$1 code=$2 lib=$3
+[ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
+mkdir -p "$root/code" "$root/lib"
+if [ ! -s "$root/.id" ]; then
+    head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$root/.id.$$"
+    ln "$root/.id.$$" "$root/.id" 2> /dev/null || true
+    rm -f "$root/.id.$$"
+fi
+cat "$root/.id"; echo
+[ ! -e "$root/.shared" ] || echo shared
+[ ! -e "$root/code/$code.tar" ] || echo code
+[ ! -d "$root/lib/$lib" ] || echo lib
+"""
+"""Makes the directories, open to every user as /tmp is; says which storage this is and what is there already."""
+
+_TAKE = r"""
+set -eu
+place=$1 kind=$2
+new=$place.$$.$(hostname)
+trap 'rm -rf "$new"' EXIT
+if [ "$kind" = tar ]; then
+    cat > "$new"
+    chmod 644 "$new"
+    mv -f "$new" "$place"
+else
+    mkdir "$new"
+    tar -x --no-same-owner -f - -C "$new"
+    chmod -R a+rX "$new"
+    mv -T "$new" "$place" 2> /dev/null || [ -d "$place" ]
+fi
+"""
+"""Takes an archive from standard input; it has its name only once it is there whole."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a host has."""
+
+    id: str
+    """The random number of its jobs' directory: the same on hosts that share it."""
+    shared: bool = False
+    """It is marked as shared."""
+    code: bool = False
+    runtime: bool = False
+
+
+async def look(host: Host, root: str, code: str, runtime: str) -> Found:
+    """Make the jobs' directory on a host and see what is in it."""
+    result = await host.run(["sh", "-c", _LOOK, "sh", root, code, runtime], timeout=60)
+    if result.status != 0:
+        raise CommandFailed(host.name, f"cannot make {root}: {result.error_text.strip()}", hint="is its disk full?")
+    lines = result.text.split()
+    return Found(lines[0], "shared" in lines, "code" in lines, "lib" in lines)
+
+
+def who_needs_it(found: Mapping[str, Found]) -> tuple[str, ...]:
+    """One host of each storage."""
+    return tuple({found[name].id: name for name in reversed(list(found))}.values())
+
+
+async def mark(host: Host, root: str, shared: bool) -> None:
+    """Say for the jobs to come whether their nodes share the directory."""
+    await host.run(["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"], timeout=60)
+
+
+async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: Found) -> int:
+    """Send what the host does not have; how many bytes that were."""
+    sent = 0
+    if not found.runtime:
+        await _take(host, f"{root}/lib/{runtime.hash}", "tree", runtime.data)
+        sent += len(runtime.data)
+    if not found.code:
+        await _take(host, f"{root}/code/{code.hash}.tar", "tar", code.data)
+        sent += len(code.data)
+    return sent
+
+
+async def _take(host: Host, place: str, kind: str, data: bytes) -> None:
+    result = await host.run(["sh", "-c", _TAKE, "sh", place, kind], stdin=data, timeout=600)
+    if result.status != 0:
+        raise CommandFailed(
+            host.name, f"cannot keep the job's code in {place}: {result.error_text.strip()}", hint="is its disk full?"
+        )
+
+
+def refuse_partly(wanted: Sequence[str], done: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
+    """A job that starts on a node without its code fails there, so every node must have it."""
+    missing = [name for name in wanted if name not in done]
+    if missing:
+        causes = "; ".join(str(failures[name]).split("\n")[0] for name in missing if name in failures)
+        raise Partly(
+            f"the code did not reach {', '.join(missing)}, so nothing was queued: {causes}",
+            hint="mend these nodes, or name others with --nodelist or --partition",
+        )

@@ -1,0 +1,90 @@
+"""Jobs from Python: `shoal.Job("train.py", nodes=2).submit().wait()`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from shoal.errors import UsageError
+from shoal.jobs.bundle import DEFAULT_LIMIT
+from shoal.jobs.load import job_of
+from shoal.jobs.logs import LogLine
+from shoal.jobs.model import JobSpec
+from shoal.jobs.reason import Reason
+from shoal.jobs.record import JobRecord
+from shoal.verbs.cancel import cancel
+from shoal.verbs.context import Context, open_context
+from shoal.verbs.logs import LogsResult, find_record, logs, wait_for_end
+from shoal.verbs.run import Submitted, dry_run, run
+
+
+class Job:
+    """A script to run on a cluster. The options are those of `shoal run`, spelled with `_`."""
+
+    def __init__(
+        self,
+        script: str,
+        args: Sequence[str] = (),
+        *,
+        file: Path | str | None = None,
+        cluster: str | None = None,
+        tree: Path | str = ".",
+        context: Context | None = None,
+        max_size: int = DEFAULT_LIMIT,
+        **options: Any,
+    ) -> None:
+        """`file` and `cluster` choose the cluster as on the command line; `tree` is the directory the script starts in.
+
+        Raises SpecError with every option that is wrong.
+        """
+        self.spec: JobSpec = job_of({"script": script, "args": tuple(args), **options})
+        self.id: str | None = None
+        self._context = context or open_context(Path(file) if file is not None else None, cluster)
+        self._tree = Path(tree).absolute()
+        self._max_size = max_size
+
+    def script(self) -> str:
+        """The batch script that `submit` would hand to sbatch."""
+        return asyncio.run(dry_run(self._context, self.spec, self._tree, self._max_size)).script
+
+    def submit(self) -> Self:
+        """Send the working tree and queue the job."""
+        if self.id is not None:
+            raise UsageError(f"this is job {self.id} already", hint="make another Job to run it again")
+        self.submitted: Submitted = asyncio.run(run(self._context, self.spec, self._tree, self._max_size))
+        self.id = self.submitted.id
+        return self
+
+    def wait(self) -> JobRecord:
+        """Wait for the end; the record says how it ended."""
+        return asyncio.run(self._wait(self._number()))
+
+    def logs(self, rank: int | None = None) -> list[LogLine]:
+        """What the ranks have printed so far, in the order of time."""
+        return [line for line in self._logs().lines if rank is None or line.rank == rank]
+
+    def reason(self) -> Reason | None:
+        """Why it failed; None when it did not."""
+        return self._logs().reason
+
+    def cancel(self) -> None:
+        """End it."""
+        asyncio.run(cancel(self._context, [self._number()]))
+
+    def _logs(self) -> LogsResult:
+        return asyncio.run(logs(self._context, self._number(), self.spec.directory))
+
+    async def _wait(self, number: str) -> JobRecord:
+        async with await self._context.fleet([self._context.controller]) as fleet:
+            controller = await fleet.host(self._context.controller.name)
+            record = await find_record(controller, number)
+            if record is None:
+                raise UsageError(f"Slurm has forgotten job {number}", hint="`shoal logs` still has what it printed")
+            return await wait_for_end(controller, record)
+
+    def _number(self) -> str:
+        if self.id is None:
+            raise UsageError("the job is not submitted yet", hint="call submit() first")
+        return self.id

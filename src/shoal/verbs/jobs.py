@@ -1,0 +1,74 @@
+"""`shoal jobs`: the queue and what has just ended, with progress, and why what failed has failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import HostError
+from shoal.jobs.model import JOBS_DIRECTORY
+from shoal.jobs.reason import Reason, explain_failure
+from shoal.jobs.record import JobRecord, parse_records, show_command
+from shoal.plan.fleet import Fleet
+from shoal.verbs.context import Context
+from shoal.verbs.logs import nodes_of, read_tails
+from shoal.verbs.status import ask
+
+EXPLAINED = 5
+"""Of so many failed jobs, the newest, the logs are read to say why."""
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job, how far it is, and why it failed."""
+
+    record: JobRecord
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """What its training says of itself: step, loss, samples a second."""
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class JobsResult:
+    cluster: str
+    jobs: tuple[JobView, ...]
+    failures: Mapping[str, HostError] = field(default_factory=dict)
+
+
+async def jobs(context: Context) -> JobsResult:
+    """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes."""
+    async with await context.fleet() as fleet:
+        records = parse_records(await ask(await fleet.host(context.controller.name), show_command()))
+        failed = [record for record in records if record.failed and record.state != "CANCELLED"][-EXPLAINED:]
+        running = [record for record in records if record.state == "RUNNING" and record.batch_host in fleet.targets]
+        progress = await _progress(fleet, running)
+        reasons = {record.id: await _reason(context, fleet, record) for record in failed}
+        failures = dict(fleet.failures)
+    views = tuple(JobView(r, progress.get(r.id, {}), reasons.get(r.id)) for r in records)
+    return JobsResult(context.cluster, views, failures)
+
+
+async def _reason(context: Context, fleet: Fleet, record: JobRecord) -> Reason | None:
+    root = record.work_dir or f"{JOBS_DIRECTORY}/{context.cluster}"
+    return explain_failure(record, await read_tails(fleet, nodes_of(context), record.id, root))
+
+
+async def _progress(fleet: Fleet, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+    """What rank 0 of each running job last wrote into its `progress.json`."""
+    found: dict[str, Mapping[str, Any]] = {}
+
+    async def one(name: str) -> None:
+        host = await fleet.host(name)
+        for record in (record for record in running if record.batch_host == name):
+            result = await host.run(["cat", f"{record.work_dir}/{record.id}/progress.json"], timeout=30)
+            try:
+                value = json.loads(result.text) if result.status == 0 else {}
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                found[record.id] = value
+
+    await fleet.each(dict.fromkeys(record.batch_host for record in running), one)
+    return found

@@ -1,0 +1,185 @@
+"""`shoal logs`: what the ranks of a job printed, from all nodes, in the order of time, kept across requeues."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import HostError, SlurmError, UsageError
+from shoal.hosts.api import Host, Process
+from shoal.jobs import reader
+from shoal.jobs.logs import JobLogs, LogLine, LogReader, merge
+from shoal.jobs.model import JOBS_DIRECTORY
+from shoal.jobs.reason import Reason, explain_failure
+from shoal.jobs.record import JobRecord, parse_records, show_command
+from shoal.plan.fleet import Fleet
+from shoal.verbs.context import Context
+
+READER = Path(reader.__file__).read_text()
+_JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+_WINDOW = 0.5
+"""How long a line is held back, so that one from a slower node can come before it."""
+_TAIL = 256 * 1024
+"""Enough of each rank's log to find a traceback in."""
+
+
+@dataclass(frozen=True)
+class LogsResult:
+    """The lines of a job, and the nodes that could not be asked."""
+
+    job: str
+    lines: tuple[LogLine, ...]
+    record: JobRecord | None = None
+    """None once Slurm has forgotten the job."""
+    reason: Reason | None = None
+    failures: Mapping[str, HostError] = field(default_factory=dict)
+
+
+async def logs(context: Context, job: str, directory: str | None = None) -> LogsResult:
+    """All that the ranks of a job have printed."""
+    check_job(job)
+    async with await context.fleet() as fleet:
+        record = await find_record(await fleet.host(context.controller.name), job)
+        found = await read(fleet, nodes_of(context), job, _root(context, record, directory))
+        failures = dict(fleet.failures)
+    if record is None and not found.lines and not failures:
+        raise UsageError(f"there is no job {job}", hint="`shoal jobs` lists those that Slurm remembers")
+    reason = explain_failure(record, found) if record else None
+    return LogsResult(job, found.lines, record, reason, failures)
+
+
+async def follow(
+    context: Context, job: str, show: Callable[[LogLine], None], directory: str | None = None
+) -> LogsResult:
+    """Show lines as they come until the job has ended."""
+    check_job(job)
+    async with await context.fleet() as fleet:
+        controller = await fleet.host(context.controller.name)
+        record = await find_record(controller, job)
+        if record is None:
+            result = await logs(context, job, directory)
+            for line in result.lines:
+                show(line)
+            return result
+        root = _root(context, record, directory)
+        reader, processes = LogReader(), {}
+
+        async def open_reader(name: str) -> None:
+            processes[name] = await _start(await fleet.host(name), job, root, "follow")
+
+        await fleet.each(nodes_of(context), open_reader)
+        sorter = _Sorter(show)
+        pumps = [asyncio.create_task(_pump(name, p, reader, sorter)) for name, p in processes.items()]
+        ticking = asyncio.create_task(sorter.tick())
+        try:
+            record = await wait_for_end(controller, record)
+            for process in processes.values():
+                with contextlib.suppress(HostError):
+                    await process.write(b"\n")
+            await asyncio.wait(pumps, timeout=30) if pumps else None
+        finally:
+            ticking.cancel()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(ticking, *pumps, return_exceptions=True)
+        sorter.flush()
+        found = reader.result()
+        return LogsResult(job, found.lines, record, explain_failure(record, found), dict(fleet.failures))
+
+
+async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
+    """The job's record once it has ended. A job that is queued again has not."""
+    pause = 0.25
+    while record.active:
+        await asyncio.sleep(pause)
+        pause = min(2.0, pause * 1.2)
+        record = await find_record(controller, record.id) or record
+    return record
+
+
+async def find_record(controller: Host, job: str) -> JobRecord | None:
+    """The job as Slurm has it, None when Slurm does not know it (any more)."""
+    result = await controller.run(show_command(job), timeout=60)
+    if result.status != 0 and "nvalid job id" not in result.error_text:
+        raise SlurmError(f"`scontrol show job` on {controller.name} failed: {result.error_text.strip()}")
+    records = parse_records(result.text) if result.status == 0 else []
+    # Of an array asked for as a whole, those that still run come first.
+    return next((r for r in records if r.id == job), None) or next(
+        (r for r in records if r.active), records[-1] if records else None
+    )
+
+
+async def read(fleet: Fleet, nodes: list[str], job: str, root: str, tail: int = 0) -> JobLogs:
+    """What all nodes have of a job."""
+    taken = LogReader()
+
+    async def one(name: str) -> bytes:
+        result = await (await fleet.host(name)).run(_command(job, root, tail), timeout=120)
+        return result.stdout
+
+    for name, data in (await fleet.each(nodes, one)).items():
+        for line in data.splitlines():
+            taken.take(name, line)
+    return taken.result()
+
+
+async def read_tails(fleet: Fleet, nodes: list[str], job: str, root: str) -> JobLogs:
+    """Enough of a job's logs to work out why it failed."""
+    return await read(fleet, nodes, job, root, _TAIL)
+
+
+def nodes_of(context: Context) -> list[str]:
+    return [member.name for member in context.members if "compute" in member.roles]
+
+
+def check_job(job: str) -> None:
+    if not _JOB.fullmatch(job):
+        raise UsageError(f"{job!r} is no job", hint="give its number, as 17, or 17_3 for one of an array")
+
+
+def _root(context: Context, record: JobRecord | None, directory: str | None) -> str:
+    """The jobs' directory: `shoal run` starts jobs in it, and Slurm remembers that."""
+    return directory or (record.work_dir if record else "") or f"{JOBS_DIRECTORY}/{context.cluster}"
+
+
+def _command(job: str, root: str, tail: int, *more: str) -> list[str]:
+    return ["python3", "-I", "-S", "-c", READER, f"{root}/{job}", f"{root}/{job}.out", str(tail), *more]
+
+
+async def _start(host: Host, job: str, root: str, mode: str) -> Process:
+    return await host.start(_command(job, root, 0, mode))
+
+
+async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter) -> None:
+    with contextlib.suppress(HostError):  # a node that dies in the middle: its lines so far are shown
+        while raw := await process.readline():
+            if line := reader.take(name, raw):
+                sorter.add(line)
+
+
+class _Sorter:
+    """Holds lines back for a moment, so that those of several nodes come out in the order of time."""
+
+    def __init__(self, show: Callable[[LogLine], None]) -> None:
+        self._show = show
+        self._held: list[tuple[float, LogLine]] = []
+
+    def add(self, line: LogLine) -> None:
+        self._held.append((time.monotonic(), line))
+
+    async def tick(self) -> None:
+        while True:
+            await asyncio.sleep(_WINDOW / 2)
+            # Nothing came for a while, or the oldest has waited long enough: then all that is here is in order.
+            if self._held and time.monotonic() - self._held[0][0] > _WINDOW:
+                self.flush()
+
+    def flush(self) -> None:
+        held, self._held = self._held, []
+        for line in merge(line for _, line in held):
+            self._show(line)
