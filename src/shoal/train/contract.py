@@ -25,6 +25,15 @@ SHOAL_RUN_ID = "SHOAL_RUN_ID"
 SHOAL_GRACE_SECONDS = "SHOAL_GRACE_SECONDS"
 """How long Slurm waits between its warning signal and the kill."""
 
+SHOAL_TRACKING_URI = "SHOAL_TRACKING_URI"
+"""The address of the MLflow server. Without a password in it: that comes in MLflow's own variables."""
+
+SHOAL_EXPERIMENT = "SHOAL_EXPERIMENT"
+"""The MLflow experiment the run belongs to."""
+
+EXIT_REQUEUE = 85
+"""The status a script leaves with when it has saved and wants to go on later, and could not requeue itself."""
+
 
 def format_node_addrs(addresses: Mapping[str, str]) -> str:
     """The value of SHOAL_NODE_ADDRS for these nodes."""

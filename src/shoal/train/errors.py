@@ -3,7 +3,9 @@
     TrainError
     ├── EnvError            the launcher's variables contradict each other, or lack something
     ├── RendezvousError     the ranks did not find each other
-    └── BindingError        ranks and GPUs do not match
+    ├── BindingError        ranks and GPUs do not match
+    ├── CheckpointError     what is saved does not fit, or none of it is whole
+    └── ParallelError       the model cannot be spread over the ranks as asked
 
 Each says what was asked, what was found, and what to do.
 """
@@ -34,3 +36,11 @@ class RendezvousError(TrainError):
 
 class BindingError(TrainError):
     """Ranks and GPUs do not match."""
+
+
+class CheckpointError(TrainError):
+    """What is saved does not fit the objects at hand, or none of it is whole."""
+
+
+class ParallelError(TrainError):
+    """The model cannot be spread over the ranks as asked."""

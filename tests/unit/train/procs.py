@@ -1,0 +1,74 @@
+"""Runs a function as several ranks: processes joined by Gloo over a file, with a time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 180.0
+"""Generous: the machine may be busy. Reached only by ranks that hang."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+    """What `function(rank, *args)` returned on each of `count` ranks. RankFailed names the rank and its traceback."""
+    children = start(count, function, *args)
+    try:
+        return [_result(rank, child, pipe, limit) for rank, (child, pipe) in enumerate(children)]
+    finally:
+        for child, _ in children:
+            child.kill()
+            child.join()
+
+
+def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[Any, Any]]:
+    """Start the ranks and return their (process, pipe) pairs: for tests that kill them."""
+    # A server that has imported torch once forks the ranks: seconds less for each of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shoal.train.checkpoint", "shoal.train.parallel"])
+    meeting = Path(tempfile.mkdtemp(prefix="shoal-ranks-")) / "store"
+    children = []
+    for rank in range(count):
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=_main, args=(theirs, rank, count, str(meeting), function, args))
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+    return children
+
+
+def _result(rank: int, child: Any, pipe: Any, limit: float) -> Any:
+    if not pipe.poll(limit):
+        raise RankFailed(f"rank {rank} has not ended after {limit} s")
+    try:
+        ok, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        child.join()
+        raise RankFailed(f"rank {rank} died with exit status {child.exitcode}") from None
+    if not ok:
+        raise RankFailed(f"rank {rank} raised\n{value}")
+    return value
+
+
+def _main(pipe: Any, rank: int, count: int, meeting: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    try:
+        # Plain pickle: multiprocessing's own would share the memory of tensors, which ends with the rank.
+        pipe.send_bytes(pickle.dumps((True, function(rank, *args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        dist.destroy_process_group()

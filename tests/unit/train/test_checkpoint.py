@@ -1,0 +1,264 @@
+"""What a Checkpointer keeps, refuses and reports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.train.procs import ranks
+from tests.unit.train.training import build, digest, train_step
+
+from shoal.train.checkpoint import Checkpointer, TrainState, files
+from shoal.train.errors import CheckpointError
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
+
+
+def _saved(directory: Path, *steps: int, keep_last: int = 3) -> tuple[Checkpointer, dict[int, str]]:
+    """A checkpointer that has saved these steps, and the digests of what it saved."""
+    state, checkpointer, digests = build("plain"), Checkpointer(directory, keep_last=keep_last), {}
+    for step in steps:
+        train_step(state)
+        digests[step] = digest(state)
+        assert checkpointer.save(step, state).committed
+    return checkpointer, digests
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_new_directory_has_nothing_to_restore(tmp_path: Path) -> None:
+    assert Checkpointer(tmp_path / "none").restore(build("plain")) is None
+
+
+def test_the_last_ones_are_kept_and_older_ones_deleted(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2, 3, 10, keep_last=2)
+    assert _names(tmp_path) == ["step-10", "step-3"]
+
+
+def test_the_manifest_names_every_file_with_its_size_and_digest(tmp_path: Path) -> None:
+    _saved(tmp_path, 4)
+    manifest = files.read_manifest(tmp_path / "step-4")
+    assert (manifest.step, manifest.world_size, manifest.run_id, manifest.reason) == (4, 1, "run-1", "periodic")
+    assert {record.name for record in manifest.files} | {"MANIFEST.json"} == set(_names(tmp_path / "step-4"))
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, digests = _saved(tmp_path, 1, 2)
+    victim = tmp_path / "step-2" / ("MANIFEST.json" if harm == "manifest" else "__0_0.distcp")
+    content = bytearray(victim.read_bytes())
+    if harm == "remove":
+        victim.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content[:-7] if harm in ("truncate", "manifest") else content)
+    state, checkpointer = build("plain", seed=5), Checkpointer(tmp_path, keep_last=1)
+    assert checkpointer.restore(state) == 1
+    assert digest(state) == digests[1]
+    said = {
+        "flip": "__0_0.distcp has changed since it was written (SHA-256 differs)",
+        "truncate": f"__0_0.distcp has {len(content) - 7} bytes instead of {len(content)}",
+        "remove": "__0_0.distcp cannot be read: No such file or directory",
+        "manifest": "MANIFEST.json: it is not a manifest",
+    }[harm]
+    assert f"step-2 is damaged and will not be used: {said}" in caplog.text
+    # The step is reached again: its new checkpoint takes another name, and the damaged one goes after it is in.
+    assert checkpointer.save(2, state).committed
+    assert _names(tmp_path) == ["step-2.1"]
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_start_over_in_silence(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    (tmp_path / "step-1" / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole") as caught:
+        Checkpointer(tmp_path).restore(build("plain"))
+    assert ".metadata has 0 bytes instead of" in str(caught.value)
+    assert "move the directory away" in str(caught.value)
+
+
+def test_a_manifest_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    path = tmp_path / "step-1" / "MANIFEST.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
+    with pytest.raises(CheckpointError, match="its format is 9, this version of shoal reads 1"):
+        Checkpointer(tmp_path).latest()
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:
+    state, checkpointer = build("plain"), Checkpointer(tmp_path)
+    assert checkpointer.save(3, state) == checkpointer.save(3, state, reason="SIGTERM")
+    assert Checkpointer(tmp_path).restore(state) == 3
+    assert _names(tmp_path) == ["step-3"]
+
+
+def test_what_dead_attempts_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    for name in ("step-2.tmp-0a1b", "step-1.old-77", "notes", "step-3.tmp-mine"):
+        (tmp_path / name).mkdir()
+    Checkpointer(tmp_path).restore(build("plain"))
+    assert _names(tmp_path) == ["notes", "step-1", "step-3.tmp-mine"]
+
+
+def test_another_model_is_refused_with_the_tensors_that_differ(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(tmp_path).restore(build("plain", width=6))
+    assert "the checkpoint is of another model" in str(caught.value)
+    assert "model/blocks.0.0.weight: [8, 8] in the checkpoint, [6, 6] in the model" in str(caught.value)
+    assert "and 6 more" in str(caught.value)
+
+
+def test_a_part_that_was_never_saved_is_refused_by_name(tmp_path: Path) -> None:
+    whole = build("plain")
+    Checkpointer(tmp_path).save(1, TrainState(whole.model, whole.optimizer))
+    with pytest.raises(CheckpointError, match="the scheduler is to be restored, and the checkpoint holds none"):
+        Checkpointer(tmp_path).restore(whole)
+
+
+def test_keep_last_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one checkpoint is kept"):
+        Checkpointer(tmp_path, keep_last=0)
+
+
+class _Torn:
+    """A data position that cannot be read on one rank."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+
+    def state_dict(self) -> Any:
+        if self.broken:
+            raise RuntimeError("the loader is gone")
+        return 1
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def _one_rank_cannot_capture(rank: int, directory: str, asynchronous: bool) -> Any:
+    state = build("fsdp")
+    state.data = _Torn(rank == 1)
+    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+    checkpointer.save(1, state)
+    result = checkpointer.wait()
+    return result.outcome, result.error, checkpointer.failures
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_where_one_rank_cannot_save_all_ranks_say_so_and_none_waits(tmp_path: Path, asynchronous: bool) -> None:
+    said = ranks(2, _one_rank_cannot_capture, str(tmp_path), asynchronous)
+    assert said == [("failed", "rank 1: RuntimeError: the loader is gone", 1)] * 2
+
+
+class _OfRank:
+    """A data position that differs from rank to rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> Any:
+        return {"at": torch.tensor([self.rank])}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert int(state["at"]) == self.rank
+
+
+def _with_positions(rank: int, directory: str, save: bool) -> Any:
+    state = build("ddp")
+    state.data = _OfRank(rank)
+    checkpointer = Checkpointer(directory)
+    if save:
+        return checkpointer.save(1, state).outcome
+    try:
+        return checkpointer.restore(state)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_data_positions_of_single_ranks_come_back_to_them_and_are_refused_at_another_world_size(tmp_path: Path) -> None:
+    assert ranks(2, _with_positions, str(tmp_path), True) == ["committed"] * 2
+    assert ranks(2, _with_positions, str(tmp_path), False) == [1, 1]
+    (said,) = ranks(1, _with_positions, str(tmp_path), False)
+    assert "the data position cannot be carried from 2 ranks to 1" in said
+    assert "or resume with 2 ranks" in said
+
+
+# Disks that fail
+
+
+@contextmanager
+def _mounted(*arguments: str) -> Iterator[Path]:
+    target = Path(arguments[-1])
+    subprocess.run(["mount", *arguments], check=True)
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+
+
+def _train_on_a_bad_disk(rank: int, directory: str, asynchronous: bool) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal.train.checkpoint").addHandler(handler)
+    state = build("fsdp", width=64)
+    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+    outcomes = []
+    for step in (1, 2):
+        train_step(state)
+        checkpointer.save(step, state)
+        outcomes.append(checkpointer.wait().outcome)
+    train_step(state)
+    return outcomes, checkpointer.failures, checkpointer.last.error, "\n".join(lines)
+
+
+def _all_ranks_failed_alike_and_loudly(results: list[Any], cause: str) -> None:
+    for outcomes, failures, error, log in results:
+        assert outcomes == ["failed", "failed"]
+        assert failures == 2
+        assert cause in error
+        assert error == results[0][2]
+        assert "the checkpoint of step 2 (periodic) FAILED, training goes on without it" in log
+        assert cause in log
+
+
+@needs_root
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_on_a_full_disk_training_goes_on_and_all_ranks_report_it(tmp_path: Path, asynchronous: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    with _mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk")) as disk:
+        results = ranks(2, _train_on_a_bad_disk, str(disk), asynchronous)
+        _all_ranks_failed_alike_and_loudly(results, "No space left on device")
+        assert _names(disk) == []  # a failed attempt does not keep what little space there is
+
+
+@needs_root
+def test_in_a_read_only_directory_training_goes_on_and_all_ranks_report_it(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with _mounted("--bind", str(tmp_path / "disk"), str(tmp_path / "disk")) as disk:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
+        _all_ranks_failed_alike_and_loudly(ranks(2, _train_on_a_bad_disk, str(disk), False), "Read-only file system")
+
+
+def _on_private_disks(rank: int, directory: str) -> Any:
+    result = Checkpointer(Path(directory) / str(rank)).save(1, build("ddp"))
+    return result.outcome, result.error
+
+
+def test_a_directory_that_the_nodes_do_not_share_is_explained(tmp_path: Path) -> None:
+    for outcome, error in ranks(2, _on_private_disks, str(tmp_path)):
+        assert outcome == "failed"
+        assert "rank 0 does not see" in error
+        assert "must be on storage that all nodes share" in error

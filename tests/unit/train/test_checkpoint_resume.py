@@ -1,0 +1,98 @@
+"""A resumed run is the run that was never interrupted, and loads at another world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.train.procs import ranks
+from tests.unit.train.training import build, digest, full_parameters, train_step
+
+from shoal.train.checkpoint import Checkpointer
+
+
+def _uninterrupted(rank: int, kind: str, optimizer: str, steps: int) -> tuple[list[str], str]:
+    state = build(kind, optimizer=optimizer)
+    return [train_step(state) for _ in range(steps)], digest(state)
+
+
+def _save_and_go_on(rank: int, directory: str, kind: str, optimizer: str, at: int, asynchronous: bool) -> Any:
+    state = build(kind, optimizer=optimizer)
+    losses = [train_step(state) for _ in range(at)]
+    checkpointer = Checkpointer(directory, asynchronous=asynchronous)
+    checkpointer.save(at, state)
+    losses += [train_step(state) for _ in range(6 - at)]
+    assert checkpointer.wait().committed, checkpointer.last
+    checkpointer.close()
+    return losses, digest(state)
+
+
+def _resume(rank: int, directory: str, kind: str, optimizer: str) -> Any:
+    state = build(kind, seed=77, optimizer=optimizer)  # another start: everything must come from the checkpoint
+    state.run_id = ""
+    step = Checkpointer(directory).restore(state)
+    losses = [train_step(state) for _ in range(6 - step)]
+    return step, state.run_id, losses, digest(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "at", "asynchronous"),
+    [
+        ("ddp", "adamw", 3, False),
+        ("ddp", "sgd", 0, True),  # before the first step the optimizer has no state, and must not be given any
+        ("fsdp", "adamw", 3, True),
+        ("fsdp", "sgd", 0, False),
+    ],
+)
+def test_losses_and_parameters_of_a_resumed_run_equal_those_of_one_never_saved(
+    tmp_path: Path, kind: str, optimizer: str, at: int, asynchronous: bool
+) -> None:
+    plain = ranks(2, _uninterrupted, kind, optimizer, 6)
+    saved = ranks(2, _save_and_go_on, str(tmp_path), kind, optimizer, at, asynchronous)
+    resumed = ranks(2, _resume, str(tmp_path), kind, optimizer)
+    for rank in range(2):
+        losses, final = plain[rank]
+        assert saved[rank] == (losses, final)
+        assert resumed[rank] == (at, "run-1", losses[at:], final)
+    assert plain[0][0] != plain[1][0]  # the ranks see different data, or the test proves little
+
+
+def _write(rank: int, directory: str, kind: str) -> dict[str, torch.Tensor]:
+    state = build(kind)
+    for _ in range(2):
+        train_step(state)
+    assert Checkpointer(directory).save(2, state).committed
+    return full_parameters(state)
+
+
+def _read(rank: int, directory: str, kind: str) -> Any:
+    state = build(kind, seed=77)
+    step = Checkpointer(directory).restore(state)
+    parameters = full_parameters(state)
+    momenta = sorted(float(_whole(v["exp_avg"]).abs().sum()) for v in state.optimizer.state.values())
+    assert min(momenta) > 0
+    train_step(state)
+    return step, state.data.at, parameters, momenta
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("ddp", 2), ("ddp", 1)), (("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("fsdp", 1)), (("fsdp", 1), ("ddp", 2))],
+)
+def test_a_checkpoint_loads_at_another_world_size_and_under_the_other_way_of_spreading(
+    tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    written = ranks(before[1], _write, str(tmp_path), before[0])[0]
+    momenta = []
+    for step, position, parameters, of_rank in ranks(after[1], _read, str(tmp_path), after[0]):
+        assert (step, position) == (2, 3)
+        assert parameters.keys() == written.keys()
+        assert all(torch.equal(parameters[name], written[name]) for name in written)
+        momenta.append(of_rank)
+    assert all(of_rank == momenta[0] for of_rank in momenta)
