@@ -5,11 +5,12 @@
     ├── UsageError               exit 2   the command line is wrong
     ├── Partly                   exit 3   some hosts did it, some did not
     ├── HostError                exit 1   one host, one cause
-    │   ├── Unreachable                   no route, refused, timed out
+    │   ├── Unreachable                   no route, refused, no answer
     │   ├── AuthRefused                   the host does not accept our key
     │   ├── HostKeyChanged                not the machine we met before
     │   ├── SudoRefused                   the user may not become root
     │   ├── CommandFailed                 a command ended with a non-zero status
+    │   ├── TimedOut                      a command did not end in time; the host itself answers
     │   ├── ConnectionLost                the host went away while we worked
     │   └── AgentFailed                   the agent could not converge the host
     ├── ProviderError            exit 1   a provider cannot give us what we asked for
@@ -87,6 +88,10 @@ class SudoRefused(HostError):
 
 class CommandFailed(HostError):
     """A command on the host ended with a non-zero status."""
+
+
+class TimedOut(HostError):
+    """A command on the host did not end in time. The host itself answers."""
 
 
 class ConnectionLost(HostError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import Unreachable
+from shoal.errors import TimedOut
 from shoal.hosts.api import Host, Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
 from shoal.hosts.local import LocalConnector
@@ -137,7 +137,7 @@ async def test_death_by_signal_is_128_plus_the_signal(host: Host) -> None:
 
 
 async def test_a_timeout_names_the_program_and_leaves_the_host_usable(host: Host) -> None:
-    with pytest.raises(Unreachable, match=r"node: `sleep` did not end within 0\.2 s"):
+    with pytest.raises(TimedOut, match=r"node: `sleep` did not end within 0\.2 s"):
         await host.run(["sleep", "3600"], timeout=0.2, root=False)
     assert (await host.run(["true"], root=False)).status == 0
 

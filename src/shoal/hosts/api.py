@@ -70,7 +70,7 @@ class Host(Protocol):
     ) -> Result:
         """Run a program to its end. A non-zero status is a Result, not an error.
 
-        Raises Unreachable when `timeout` runs out, ConnectionLost when the host goes away, SudoRefused when `root` is
+        Raises TimedOut when `timeout` runs out, ConnectionLost when the host goes away, SudoRefused when `root` is
         asked for and the login user may not have it.
         """
 

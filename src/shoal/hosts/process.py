@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shoal.errors import Unreachable
+from shoal.errors import TimedOut
 from shoal.hosts.api import Result
 from shoal.hosts.pipes import Inbox, Tail
 
@@ -77,7 +77,7 @@ async def run_to_end(
         async with asyncio.timeout(timeout):
             return await process.finish(stdin)
     except TimeoutError:
-        raise Unreachable(
+        raise TimedOut(
             name,
             f"{told(argv)} did not end within {timeout:g} s",
             hint=f"the host may be overloaded or hang on a disk; look at it with: shoal ssh {name}",

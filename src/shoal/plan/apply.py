@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.agent.client import ItemEvent, Report
-from shoal.errors import AgentFailed, SlurmError, Unreachable
+from shoal.errors import AgentFailed, SlurmError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
@@ -67,7 +67,7 @@ async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
     """Drain first, so that no job starts on a leaving node. Where slurmctld does not run it is mended before that."""
     try:
         await drain(await fleet.host(controller), leaving)
-    except (SlurmError, Unreachable):
+    except (SlurmError, TimedOut):
         return False
     return True
 
@@ -172,7 +172,7 @@ async def _unready(host: Host, due: Sequence[str], end: float) -> dict[str, str]
     while True:
         try:
             return await unready(host, due)
-        except (SlurmError, Unreachable):
+        except (SlurmError, TimedOut):
             if asyncio.get_running_loop().time() > end:
                 raise
             await asyncio.sleep(0.25)

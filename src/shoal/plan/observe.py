@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.agent.client import Ask
 from shoal.agent.facts import Facts
-from shoal.errors import AgentFailed, HostError, Unreachable
+from shoal.errors import AgentFailed, HostError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
@@ -66,7 +66,7 @@ async def slurm_view(host: Host) -> SlurmView:
     """Nodes and jobs as slurmctld has them; an empty view where there is no Slurm yet or it does not answer."""
     try:
         nodes, jobs = await asyncio.gather(host.run(NODES_COMMAND, timeout=20), host.run(JOBS_COMMAND, timeout=20))
-    except Unreachable:
+    except TimedOut:
         return SlurmView()
     if nodes.status != 0 or jobs.status != 0:
         return SlurmView()
