@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -268,6 +269,37 @@ def test_a_sample_that_cannot_be_decoded_is_named(data, workers):
         "  found: KeyError: 'jpg'; the sample has the fields cls\n"
         "  fix: repair or leave out the sample, or handle it in decode"
     ) in str(caught.value)
+
+
+def test_a_worker_that_is_killed_is_explained_and_training_can_go_on_from_the_last_batch(data, tmp_path):
+    def decode(sample: dict[str, Any]) -> int:
+        if sample["__key__"] == "020" and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(sample["cls"])
+
+    loader = Loader(ShardDataset(data), global_batch=8, shuffle=False, workers=1, decode=decode, collate=list)
+    seen: list[int] = []
+    with pytest.raises(DataError) as caught:
+        for batch in loader:
+            seen += batch
+    assert str(caught.value).startswith("a data worker died\n  found: DataLoader worker (pid")
+    assert "\n  fix: killed: too little memory, ask for more with --mem or" in str(caught.value)
+    for batch in loader:
+        seen += [at for at, real in zip(batch, loader.mask.tolist(), strict=True) if real]
+    loader.close()
+    assert seen == list(range(50))
+
+
+def test_a_failure_in_collate_is_left_as_it_is(data):
+    def collate(batch: list[Any]) -> None:
+        raise RuntimeError("shapes differ")
+
+    loader = Loader(ShardDataset(data), global_batch=8, workers=1, collate=collate)
+    with pytest.raises(RuntimeError, match="shapes differ") as caught:
+        next(iter(loader))
+    loader.close()
+    assert not isinstance(caught.value, DataError)
 
 
 refusals: list[tuple[Callable[[], object], str]] = [

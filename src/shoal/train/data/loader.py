@@ -174,7 +174,7 @@ class Loader:
         self._lap += 1
         lap = self._lap
         samples = len(self._dataset)
-        for batch in self._batches:
+        for batch in self._fetched():
             self._real = min(self.global_batch, samples - self._position)
             # Counted before it is handed out: a checkpoint taken in the loop's body includes this batch.
             self._position += self._real
@@ -186,6 +186,21 @@ class Loader:
                     fix="leave the loop before calling set_epoch or load_state_dict; give each loop its own Loader",
                 )
         self._move(self._epoch + 1, 0)
+
+    def _fetched(self) -> Iterator[Any]:
+        """DataLoader's batches; a worker that dies without a word gets one from us."""
+        try:
+            yield from self._batches
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            self.close()
+            raise DataError(
+                "a data worker died",
+                found=str(error).strip(),
+                fix="killed: too little memory, ask for more with --mem or use fewer workers or a smaller prefetch\n"
+                "bus error: /dev/shm is full, see df /dev/shm",
+            ) from None
 
     def _ids(self) -> Iterator[list[tuple[int, int]]]:
         """The samples of this rank's batches from here to the end of the epoch, each with its own seed."""

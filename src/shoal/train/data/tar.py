@@ -26,10 +26,12 @@ from .index import ShardIndex, indexes, missing
 from .staging import stage as stage_shards
 
 Sample = dict[str, object]
+Piece = tuple[int, int, list[tuple[str, int, int]]]
+"""A stretch of a shard to read at once: where it starts, its size, and the fields in it as (name, begin, end)."""
 
 _OPEN_SHARDS = 64
 _NEAR = 64 * 1024
-"""Files of one sample that lie within so many unwanted bytes of each other are read at once."""
+"""Files of one sample with at most so many unwanted bytes between them are read at once."""
 
 
 class ShardDataset:
@@ -67,13 +69,19 @@ class ShardDataset:
 
     def __getitems__(self, ids: Sequence[int]) -> list[Sample]:
         """Several samples, in the order asked for; read in the order in which they lie."""
-        samples: dict[int, Sample] = {}
+        plan: list[tuple[int, int, int, list[Piece]]] = []
         last = len(self)
         for id in sorted(set(ids)):
             if not 0 <= id < last:
                 raise IndexError(f"sample {id} of a dataset of {last} samples")
             shard = bisect_right(self._bases, id) - 1
-            samples[id] = self._read(shard, id - self._bases[shard])
+            local = id - self._bases[shard]
+            pieces = self._pieces(shard, local)
+            plan.append((id, shard, local, pieces))
+            # Asked for all at once before any is waited for: on a disk or a network the waits then overlap.
+            for start, size, _ in pieces:
+                os.posix_fadvise(self._file(shard), start, size, os.POSIX_FADV_WILLNEED)
+        samples = {id: self._read(self._file(shard), shard, local, pieces) for id, shard, local, pieces in plan}
         if len(samples) == len(ids):
             return [samples[id] for id in ids]
         return [dict(samples[id]) for id in ids]
@@ -104,29 +112,30 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}
 
-    def _read(self, shard: int, local: int) -> Sample:
-        index = self._indexes[shard]
-        sample: Sample = {"__key__": index.key(local), "__url__": self._urls[shard]}
-        picks = self._picks[shard][index.layout_of[local]]
-        if not picks:
-            return sample
-        first, offsets, sizes = index.first[local], index.offsets, index.sizes
-        file = self._open.get(shard)
-        if file is None:
-            file = self._file(shard)
-        start, wanted, end = offsets[first + picks[0][1]], 0, 0
-        for _, at in picks:
-            wanted += sizes[first + at]
-            end = offsets[first + at] + sizes[first + at]
-        if end - start - wanted <= _NEAR:
-            data = self._bytes(shard, file, start, end - start)
-            for field, at in picks:
-                begin = offsets[first + at] - start
-                sample[field] = data[begin : begin + sizes[first + at]]
-        else:
-            for field, at in picks:
-                sample[field] = self._bytes(shard, file, offsets[first + at], sizes[first + at])
+    def _read(self, file: int, shard: int, local: int, pieces: list[Piece]) -> Sample:
+        sample: Sample = {"__key__": self._indexes[shard].key(local), "__url__": self._urls[shard]}
+        for start, size, fields in pieces:
+            data = self._bytes(shard, file, start, size)
+            for field, begin, end in fields:
+                sample[field] = data[begin:end]
         return sample
+
+    def _pieces(self, shard: int, local: int) -> list[Piece]:
+        """What to read for a sample: mostly one piece, as its files lie side by side."""
+        index = self._indexes[shard]
+        first, offsets, sizes = index.first[local], index.offsets, index.sizes
+        pieces: list[Piece] = []
+        end = -_NEAR - 1
+        for field, at in self._picks[shard][index.layout_of[local]]:
+            offset, size = offsets[first + at], sizes[first + at]
+            if offset - end > _NEAR:
+                pieces.append((offset, size, [(field, 0, size)]))
+            else:
+                start, _, fields = pieces[-1]
+                fields.append((field, offset - start, offset - start + size))
+                pieces[-1] = (start, offset + size - start, fields)
+            end = offset + size
+        return pieces
 
     def _bytes(self, shard: int, file: int, offset: int, size: int) -> bytes:
         # pread keeps no position, so that forked workers may share a file without a lock.
@@ -139,6 +148,9 @@ class ShardDataset:
         return data
 
     def _file(self, shard: int) -> int:
+        file = self._open.get(shard)
+        if file is not None:
+            return file
         path, expected = self._paths[shard], self._indexes[shard].size
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
