@@ -25,6 +25,14 @@ _NOT_IN_A_NAME = re.compile(r"[\[\],\s]")
 _NATURAL = re.compile(r"[0-9]+|[^0-9]")
 
 
+class HostlistError(ValueError):
+    """A text that is no hostlist. `problem` is what is wrong with it, for those who name the text themselves."""
+
+    def __init__(self, text: str, problem: str) -> None:
+        super().__init__(f"hostlist {_shown(text)}: {problem}")
+        self.problem = problem
+
+
 def expand(text: str) -> list[str]:
     """The names a hostlist stands for, in Slurm's order, duplicates kept. ValueError says what is wrong with it."""
     names: list[str] = []
@@ -83,9 +91,9 @@ def _items(text: str) -> list[str]:
         match = _ITEM.match(text, position)
         end = match.end() if match else position
         if end < len(text) and text[end] in "[]":
-            raise ValueError(f"hostlist {_shown(text)}: a bracket at character {end + 1} has no partner")
+            raise HostlistError(text, f"a bracket at character {end + 1} has no partner")
         if match is None:
-            raise ValueError(f"hostlist {_shown(text)}: a strange blank at character {position + 1}")
+            raise HostlistError(text, f"a strange blank at character {position + 1}")
         items.append(match.group())
         position = end
     return items
@@ -101,14 +109,12 @@ def _expand_item(item: str, room: int) -> Iterable[str]:
             raise _too_many(item)
         return [item]
     if literals[-1]:
-        raise ValueError(
-            f"hostlist {_shown(item)}: Slurm 22.05 takes no text after the last bracket, found {literals[-1]!r}"
-        )
+        raise HostlistError(item, f"Slurm 22.05 takes no text after the last bracket, found {literals[-1]!r}")
     ranges = [[_parse_range(item, part) for part in body.split(",")] for body in bodies]
     if math.prod(sum(high - low + 1 for low, high, _ in bracket) for bracket in ranges) > room:
         raise _too_many(item)
     if sum(map(len, literals)) + sum(max(width for *_, width in bracket) for bracket in ranges) > MAX_LENGTH:
-        raise ValueError(f"hostlist {_shown(item)}: a name of more than {MAX_LENGTH} characters")
+        raise HostlistError(item, f"a name of more than {MAX_LENGTH} characters")
     numbers = [[f"{n:0{width}}" for low, high, width in bracket for n in range(low, high + 1)] for bracket in ranges]
     # Slurm's order: the last bracket runs fastest, then the first, the second, and so on.
     *leading, last = numbers
@@ -124,21 +130,21 @@ def _parse_range(item: str, text: str) -> tuple[int, int, int]:
     match = _RANGE.fullmatch(text)
     if match is None:
         stepped = " (Slurm has no stepped ranges: name the hosts one by one)" if re.search(r"[/:]", text) else ""
-        raise ValueError(f"hostlist {_shown(item)}: {text!r} is not a number or a range like 01-16{stepped}")
+        raise HostlistError(item, f"{text!r} is not a number or a range like 01-16{stepped}")
     low = _number(item, match[1])
     high = _number(item, match[2] or match[1])
     if high < low:
-        raise ValueError(f"hostlist {_shown(item)}: the range {text!r} runs backwards")
+        raise HostlistError(item, f"the range {text!r} runs backwards")
     if high - low >= MAX_RANGE:
-        raise ValueError(f"hostlist {_shown(item)}: the range {text!r} has more than {MAX_RANGE} names")
+        raise HostlistError(item, f"the range {text!r} has more than {MAX_RANGE} names")
     return low, high, len(match[1])
 
 
 def _number(item: str, digits: str) -> int:
     if len(digits.lstrip("0")) > 18:
-        raise ValueError(f"hostlist {_shown(item)}: the number {_shown(digits)} is too large for Slurm")
+        raise HostlistError(item, f"the number {_shown(digits)} is too large for Slurm")
     if len(digits) > MAX_LENGTH:
-        raise ValueError(f"hostlist {_shown(item)}: a name of more than {MAX_LENGTH} characters")
+        raise HostlistError(item, f"a name of more than {MAX_LENGTH} characters")
     return int(digits)
 
 
@@ -207,7 +213,7 @@ def _natural(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _too_many(item: str) -> ValueError:
-    return ValueError(f"hostlist {_shown(item)}: stands for more than {MAX_NAMES} names")
+    return HostlistError(item, f"stands for more than {MAX_NAMES} names")
 
 
 def _shown(text: str) -> str:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
 from shoal.spec.reader import Tree
-from shoal.spec.rules import Path, nearest
+from shoal.spec.rules import Path, closest, nearest
 from shoal.spec.words import show
 
 _WRONG_TYPE = {
@@ -25,15 +25,26 @@ _WRONG_TYPE = {
 def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) -> list[Finding]:
     """A finding for each error, except where the reader or the rules have made one. `root` is the file's model."""
     findings = []
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    misspelt = _meant(details, root)
+    for detail in details:
         if detail["type"] == "rules":
             continue  # the loader asks the rules itself, about the file as it stands
         path: Path = detail["loc"]
+        if detail["type"] == "missing" and path in misspelt:
+            continue  # one finding is enough: the key is there under another name
         seen = any(path[:end] in tree.unreadable for end in range(len(path) + 1))
         if seen and detail["type"] != "extra_forbidden":
             continue
         findings.append(_explain(detail, tree, root))
     return findings
+
+
+def _meant(details: list[ErrorDetails], root: type[BaseModel]) -> set[Path]:
+    """The keys that unknown ones were probably meant to be."""
+    unknown: list[Path] = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    near = ((path[:-1], closest(str(path[-1]), list(_model_at(path[:-1], root).model_fields))) for path in unknown)
+    return {(*path, key) for path, key in near if key}
 
 
 def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding:

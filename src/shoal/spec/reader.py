@@ -109,8 +109,8 @@ def read(text: str, file: str) -> Tree:
     except (SpecError, KeyboardInterrupt):
         raise
     except Exception as error:  # the parser has bugs of its own; for the user each of them is "not YAML"
-        found = show(f"{type(error).__name__}: {error}")
-        raise _stop(Finding("error", "not YAML", found, _SYNTAX[-1][2], file=file, line=1, col=1)) from None
+        what = f"not YAML: {show(f'{type(error).__name__}: {error}')}"
+        raise _stop(Finding("error", what, "", _SYNTAX[-1][2], file=file, line=1, col=1)) from None
     return tree
 
 
@@ -258,7 +258,8 @@ def _syntax(error: YAMLError, file: str) -> Finding:
         mark = error.problem_mark or error.context_mark
     line, col = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what, fix = next((what, fix) for pattern, what, fix in _SYNTAX if re.search(pattern, problem))
-    return Finding("error", what, "" if what == "a tab" else printable(problem), fix, file=file, line=line, col=col)
+    told = what if what == "a tab" or not problem else f"{what}: {printable(problem)}"
+    return Finding("error", told, "", fix, file=file, line=line, col=col)
 
 
 def _stop(*findings: Finding) -> SpecError:

@@ -54,11 +54,15 @@ def path_text(path: Path) -> str:
 
 def nearest(word: str, known: list[str]) -> str:
     """A fix that names the nearest known word, or all of them when none is near."""
-    close = get_close_matches(word[:64], known, n=1)
+    close = closest(word, known)
     if close:
-        return f"did you mean `{close[0]}`?"
-    more = ", ..." if len(known) > 12 else ""
-    return f"known: {', '.join(known[:12])}{more}" if known else ""
+        return f"did you mean `{close}`?"
+    return f"known: {', '.join(known)}" if known else ""
+
+
+def closest(word: str, known: list[str]) -> str | None:
+    """The known word that was probably meant."""
+    return next(iter(get_close_matches(word[:64], known, n=1)), None)
 
 
 def problems(data: object) -> list[Problem]:

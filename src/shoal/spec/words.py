@@ -105,7 +105,8 @@ def host_names(value: object) -> str:
     try:
         names = hostlist.expand(text)
     except ValueError as error:
-        raise refusal("not a hostlist", f"{error}; write it like gpu[01-16]") from None
+        problem = error.problem if isinstance(error, hostlist.HostlistError) else str(error)
+        raise refusal("not a hostlist", f"{problem}; write it like gpu[01-16]") from None
     for name in names:
         try:
             host_name(name)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
 
-from shoal.errors import AuthRefused, ConnectionLost, HostError, HostKeyChanged, Unreachable
+from shoal.errors import AuthRefused, ConnectionLost, HostError, HostKeyChanged, TimedOut, Unreachable
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
 from shoal.hosts.host_keys import HostKey
@@ -355,7 +355,7 @@ async def test_a_program_we_end_is_gone_from_the_host_with_its_children(
         elif how == "close":
             await host.close()
         else:
-            with pytest.raises(Unreachable):
+            with pytest.raises(TimedOut):
                 await run_to_end("gpu01", ["sh"], process, b"", 0.1)
     assert len(pids) == 2
     for _ in range(100):

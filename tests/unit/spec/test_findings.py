@@ -35,24 +35,24 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "not YAML": (
         "cluster: reef\n  controller: x\n",
         [
-            "s.yaml:2:13: not YAML, found mapping values are not allowed here, "
+            "s.yaml:2:13: not YAML: mapping values are not allowed here, "
             "check the indentation of this line and the one above"
         ],
     ),
     "open bracket": (
         "cluster: [reef\n",
         [
-            "s.yaml:2:1: not YAML, found expected ',' or ']', but got '<stream end>', "
+            "s.yaml:2:1: not YAML: expected ',' or ']', but got '<stream end>', "
             "check the quotes, brackets and indentation here"
         ],
     ),
     "open quote": (
         "cluster: 'reef\n",
-        ["s.yaml:2:1: not YAML, found found unexpected end of stream, close the quote or bracket that is still open"],
+        ["s.yaml:2:1: not YAML: found unexpected end of stream, close the quote or bracket that is still open"],
     ),
     "hostlist without quotes in brackets": (
         HEAD + "nodesets:\n  lab: {hosts: [gpu[01-16]]}\n",
-        ["s.yaml:4:20: not YAML, found expected ',' or ']', but got '[', put quotes around a hostlist: \"gpu[01-16]\""],
+        ["s.yaml:4:20: not YAML: expected ',' or ']', but got '[', put quotes around a hostlist: \"gpu[01-16]\""],
     ),
     "tab": ("cluster: reef\ncontroller:\n\thost: ctl\n", ["s.yaml:3:1: a tab, indent with spaces"]),
     "control character": ("cluster: reef\na: \x07\n", ["s.yaml:2:4: not text, found character U+0007, delete it"]),
@@ -97,6 +97,17 @@ CASES: dict[str, tuple[str, list[str]]] = {
         [
             's.yaml:6:27 partitions.main: unknown key, found "zzz", '
             "known: nodesets, default, max_time, default_time, max_nodes, priority"
+        ],
+    ),
+    "a misspelt key is not missing as well": (
+        "cluster: reef\ncontroler: {host: ctl}\nnodesets: {lab: {hosts: [gpu01]}}\n",
+        ['s.yaml:2:1: unknown key, found "controler", did you mean `controller`?'],
+    ),
+    "unknown key among many": (
+        GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
+        [
+            's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, site, '
+            "cgroups, user, port, identity, hosts, count, features, weight"
         ],
     ),
     "unknown key of a host": (
@@ -286,9 +297,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "broken hostlists": (
         HEAD + "nodesets:\n  lab:\n    hosts:\n      - g[1-\n      - g[1-99999999]\n      - _[1-2]\n",
         [
-            "s.yaml:6:9 nodesets.lab.hosts[0]: not a hostlist, found \"g[1-\", hostlist 'g[1-': "
+            's.yaml:6:9 nodesets.lab.hosts[0]: not a hostlist, found "g[1-", '
             "a bracket at character 2 has no partner; write it like gpu[01-16]",
-            "s.yaml:7:9 nodesets.lab.hosts[1]: not a hostlist, found \"g[1-99999999]\", hostlist 'g[1-99999999]': "
+            's.yaml:7:9 nodesets.lab.hosts[1]: not a hostlist, found "g[1-99999999]", '
             "the range '1-99999999' has more than 65536 names; write it like gpu[01-16]",
             's.yaml:8:9 nodesets.lab.hosts[2]: not a host name in this hostlist, found "_1", '
             "use letters, digits, `-` and `.`, at most 63 characters",
