@@ -24,6 +24,7 @@ from shoal.verbs.up import UpResult
 
 COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
 LEVEL_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
+_GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
 STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "red", "UNKNOWN": "red", "ERROR": "red"}
 
 
@@ -32,7 +33,8 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     show_findings(console, plan.findings)
     show_failures(console, plan.unreached)
     if plan.empty:
-        console.print(f"{plan.cluster}: no changes")
+        where = f" on the hosts that answered; {_not_looked_at(plan)}" if plan.unreached else ""
+        console.print(f"{plan.cluster}: no changes{where}", highlight=False)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("hosts", "what", "change", "costs"):
@@ -47,11 +49,16 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
                 console.print(_coloured(change.diff))
     touched = {change.host for change in plan.changes}
     changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
-    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.words}", highlight=False)
+    rest = f"; {_not_looked_at(plan)}" if plan.unreached else ""
+    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.words}{rest}", highlight=False)
     if plan.loses:
         console.print(f"[red]These jobs would end:[/] {', '.join(plan.loses)}", highlight=False)
     if plan.create:
         console.print("What the new hosts need, and what they change on the others, is worked out once they answer.")
+
+
+def _not_looked_at(plan: Plan) -> str:
+    return f"{compress(plan.unreached)} {'was' if len(plan.unreached) == 1 else 'were'} not looked at"
 
 
 def show_up(console: Console, result: UpResult) -> None:
@@ -84,7 +91,7 @@ def show_down(console: Console, result: DownResult) -> None:
 
 
 def show_status(console: Console, status: Status) -> None:
-    """Nodes by state, partitions, queue."""
+    """Nodes by state, partitions, queue. What stands beside a group of nodes is what each of them has."""
     counts = Counter(_headline(node) for node in status.nodes)
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     console.print(
@@ -92,21 +99,13 @@ def show_status(console: Console, status: Status) -> None:
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("nodes", "state", "cpus", "memory", "gpus", "slurm", "reason"):
+    for column in ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason"):
         table.add_column(column, overflow="fold")
-    for nodes in _alike(status.nodes):
-        node = nodes[0]
-        base = next((word for word in STATE_STYLE if word in node.state), "")
-        style = "magenta" if "DRAIN" in node.state else STATE_STYLE.get(base, "")
-        table.add_row(
-            compress([each.name for each in nodes]),
-            Text(_headline(node), style=style),
-            f"{sum(each.cpus_alloc for each in nodes)}/{sum(each.cpus for each in nodes)}",
-            f"{node.memory_mb / 1024:.1f}G",
-            _gpus(node.gres) or "-",
-            node.version or "-",
-            _free(node.reason),
-        )
+    for row, nodes in _alike(status.nodes).items():
+        state = nodes[0].state
+        base = next((word for word in STATE_STYLE if word in state), "")
+        style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base, "")
+        table.add_row(compress([node.name for node in nodes]), Text(row[0], style=style), *row[1:])
     console.print(table)
     if status.absent:
         console.print(f"[red]{compress(status.absent)}[/]: in the file and not in Slurm; `shoal up` adds it")
@@ -149,6 +148,8 @@ def show_exec(console: Console, result: ExecResult) -> None:
         console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False, soft_wrap=True)
         _as_it_came(console, outcome.text)
         _as_it_came(console, outcome.error_text, style="red")
+    if result.hint:
+        console.print(f"  fix: {_free(result.hint)}", highlight=False, soft_wrap=True)
     show_failures(console, {name: error for name, error in result.failures.items()})
 
 
@@ -168,10 +169,13 @@ def show_findings(console: Console, findings: Iterable[Finding]) -> None:
 
 
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
-    """Each host that dropped out, with the cause and the fix."""
+    """The hosts that dropped out, with the cause and the fix; those with the same share a line."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, error in failures.items():
-        cause, hint = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
-        console.print(f"[red]✗[/] {name}: {escape(cause)}", highlight=False)
+        said = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
+        groups.setdefault(said, []).append(name)
+    for (cause, hint), names in groups.items():
+        console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False)
         if hint:
             console.print(f"    fix: {escape(hint)}", highlight=False)
 
@@ -183,13 +187,20 @@ def _grouped(changes: Iterable[Change]) -> dict[tuple[str, str, Cost], list[str]
     return groups
 
 
-def _alike(nodes: Iterable[NodeState]) -> list[list[NodeState]]:
-    """Nodes that would print the same line, together."""
-    groups: dict[tuple[object, ...], list[NodeState]] = {}
+def _alike(nodes: Iterable[NodeState]) -> dict[tuple[str, ...], list[NodeState]]:
+    """What is said of a node, and the nodes of which the very same is said."""
+    groups: dict[tuple[str, ...], list[NodeState]] = {}
     for node in nodes:
-        key = (node.state, node.reason, node.memory_mb, node.gres, node.version)
-        groups.setdefault(key, []).append(node)
-    return list(groups.values())
+        row = (
+            _headline(node),
+            f"{node.cpus_alloc}/{node.cpus}",
+            f"{node.memory_mb / 1024:.1f}G",
+            _gpus(node.gres, node.gres_used) or "-",
+            node.version or "-",
+            _free(node.reason),
+        )
+        groups.setdefault(row, []).append(node)
+    return groups
 
 
 def _free(text: str) -> str:
@@ -197,10 +208,11 @@ def _free(text: str) -> str:
     return escape(printable(text))
 
 
-def _gpus(gres: str) -> str:
-    """`gpu:h100:8(S:0-1)` as `8 h100`."""
-    found = re.findall(r"gpu:(?:([^:,(]+):)?(\d+)", gres)
-    return ", ".join(" ".join(part for part in (count, kind) if part) for kind, count in found) or _free(gres)
+def _gpus(gres: str, used: str) -> str:
+    """`gpu:h100:8(S:0-1)` of which `gpu:h100:2(IDX:0-1)` are in use, as `2/8 h100`."""
+    busy: dict[str, str] = dict(_GPUS.findall(used))
+    found = _GPUS.findall(gres)
+    return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or _free(gres)
 
 
 def _count(number: int, noun: str) -> str:

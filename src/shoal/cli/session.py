@@ -77,7 +77,7 @@ class Session:
     def finish_init(self, path: Path) -> None:
         if self.json:
             return self.finish_value({"file": str(path)})
-        self.console.print(f"wrote {path}; look at it, then run `shoal up`", highlight=False)
+        self.console.print(f"wrote {path}; look at it, run `shoal check`, then `shoal up`", highlight=False)
 
     def finish_check(self, findings: list[Finding]) -> None:
         from shoal.cli.render import show_findings
@@ -148,7 +148,7 @@ class Session:
                 {"hosts": names, "status": r.status, "stdout": r.text, "stderr": r.error_text}
                 for names, r in result.groups
             ]
-            self.finish_value({"groups": groups, "failures": result.failures})
+            self.finish_value({"groups": groups, "failures": result.failures, "fix": result.hint})
         else:
             show_exec(self.console, result)
         if result.failures:

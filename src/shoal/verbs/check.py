@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from shoal.errors import HostError, SlurmError, VersionWindow
+from shoal.errors import HostError, SlurmError, TimedOut, VersionWindow
 from shoal.hostlist import compress
 from shoal.plan.apply import ending
 from shoal.plan.diff import make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
+from shoal.roles.in_force import SLURM_CONF
+from shoal.slurm.conf import is_ours
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
+from shoal.verbs.status import look_at_slurmctld
 from shoal.verbs.up import reached_addresses
 
 LEAST_FREE_MB = 1024
 
 
 async def check(context: Context) -> list[Finding]:
-    """All findings, worst first. No finding of level `error` means that `shoal up` can do its work."""
+    """All findings, worst first. Without an `error`, `shoal up` can do its work, and what it made already works."""
     findings = list(context.warnings)
     for name in context.provider_names():
         findings += context.providers(name).check(requests(context.members, name))
     made = await context.instances()
     absent = [m.name for m in context.members if m.provider and m.name not in made]
     if absent:
-        findings.append(Finding("info", "hosts are not made yet", ", ".join(absent), "run `shoal up`"))
+        findings.append(Finding("info", f"not made yet: {compress(absent)}", fix="run `shoal up`"))
     present = [m for m in context.members if m.name not in absent]
     if present:
         async with await context.fleet(present) as fleet:
@@ -45,7 +48,7 @@ async def _look(context: Context, fleet: Fleet) -> list[Finding]:
         return [*findings, *(finding for finding in window.findings if isinstance(finding, Finding))]
     except SlurmError as error:
         return [*findings, Finding("error", error.message, fix=error.hint)]
-    findings += plan.findings
+    findings += [*plan.findings, *_slurmctld(controller, observed)]
     if plan.changes:
         hosts = compress({change.host for change in plan.changes})
         findings.append(
@@ -69,6 +72,17 @@ def _disks(observed: Observed) -> list[Finding]:
     ]
 
 
+def _slurmctld(controller: str, observed: Observed) -> list[Finding]:
+    """A controller with our configuration has a slurmctld that answers."""
+    fact = observed.facts[controller]
+    conf = fact.files.get(SLURM_CONF)
+    if observed.slurm.running or not is_ours((conf and conf.text) or ""):
+        return []
+    state = fact.services.get("slurmctld", "unknown")
+    what = "slurmctld does not answer" if state == "active" else f"slurmctld does not run ({state})"
+    return [Finding("error", what, fix=look_at_slurmctld(controller), host=controller)]
+
+
 async def _nodes(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
     # A node that Slurm does not know yet is a change that is due, and nothing is wrong with it.
     names = [member.name for member in context.members if member.name in observed.slurm.nodes]
@@ -76,6 +90,8 @@ async def _nodes(context: Context, fleet: Fleet, observed: Observed) -> list[Fin
         missing = await unready(await fleet.host(context.controller.name), names)
     except SlurmError as error:
         return [Finding("error", error.message, fix=error.hint, host=context.controller.name)]
+    except TimedOut as error:
+        return [Finding("error", error.cause, fix=look_at_slurmctld(error.host), host=error.host)]
     return [
         Finding(
             "error", "Slurm cannot use the node", reason, "run `shoal up`; `shoal status` shows the state", host=name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ProviderError, UsageError
-from shoal.hostlist import expand
+from shoal.hostlist import HostlistError, expand
 from shoal.hosts.api import Connector, Target
 from shoal.hosts.ssh import SshConnector
 from shoal.plan.fleet import Fleet
@@ -88,7 +88,8 @@ class Context:
             return chosen
         try:
             names = expand(hosts)
-        except ValueError as problem:
+        except ValueError as error:
+            problem = error.problem if isinstance(error, HostlistError) else error
             raise UsageError(
                 f"{hosts!r} is not a hostlist: {problem}", hint="write gpu01,gpu02 or gpu[01-16]"
             ) from None
@@ -150,7 +151,9 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
     if member.provider is None:
         return Target(member.name, member.address, member.port, member.user, member.identity)
     if member.name not in made:
-        raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint="run `shoal up`")
+        # What root made, only root sees.
+        other = "" if os.geteuid() == 0 else "; if root made it, use sudo"
+        raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint=f"run `shoal up`{other}")
     return made[member.name][1].target
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.errors import HostError, UsageError
+from shoal.errors import HostError, TimedOut, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fanout import group_equal
 from shoal.hosts.host_keys import forget
+from shoal.hosts.process import told
 from shoal.verbs.context import Context
 
 
@@ -18,6 +20,8 @@ class ExecResult:
 
     groups: tuple[tuple[tuple[str, ...], Result], ...]
     failures: Mapping[str, HostError] = field(default_factory=dict)
+    hint: str = ""
+    """What was probably meant, where no host has such a command."""
 
     @property
     def worst(self) -> int:
@@ -35,16 +39,27 @@ async def execute(
 
         async def run(name: str) -> Result:
             host = await fleet.host(name)
-            return await host.run(argv, root=root, timeout=timeout)
+            try:
+                return await host.run(argv, root=root, timeout=timeout)
+            except TimedOut:
+                cause = f"{told(argv)} did not end within the {timeout:g} s you gave it, and was ended"
+                raise TimedOut(name, cause, hint="give it longer: --timeout SECONDS") from None
 
         results = await fleet.each(fleet.targets, run)
     keyed = {name: b"%d\0%s\0%s" % (r.status, r.stdout, r.stderr) for name, r in results.items()}
     groups = tuple((tuple(names), results[names[0]]) for names, _ in group_equal(keyed))
-    return ExecResult(groups, dict(fleet.failures))
+    return ExecResult(groups, dict(fleet.failures), _probably_meant(argv, results.values()))
+
+
+def _probably_meant(argv: Sequence[str], results: Iterable[Result]) -> str:
+    """A shell line given as one word is no program's name: no shell reads it unless it is asked to."""
+    line = len(argv) == 1 and len(argv[0].split()) > 1
+    return f"shoal exec -- sh -c {shlex.quote(argv[0])}" if line and any(r.status == 127 for r in results) else ""
 
 
 async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[str]:
     """The `ssh` command line for a host, with this cluster's known host keys. Connects once to meet the host first."""
+    argv = argv[1:] if argv[:1] == ["--"] else _refuse_options(host, argv)
     member = context.choose_one(host)
     [target] = await context.targets([member])
     async with await context.fleet([member]) as fleet:
@@ -57,7 +72,20 @@ async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[
         command += ["-l", target.user]
     if target.identity:
         command += ["-i", str(target.identity), "-o", "IdentitiesOnly=yes"]
-    return [*command, target.address or target.name, *argv]
+    # Without the two hyphens, ssh reads what comes after the address as options of its own as well.
+    return [*command, target.address or target.name, *(["--", *argv] if argv else [])]
+
+
+def _refuse_options(host: str, argv: Sequence[str]) -> Sequence[str]:
+    """After the host comes the command, and no command begins with a hyphen."""
+    if not argv or not argv[0].startswith("-"):
+        return argv
+    option = argv[0].partition("=")[0]
+    if option in ("--json", "--file", "-f", "--cluster", "--forget-key", "--help"):
+        hint = f"put {option} before the host"
+    else:
+        hint = f"options of ssh belong to ssh itself: `shoal ssh --json {host}` prints its command line"
+    raise UsageError(f"{option} stands after the host, where the command begins", hint=hint)
 
 
 def forget_host(context: Context, host: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shoal.errors import SlurmError
-from shoal.hosts.api import Host
+from shoal.errors import SlurmError, TimedOut
+from shoal.hosts.api import Host, Result
 from shoal.slurm.state import (
     JOBS_COMMAND,
     NODES_COMMAND,
@@ -41,11 +41,9 @@ async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
     async with await context.fleet([context.controller]) as fleet:
         host = await fleet.host(context.controller.name)
-        nodes, partitions, jobs, version = await asyncio.gather(
-            ask(host, NODES_COMMAND),
-            ask(host, PARTITIONS_COMMAND),
-            ask(host, JOBS_COMMAND),
-            ask(host, ("scontrol", "--version")),
+        version = await running_version(host)
+        nodes, partitions, jobs = await asyncio.gather(
+            ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND), ask(host, JOBS_COMMAND)
         )
     found = tuple(parse_nodes(nodes))
     wanted = [member.name for member in context.members if "compute" in member.roles]
@@ -53,7 +51,7 @@ async def status(context: Context) -> Status:
     return Status(
         cluster=context.cluster,
         controller=context.controller.name,
-        version=str(Version.parse(version)),
+        version=version,
         nodes=found,
         partitions=tuple(parse_partitions(partitions)),
         jobs=tuple(parse_jobs(jobs)),
@@ -62,9 +60,38 @@ async def status(context: Context) -> Status:
     )
 
 
+async def running_version(host: Host) -> str:
+    """The version of a controller's Slurm. Raises SlurmError when it has none, or when its slurmctld does not run:
+    Slurm's own commands wait long before they say so."""
+    version, service = await asyncio.gather(
+        host.run(("scontrol", "--version"), timeout=30),
+        host.run(("systemctl", "is-active", "slurmctld"), timeout=30),
+    )
+    said = _accepted(host, ("scontrol", "--version"), version)
+    state = service.text.strip()
+    # Where there is no systemd it prints nothing, and Slurm has to be asked itself.
+    if state and state not in ("active", "reloading"):
+        raise SlurmError(f"slurmctld does not run on {host.name} ({state})", hint=look_at_slurmctld(host.name))
+    return str(Version.parse(said))
+
+
+def look_at_slurmctld(controller: str) -> str:
+    """What to do about a slurmctld that does not run or does not answer."""
+    return f"run `shoal up`; its log: `shoal ssh {controller} journalctl -u slurmctld`"
+
+
 async def ask(host: Host, command: tuple[str, ...]) -> str:
     """What Slurm's command says. Raises SlurmError where Slurm is not there, or says no."""
-    result = await host.run(command, timeout=30)
+    try:
+        result = await host.run(command, timeout=30)
+    except TimedOut:
+        raise SlurmError(
+            f"slurmctld on {host.name} does not answer within 30 s", hint=look_at_slurmctld(host.name)
+        ) from None
+    return _accepted(host, command, result)
+
+
+def _accepted(host: Host, command: tuple[str, ...], result: Result) -> str:
     if result.status == 127:
         raise SlurmError(f"{host.name} has no Slurm yet", hint="run `shoal up`")
     if result.status != 0:
