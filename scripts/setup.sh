@@ -17,8 +17,8 @@ step() {
         printf '\r  %-28s [%*s###%*s] %4d s' "$title" "$at" '' $((width - at)) '' $((SECONDS - begun)) >&2
         sleep 0.2
     done
-    wait "$pid"
-    status=$?
+    status=0
+    wait "$pid" || status=$?
     trap - INT TERM
     [ -t 2 ] && printf '\r\033[K' >&2
     if [ "$status" -ne 0 ]; then
@@ -60,6 +60,14 @@ apt_install() {
 # virtual_environment EXTRA: .venv with Shoal in it, made again when pyproject.toml has changed.
 virtual_environment() {
     local extra=$1 stamp
+    if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "Shoal needs Python 3.11 or newer; python3 here is $(python3 -V 2>&1)." >&2
+        exit 1
+    fi
+    if ! python3 -c 'import ensurepip' 2>/dev/null; then
+        need_root
+        step "python3-venv" apt_install python3-venv
+    fi
     stamp=$venv/.shoal-$(sha256sum "$root/pyproject.toml" | cut -c1-16)$extra
     [ -e "$stamp" ] && return
     step "virtual environment" make_environment "$extra"
@@ -67,6 +75,6 @@ virtual_environment() {
 }
 
 make_environment() {
-    [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+    [ -x "$venv/bin/pip" ] || python3 -m venv --clear "$venv"
     "$venv/bin/pip" install -q --disable-pip-version-check -e "$root$1"
 }

@@ -103,6 +103,16 @@ class Cluster:
         return self.ssh(host, "true").returncode == 0
 
 
+def read_until(process: subprocess.Popen[str], phase: str) -> None:
+    """Wait until a command has said that a phase is over; no phase is no wait."""
+    assert process.stdout is not None
+    while phase:
+        line = process.stdout.readline()
+        assert line, f"it ended before {phase!r}"
+        if phase in line:
+            return
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL for a command and everything it started."""
     with contextlib.suppress(ProcessLookupError):
