@@ -76,7 +76,7 @@ def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ,
     store.set(f"binding/{env.rank}", json.dumps(asdict(seat)))
     if env.rank == 0:
         keys = [f"binding/{rank}" for rank in range(env.world_size)]
-        store.wait(keys, timedelta(seconds=timeout))
+        _wait(store, keys, timeout)
         seats = tuple(_seat(store.get(key)) for key in keys)
         error = find_fault(seats, env)
         verdict = {
@@ -84,12 +84,24 @@ def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ,
             "seats": [asdict(s) for s in seats],
         }
         store.set("binding/verdict", json.dumps(verdict))
-    store.wait(["binding/verdict"], timedelta(seconds=timeout))
+    _wait(store, ["binding/verdict"], 2 * timeout)
     verdict = json.loads(store.get("binding/verdict"))
     if verdict["error"]:
         what, found, fix = verdict["error"]
         raise BindingError(what, found=found, fix=fix)
     return Binding(tuple(_seat(json.dumps(row)) for row in verdict["seats"]))
+
+
+def _wait(store: Any, keys: Sequence[str], timeout: float) -> None:
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout))
+    except RuntimeError:
+        absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+        raise BindingError(
+            f"{len(absent)} ranks did not say which GPU they have within {timeout:g} s",
+            found=f"nothing from {', '.join(absent[:8])}",
+            fix="look at the logs of these ranks; nvidia-smi on their nodes may hang",
+        ) from None
 
 
 def take_seat(env: Env, gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Seat:

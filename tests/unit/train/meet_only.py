@@ -1,0 +1,30 @@
+"""A rank that only meets the others, without torch, and says in JSON what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from shoal.train.addresses import own_addresses
+from shoal.train.boards import FileBoard
+from shoal.train.env import read_env
+from shoal.train.errors import RendezvousError
+from shoal.train.rendezvous import Patience, meet
+
+
+def main(timeout: float, explain_after: float) -> int:
+    env = read_env()
+    board = FileBoard(Path(os.environ["SHOAL_STORE_DIR"]), env.key)
+    try:
+        met = meet(env, board, lambda: own_addresses(env), Patience(timeout, explain_after))
+    except RendezvousError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    print(json.dumps({"own_address": met.own_address}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(float, sys.argv[1:])))

@@ -1,0 +1,41 @@
+"""A training script at its smallest: joins the job, adds up the ranks, and says in JSON what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed
+
+from shoal.train import TrainError, init, shutdown
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def main(timeout: float, explain_after: float) -> int:
+    try:
+        dist = init(timeout, explain_after=explain_after)
+    except TrainError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    total = torch.tensor([dist.env.rank + 1.0])
+    torch.distributed.all_reduce(total)
+    found = {
+        "rank": dist.env.rank,
+        "launcher": dist.env.launcher,
+        "master": dist.env.master_address,
+        "port": dist.env.master_port,
+        "interface": dist.interface,
+        "total": total.item(),
+        "threads": torch.get_num_threads(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+    print(json.dumps(found), flush=True)
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(float, sys.argv[1:] or ("120", "100"))))

@@ -1,0 +1,195 @@
+"""Layouts of ranks and GPUs as tables: the good ones pass, the bad ones are refused with the flags that mend them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from shoal.train.binding import Binding, Seat, device_numbers, find_fault, prove_binding, take_seat
+from shoal.train.env import Env, read_env
+from shoal.train.errors import BindingError
+from shoal.train.gpus import Gpu, device_file_gpus, usable_minors, uuid_minors
+
+ENV = read_env(
+    {
+        "SLURM_JOB_ID": "5",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_NODELIST": "gpu[1-2]",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+    }
+)
+
+
+def seat(rank: int, uuid: str, minor: int | None = None, *, visible: int = 2, allocated: Sequence[int] = ()) -> Seat:
+    local = rank % 2
+    return Seat(
+        rank, f"gpu{rank // 2 + 1}", local, 0 if visible == 1 else local, visible, uuid, minor, tuple(allocated)
+    )
+
+
+GOOD = {
+    "each its own": [seat(0, "GPU-a", 0), seat(1, "GPU-b", 1), seat(2, "GPU-c", 0), seat(3, "GPU-d", 1)],
+    "one visible each, as --gpus-per-task gives": [seat(0, "GPU-a", 0, visible=1), seat(1, "GPU-b", 1, visible=1)],
+    "the same number on two nodes, no UUID": [seat(1, "", 1), seat(3, "", 1)],
+    "the upper half of a node": [seat(0, "GPU-e", 4, allocated=(4, 5)), seat(1, "GPU-f", 5, allocated=(4, 5))],
+    "no GPUs at all": [seat(0, "", visible=0), seat(1, "", visible=0)],
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_good_layout_passes(case: str) -> None:
+    assert find_fault(GOOD[case], ENV) is None
+
+
+HEAD = "rank  node  local rank  GPU\n         "
+BAD = {
+    "two ranks on one UUID": (
+        [seat(0, "GPU-a", 0, visible=1), seat(1, "GPU-a", 0, visible=1)],
+        "ranks 0 and 1 are on the same GPU of gpu1: GPU-a (/dev/nvidia0)\n"
+        f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
+        "         1     gpu1  1           GPU-a (/dev/nvidia0)\n"
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+    ),
+    "two ranks on one device without a UUID": (
+        [seat(0, "", 3, visible=1), seat(1, "", 3, visible=1)],
+        "ranks 0 and 1 are on the same GPU of gpu1: gpu1:/dev/nvidia3\n"
+        f"  found: {HEAD}0     gpu1  0           gpu1:/dev/nvidia3\n"
+        "         1     gpu1  1           gpu1:/dev/nvidia3\n"
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+    ),
+    "another job's GPU": (
+        [seat(0, "GPU-a", 0, allocated=(1,))],
+        "rank 0 is on /dev/nvidia0 of gpu1, which Slurm did not give to this job\n"
+        "  found: Slurm gave it /dev/nvidia1\n"
+        f"         {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
+        "  fix: remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n"
+        "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1 --gpu-bind=none",
+    ),
+    "a rank left without one": (
+        [seat(0, "GPU-a", 0), seat(1, "", visible=0)],
+        "rank 1 has no GPU: it is local rank 1 on gpu1 and sees no GPU\n"
+        f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
+        "         1     gpu1  1           none\n"
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_layout_is_refused_with_the_flags_that_mend_it(case: str) -> None:
+    seats, text = BAD[case]
+    assert str(find_fault(seats, ENV)) == text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fix"),
+    [
+        ("torchrun", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and torchrun --nproc-per-node=2"),
+        ("spawn", "#SBATCH --gpus-per-node=2 --ntasks-per-node=1, and spawn(nprocs=2)"),
+    ],
+)
+def test_the_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
+    fault = find_fault([seat(0, "GPU-a"), seat(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
+    assert fault is not None
+    assert fault.fix == fix
+
+
+def test_the_only_gpu_in_sight_is_taken_else_the_one_of_the_local_rank() -> None:
+    third = replace(ENV, rank=2, local_rank=2, local_world_size=4)
+    four = [Gpu(f"GPU-{letter}", minor) for minor, letter in enumerate("abcd")]
+    assert take_seat(third, four, {}).uuid == "GPU-c"
+    assert take_seat(third, four[3:], {}).uuid == "GPU-d"
+    beyond = take_seat(third, four[:2], {"SLURM_JOB_GPUS": "0,1"})
+    assert (beyond.gpu, beyond.visible, beyond.allocated) == ("", 2, (0, 1))
+    assert find_fault([beyond], third).what == "rank 2 has no GPU: it is local rank 2 on gpu1 and sees 2 GPUs"  # type: ignore[union-attr]
+
+
+def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
+    binding = Binding((seat(0, "", visible=0),))
+    assert not binding.proved
+    assert str(binding) == (
+        "rank  node  local rank  GPU\n0     gpu1  0           none\nNo rank has a GPU: there is no binding to prove."
+    )
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ())])
+def test_slurms_list_of_gpus_is_read(text: str, numbers: tuple[int, ...]) -> None:
+    assert device_numbers(text) == numbers
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Path:
+    """Four device files of which Slurm's cgroup would leave the upper two: here, the lower two are dangling."""
+    place = tmp_path / "dev"
+    place.mkdir()
+    for minor in (2, 3):
+        (place / f"nvidia{minor}").symlink_to("/dev/null")
+    for minor in (0, 1):
+        (place / f"nvidia{minor}").symlink_to("/nowhere")
+    (place / "nvidiactl").symlink_to("/dev/null")
+    return place
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nfor n in 0 1 2 3; do echo $n, GPU-$n; done\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_device_files_are_numbered_as_cuda_numbers_what_it_can_open(devices: Path) -> None:
+    assert usable_minors(devices) == [2, 3]
+    seen = {
+        "0,1": (Gpu("GPU-2", 2), Gpu("GPU-3", 3)),
+        "1": (Gpu("GPU-3", 3),),
+        "GPU-3": (Gpu("GPU-3", 3),),
+        "1,7,0": (Gpu("GPU-3", 3),),
+        "NoDevFiles": (),
+        "": (),
+    }
+    assert {text: device_file_gpus({"CUDA_VISIBLE_DEVICES": text}, devices) for text in seen} == seen
+
+
+def test_the_drivers_table_gives_the_device_number_of_a_uuid(tmp_path: Path) -> None:
+    (tmp_path / "0000:1b:00.0").mkdir()
+    text = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-77\nDevice Minor: \t 5\n"
+    (tmp_path / "0000:1b:00.0" / "information").write_text(text)
+    assert uuid_minors(tmp_path) == {"GPU-77": 5}
+
+
+def prove(store: torch.distributed.Store, rank: int, world_size: int, visible: str) -> Binding:
+    env: Env = replace(ENV, rank=rank, local_rank=rank, world_size=world_size)
+    return prove_binding(env, store, {"CUDA_VISIBLE_DEVICES": visible}, timeout=20)
+
+
+def test_every_rank_gets_the_same_table_over_the_store() -> None:
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor() as pool:
+        tables = [future.result() for future in [pool.submit(prove, store, rank, 2, "") for rank in (0, 1)]]
+    assert tables[0] == tables[1]
+    assert [seat.rank for seat in tables[0].seats] == [0, 1]
+
+
+def test_a_rank_that_says_nothing_about_its_gpu_is_named() -> None:
+    store = torch.distributed.HashStore()
+    with pytest.raises(BindingError) as error:
+        prove_binding(replace(ENV, world_size=2), store, {}, timeout=0.2)
+    assert str(error.value) == (
+        "1 ranks did not say which GPU they have within 0.2 s\n"
+        "  found: nothing from 1\n"
+        "  fix: look at the logs of these ranks; nvidia-smi on their nodes may hang"
+    )

@@ -1,0 +1,220 @@
+"""Whole ranks with torch and Gloo: on two hosts whose networks mislead, under torchrun, spawned, and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.train.two_hosts import ADDRESSES, MEET_ONLY, ONE_RANK, TwoHosts, outcome, two_hosts
+
+from shoal.train.dist import set_threads, use_interface
+from shoal.train.env import read_env
+from shoal.train.errors import EnvError
+from shoal.train.interfaces import interface_of, is_loopback, settings_for, source_address
+from shoal.train.multiprocess import child_variables
+from shoal.train.rendezvous import Meeting
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2"
+)
+
+
+def srun(rank: int, ranks: int = 2) -> dict[str, str]:
+    """The variables of one task on each of two nodes."""
+    return {
+        "SLURM_JOB_ID": "12",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NODELIST": f"gpu[1-{ranks}]",
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{ranks})",
+        "SLURMD_NODENAME": f"gpu{rank + 1}",
+    }
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path) as made:
+        yield made
+
+
+@needs_namespaces
+@pytest.mark.parametrize("shared", [True, False], ids=["a shared directory", "nothing shared"])
+def test_the_ranks_meet_on_the_one_network_that_joins_them(hosts: TwoHosts, tmp_path: Path, shared: bool) -> None:
+    more = {"SHOAL_STORE_DIR": str(tmp_path / "store")} if shared else {}
+    running = [hosts.start(rank, srun(rank) | more, ONE_RANK) for rank in (0, 1)]
+    said = [outcome(process)[0] for process in running]
+    assert [found["total"] for found in said] == [3.0, 3.0]
+    assert {found["master"] for found in said} == {ADDRESSES[0]}
+    assert [found["variables"] for found in said] == [
+        {"GLOO_SOCKET_IFNAME": "mesh0", "NCCL_SOCKET_IFNAME": "=mesh0", "TP_SOCKET_IFNAME": "mesh0"}
+    ] * 2
+
+
+@needs_namespaces
+def test_a_network_that_loses_packets_is_explained_by_both_sides(hosts: TwoHosts, tmp_path: Path) -> None:
+    hosts.cut()
+    more = {"SHOAL_STORE_DIR": str(tmp_path / "store")}
+    running = [hosts.start(rank, srun(rank) | more, MEET_ONLY, "15", "6") for rank in (0, 1)]
+    (zero, zero_said), (one, one_said) = [outcome(process) for process in running]
+    assert "rank 1 on gpu2 is not here; the host does not answer (10.231.77.2)" in zero["error"]
+    assert re.search(r"rank 1 says: .*10\.231\.77\.1 port \d+: no answer within 2 s", zero["error"])
+    assert "a firewall between them is the usual cause" in zero["error"]
+    assert re.search(r"rank 1 on gpu2 waited \d+ s and did not reach rank 0 on gpu1", one["error"])
+    assert "no answer within 2 s; this host goes there by mesh0 from 10.231.77.2" in one["error"]
+    for said in (zero_said, one_said):
+        assert "shoal: still waiting (up to 15 s)." in said
+
+
+@needs_namespaces
+def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) -> None:
+    more = {"SHOAL_STORE_DIR": str(tmp_path), "SHOAL_NODE_ADDRS": "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"}
+    running = [hosts.start(rank, srun(rank, ranks=3) | more, MEET_ONLY, "6", "3") for rank in (0, 1)]
+    errors = [outcome(process)[0]["error"] for process in running]
+    assert errors[0] == errors[1]
+    assert "for 1 of 3 ranks\n  found: rank 2 on gpu3 is not here; the host does not answer (10.231.77.3)" in errors[0]
+
+
+def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
+    """Run a command to its end; what its ranks said, in the order of ranks, and all that was said beside it."""
+    base = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=base | environ, capture_output=True, text=True, timeout=180, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda found: int(found["rank"])), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("torchrun", ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+        ("torchrun", ["torch.distributed.run", "--master-port=0", "--nproc-per-node=2"]),
+        ("spawn", ["shoal.train.multiprocess", "--nprocs=2"]),
+    ],
+    ids=["torchrun --standalone", "torchrun with a static rendezvous", "spawn"],
+)
+def test_the_script_runs_unchanged_under_each_launcher(launcher: str, command: list[str]) -> None:
+    if "--master-port=0" in command:
+        command = [*command[:1], f"--master-port={free_port()}", *command[2:]]
+    said, beside = run([sys.executable, "-m", *command, str(ONE_RANK)])
+    assert [(found["rank"], found["launcher"], found["total"]) for found in said] == [
+        (0, launcher, 3.0),
+        (1, launcher, 3.0),
+    ]
+    assert {(found["master"], found["interface"]) for found in said} == {("127.0.0.1", "lo")}
+    assert said[0]["port"] == said[1]["port"] != 0
+    assert re.search(r"rank +node +local rank +GPU\n0 +\S+ +0 +none\n1 +\S+ +1 +none\nNo rank has a GPU", beside)
+
+
+def test_the_script_runs_unchanged_alone_and_opens_no_port_for_it() -> None:
+    said, _ = run([sys.executable, str(ONE_RANK)])
+    assert [(found["launcher"], found["total"], found["port"]) for found in said] == [("python", 1.0, 0)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_signals_to_the_process_that_spawned_reach_its_ranks_and_their_exit_code_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def stop(number, _): sys.exit(75)\n"
+        "signal.signal(signal.SIGUSR1, stop)\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+        "time.sleep(120)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal.train.multiprocess", "--nprocs", "2", str(script), str(tmp_path)],
+        stderr=subprocess.PIPE,
+    )
+    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=120)
+    assert process.returncode == 75
+
+
+def test_spawn_on_two_nodes_counts_through_and_refuses_several_starts_on_one() -> None:
+    one = srun(1)
+    told = child_variables(read_env(one), 1, 2, 0, "/tmp/unused")
+    env = read_env(one | told)
+    assert (env.rank, env.world_size, env.node_rank, env.node, env.node_of(2)) == (3, 4, 1, "gpu2", "gpu2")
+    crowded = one | {"SLURM_STEP_NODELIST": "gpu2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    with pytest.raises(EnvError) as refusal:
+        child_variables(read_env(crowded), 0, 2, 0, "/tmp/unused")
+    assert str(refusal.value) == (
+        "spawn() starts all ranks of a node, and is itself started several times on this one\n"
+        "  found: 2 processes of srun on gpu2\n"
+        "  fix: srun --ntasks-per-node=1"
+    )
+
+
+def test_what_the_user_set_stays_and_an_interface_that_is_not_there_is_refused() -> None:
+    env, met = read_env(srun(0)), Meeting("127.0.0.1", 1, "127.0.0.1")
+    environ = {"NCCL_SOCKET_IFNAME": "^docker0"}
+    assert use_interface(env, met, environ) == "lo"
+    assert environ == {"NCCL_SOCKET_IFNAME": "^docker0", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    with pytest.raises(EnvError) as refusal:
+        use_interface(env, met, {"SHOAL_INTERFACE": "ib7"})
+    assert str(refusal.value).startswith(
+        "SHOAL_INTERFACE names an interface that gpu1 does not have, or that has no address\n"
+        "  found: SHOAL_INTERFACE=ib7; this host has "
+    )
+    assert refusal.value.fix == "unset SHOAL_INTERFACE: the interface is then chosen by the route to rank 0"
+
+
+def test_a_tunnel_gets_more_sockets_than_nccl_would_open() -> None:
+    assert settings_for("wg-not-a-card")["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert "NCCL_NSOCKS_PERTHREAD" not in settings_for("lo")
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.1.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False)]
+)
+def test_addresses_that_mean_this_host_everywhere_are_known(host: str, own: bool) -> None:
+    assert is_loopback(host) is own
+
+
+def test_the_kernel_is_asked_for_the_way_to_another_host() -> None:
+    assert source_address("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") == ""
+    assert source_address("no-such-name.invalid") == ""
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_ranks_of_a_node_share_its_cpus() -> None:
+    cpus = len(os.sched_getaffinity(0))
+    alone = read_env({})
+    set_threads(alone, {})
+    assert torch.get_num_threads() == cpus
+    set_threads(read_env({"RANK": "0", "WORLD_SIZE": str(cpus)}), {})
+    assert torch.get_num_threads() == 1
+    set_threads(alone, {"OMP_NUM_THREADS": "7"})  # torch has read it itself when it was imported
+    assert torch.get_num_threads() == 1
+    set_threads(read_env(srun(0)), {"SLURM_CPUS_PER_TASK": str(cpus)})
+    assert torch.get_num_threads() == cpus
