@@ -1,0 +1,216 @@
+"""How far training is: a line on rank 0's log now and then, and `progress.json` for `shoal jobs`.
+
+The file is one JSON object on one line in the job's directory, replaced as a whole. Its fields:
+
+    step, total_steps     where training is, and where it ends (null: nobody said)
+    loss                  the last one; null until there is one, and where it is no finite number
+    diverged              whether the last loss was no finite number
+    samples_per_second    over all ranks, in the last minute; null until two moments can be compared
+    steps_per_second      likewise
+    eta_seconds           until `total_steps` at this speed
+    mfu                   model FLOPs utilization, 0 to 1, where the model's FLOPs and the GPU's peak are known
+    state                 running, done, or stopped (to go on after a requeue)
+    restarts              how often the job was requeued
+    started, updated      Unix times of this start and of this file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.train.contract import SHOAL_JOB_DIR
+from shoal.train.env import Env, read_env
+
+FILE = "progress.json"
+WINDOW = 60.0
+FILE_PERIOD = 2.0
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "V100": 125e12,
+}
+"""What GPUs do at best with dense bf16 matrices (V100: fp16), by their data sheets. The first name that fits counts."""
+
+State = Literal["running", "done", "stopped"]
+
+
+class Progress:
+    """Call `step` after each step. On ranks other than 0 it returns at once."""
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        samples_per_step: int | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        env: Env | None = None,
+        environ: Mapping[str, str] = os.environ,
+        directory: str | os.PathLike[str] | None = None,
+        write: Callable[[str], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`samples_per_step` counts all ranks; `flops_per_sample` a forward and a backward pass (about 6 times the
+        parameters for each token). `peak_flops` is one GPU's, known by itself for the usual ones."""
+        env = env if env is not None else read_env(environ)
+        self._total = total_steps
+        self._samples_per_step = samples_per_step
+        self._flops = flops_per_sample
+        self._peak = (peak_flops or peak_of_this_gpu() or 0.0) * env.world_size
+        self._restarts = env.restart_count
+        self._active = env.rank == 0
+        place = directory or environ.get(SHOAL_JOB_DIR)
+        self._file = Path(place, FILE) if place else None
+        self._write = write or (lambda line: print(line, flush=True))
+        self._clock = clock
+        self._began = clock()
+        self._started = time.time()
+        self._seen: deque[tuple[float, int, float]] = deque()
+        self._samples = 0.0
+        self._step: int | None = None
+        self._loss: Any = None
+        self._next_file = self._next_line = -math.inf
+
+    def step(self, step: int, loss: Any = None, samples: float | None = None) -> None:
+        """One step is done. `loss` may be a tensor: it is read only when it is shown, for reading waits for the GPU.
+
+        `samples` is this step's number over all ranks, where it differs from `samples_per_step`.
+        """
+        if not self._active:
+            return
+        self._samples += samples if samples is not None else self._samples_per_step or 0
+        self._step = step
+        if loss is not None:
+            self._loss = loss
+        now = self._clock()
+        last = self._total is not None and step >= self._total
+        if now >= self._next_file or last:
+            self._next_file = now + FILE_PERIOD
+            self._note(now)
+            self._show(now, "running", with_line=last or now >= self._next_line)
+
+    def close(self, state: State = "done") -> None:
+        """Training ends here; `stopped` where it goes on after a requeue."""
+        if self._active and self._step is not None:
+            self._active = False
+            now = self._clock()
+            self._note(now)
+            self._show(now, state, with_line=True)
+
+    def _note(self, now: float) -> None:
+        if not self._seen or self._step != self._seen[-1][1]:
+            self._seen.append((now, self._step or 0, self._samples))
+        while len(self._seen) > 2 and now - self._seen[1][0] > WINDOW:
+            self._seen.popleft()
+
+    def _show(self, now: float, state: State, *, with_line: bool) -> None:
+        numbers = self._numbers(state)
+        if self._file:
+            _replace(self._file, numbers)
+        if with_line:
+            # Often while a person may be watching it start, then once a minute.
+            self._next_line = now + (10 if now - self._began < WINDOW else WINDOW)
+            self._write(line_of(numbers))
+
+    def _numbers(self, state: State) -> dict[str, Any]:
+        steps, samples = self._speed()
+        left = self._total - (self._step or 0) if self._total is not None else None
+        loss = _number(self._loss)
+        return {
+            "step": self._step,
+            "total_steps": self._total,
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "diverged": loss is not None and not math.isfinite(loss),
+            "samples_per_second": samples,
+            "steps_per_second": steps,
+            "eta_seconds": max(0, left) / steps if left is not None and steps else None,
+            "mfu": samples * self._flops / self._peak if samples and self._flops and self._peak else None,
+            "state": state,
+            "restarts": self._restarts,
+            "started": self._started,
+            "updated": time.time(),
+        }
+
+    def _speed(self) -> tuple[float | None, float | None]:
+        """Steps and samples a second. The time before the first step (compiling, first batch) is not in it."""
+        if len(self._seen) < 2:
+            return None, None
+        (start, first, before), (end, last, after) = self._seen[0], self._seen[-1]
+        if end <= start or last <= first:
+            return None, None
+        return (last - first) / (end - start), (after - before) / (end - start) or None
+
+
+def line_of(numbers: Mapping[str, Any]) -> str:
+    """The numbers of a progress file as one line for a person. What is not known is left out."""
+    total = f"/{numbers['total_steps']}" if numbers.get("total_steps") is not None else ""
+    parts = [f"step {numbers['step']}{total}"]
+    if numbers.get("loss") is not None:
+        parts.append(f"loss {numbers['loss']:.4g}")
+    elif numbers.get("diverged"):
+        parts.append("loss is not finite")
+    if numbers.get("samples_per_second"):
+        parts.append(f"{_short(numbers['samples_per_second'])} samples/s")
+    elif numbers.get("steps_per_second"):
+        parts.append(f"{_short(numbers['steps_per_second'])} steps/s")
+    if numbers.get("mfu") is not None:
+        parts.append(f"MFU {numbers['mfu']:.1%}")
+    if numbers.get("state", "running") != "running":
+        parts.append(str(numbers["state"]))
+    elif numbers.get("eta_seconds"):
+        parts.append(f"ETA {_duration(numbers['eta_seconds'])}")
+    return "  ".join(parts)
+
+
+def peak_of_this_gpu() -> float | None:
+    """The best this process's GPU can do, where it is one of the usual ones. Asks nothing where torch is not in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _short(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """As Slurm writes times: 1-02:03:04."""
+    days, rest = divmod(round(seconds), 86400)
+    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else text
+
+
+def _replace(path: Path, numbers: Mapping[str, Any]) -> None:
+    """A reader sees the old file or the new one. A full disk does not stop training; the next one may succeed."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps(numbers) + "\n")
+        draft.replace(path)

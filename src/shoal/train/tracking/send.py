@@ -1,0 +1,50 @@
+"""`python -m shoal.train.tracking.send DIR`: send what a job recorded and could not send itself.
+
+It may run while the job does, and as often as you like: what the server has is not sent again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.train.tracking.identity import RUN_FILE, from_record
+from shoal.train.tracking.server import Server, Unavailable
+from shoal.train.tracking.shipping import Shipping
+from shoal.train.tracking.spool import read_json
+
+
+def send(directory: Path, uri: str = "") -> int:
+    """Send everything in a tracking directory; how many bytes of it. ValueError or Unavailable say why not."""
+    record = read_json(directory / RUN_FILE)
+    if not record:
+        raise ValueError(f"{directory} has no {RUN_FILE}: it is not the tracking directory of a job")
+    name, known = from_record(record)
+    if not (uri or known):
+        raise ValueError("the job had no tracking server: name one with --uri")
+    spools = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
+    create = (directory / "metrics.jsonl").exists()
+    shipping = Shipping(Server(uri or known), name, spools, create=create)
+    while shipping.ship():
+        pass
+    return sum(shipping.acknowledged.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.train.tracking.send", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the `tracking` directory of a job")
+    parser.add_argument("--uri", default="", help="another server than the job's own")
+    given = parser.parse_args(arguments)
+    try:
+        size = send(given.directory, given.uri)
+    except (ValueError, Unavailable, OSError) as error:
+        print(f"not sent: {error}", file=sys.stderr)
+        return 1
+    print(f"the server has all of {given.directory} ({size} bytes)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""`tracker()`: what a training script records, kept on disk first and sent to MLflow when there is one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Literal
+
+from shoal.train.contract import SHOAL_TRACKING_URI
+from shoal.train.env import Env, read_env
+from shoal.train.tracking.background import Background
+from shoal.train.tracking.identity import facts, find_place, run_id
+from shoal.train.tracking.remote import RunName
+from shoal.train.tracking.server import Server
+from shoal.train.tracking.shipping import Shipping
+from shoal.train.tracking.spool import Spool, read_tail
+from shoal.train.tracking.system import SystemMetrics
+
+Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
+"""MLflow's words. SCHEDULED: the job is back in the queue, and will go on."""
+
+FLUSH_SECONDS = 5.0
+ARTIFACT_BYTES = 64 * 1024 * 1024
+TAIL_BYTES = 4 * 1024 * 1024
+"""How far back a restarted job looks for steps it does again."""
+
+log = logging.getLogger("shoal.train")
+
+
+def tracker(
+    params: Mapping[str, Any] | None = None,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    uri: str | None = None,
+    experiment: str | None = None,
+    title: str | None = None,
+    env: Env | None = None,
+    environ: Mapping[str, str] = os.environ,
+    system_every: float = 15.0,
+) -> Tracker:
+    """The run of this job, the same one on every rank and after every requeue. Call it on all ranks.
+
+    Rank 0 records what the script logs, the first rank of each node what its node does; on the others every call
+    returns at once. With a server (`uri`, SHOAL_TRACKING_URI or MLFLOW_TRACKING_URI) records are sent to it; without
+    one they stay in the JSON-lines files of `directory`, by default `tracking` in the job's directory.
+    """
+    env = env if env is not None else read_env(environ)
+    if env.rank != 0 and (env.local_rank != 0 or not run_id(environ)):
+        return Tracker()
+    server = _server(uri or environ.get(SHOAL_TRACKING_URI) or environ.get("MLFLOW_TRACKING_URI") or "", environ)
+
+    def open_at(directory: Path | None) -> tuple[Path, RunName, tuple[Spool, ...]]:
+        address = server.uri if server else ""
+        place, name = find_place(
+            directory, environ, experiment=experiment, title=title, uri=address, first=env.rank == 0
+        )
+        return place, name, _open_spools(place, env)
+
+    try:
+        place, name, spools = open_at(Path(directory) if directory else None)
+    except OSError as error:
+        place = Path(tempfile.mkdtemp(prefix="shoal-tracking-"))
+        log.error("tracking: %s; records go to %s on %s instead", error, place, env.node)
+        place, name, spools = open_at(place)
+    shipping = Shipping(server, name, [s.path for s in spools], create=env.rank == 0) if server else None
+    made = Tracker(place, spools, Background(spools, shipping), env, system_every)
+    if env.rank == 0:
+        made.tags(facts(env, environ))
+        made.status("RUNNING")
+        made.attach_script(env.job_id)
+    made.params(params or {})
+    return made
+
+
+class Tracker:
+    """Records metrics, parameters, tags and files of one run. No call raises, and none waits for a server."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        spools: tuple[Spool, ...] = (),
+        background: Background | None = None,
+        env: Env | None = None,
+        system_every: float = 0.0,
+    ) -> None:
+        self.directory = directory
+        self._background = background
+        self._all = spools
+        by_name = {spool.path.name: spool for spool in spools}
+        self._spool = by_name.get("metrics.jsonl")
+        self._artifacts = by_name.get("artifacts.jsonl")
+        self._last, self._steps_at_last = 0, set[int]()
+        self._again = _recorded(self._spool)
+        self._again_until = max((step for _, step, _ in self._again), default=-1)
+        self._complaints: set[str] = set()
+        self._closed = False
+        self._system: SystemMetrics | None = None
+        if env and system_every > 0:
+            system = spools[-1]
+            steps = [record["step"] for record in read_tail(system.path, 64 * 1024) if "step" in record]
+            self._system = SystemMetrics(system, env.node, system_every, max(steps, default=-1) + 1)
+        if spools:
+            atexit.register(self._at_exit)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Record numbers of a step. A tensor is read here, which waits for its GPU: log every so many steps.
+
+        After a requeue, steps that are done again and come out the same are not recorded again.
+        """
+        if self._spool is None or self._closed:
+            return
+        values: dict[str, float | str] = {}
+        for key, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError) as error:
+                self._complain(f"the metric {key} is not a number: {error}")
+                continue
+            # JSON has no NaN; these are the words MLflow takes for it.
+            values[key] = number if math.isfinite(number) else ("NaN" if number != number else _infinity(number))
+        step = int(step)
+        if step <= self._again_until:
+            values = {key: value for key, value in values.items() if (key, step, value) not in self._again}
+        if values:
+            self._spool.append({"t": self._time(step), "step": step, "metrics": values})
+
+    def params(self, params: Mapping[str, Any]) -> None:
+        """Record what the run was started with. Nested ones become `optimizer.lr`."""
+        if self._spool is not None and params and not self._closed:
+            self._spool.append({"t": _now(), "params": dict(_flat(params))})
+
+    def tags(self, tags: Mapping[str, Any]) -> None:
+        """Record words about the run; the last value of a key counts."""
+        if self._spool is not None and tags and not self._closed:
+            self._spool.append({"t": _now(), "tags": {str(key): str(value) for key, value in tags.items()}})
+
+    def artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Attach a file as it is now, under `name`. It is copied first, so the original may change or go."""
+        source = Path(path)
+        try:
+            if source.stat().st_size > ARTIFACT_BYTES:
+                self._complain(f"{source} is not attached: it is larger than {ARTIFACT_BYTES >> 20} MiB")
+                return
+            self.data(name or source.name, source.read_bytes())
+        except OSError as error:
+            self._complain(f"{source} is not attached: {error.strerror}")
+
+    def data(self, name: str, content: bytes) -> None:
+        """Attach bytes as a file of this name, which may have directories in it."""
+        if self._artifacts is None or self.directory is None or self._closed:
+            return
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.strip("/."):
+            self._complain(f"{name!r} cannot be the name of an artifact")
+            return
+        file = Path("artifacts", f"{hashlib.sha256(content).hexdigest()[:16]}-{PurePosixPath(name).name}")
+        try:
+            (self.directory / "artifacts").mkdir(exist_ok=True)
+            draft = self.directory / f"{file}.draft"
+            draft.write_bytes(content)
+            draft.replace(self.directory / file)
+        except OSError as error:
+            self._complain(f"{name} is not attached: {error.strerror}")
+            return
+        self._artifacts.append({"t": _now(), "artifact": {"path": name, "file": str(file)}})
+
+    def attach_script(self, job_id: str) -> None:
+        """Attach the batch script that Slurm runs, asked for in the background."""
+        if job_id and shutil.which("scontrol"):
+            threading.Thread(target=self._attach_script, args=(job_id,), daemon=True).start()
+
+    def status(self, status: Status | Literal["RUNNING"]) -> None:
+        if self._spool is not None:
+            self._spool.append({"t": _now(), "status": status})
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Wait until everything is on disk and sent, for so long at most. True if it is."""
+        return self._background is None or self._background.flush(timeout)
+
+    def close(self, status: Status = "FINISHED", timeout: float = FLUSH_SECONDS) -> bool:
+        """End the recording. What is not sent in time stays on disk, for the next start or for
+        `python -m shoal.train.tracking.send DIR`."""
+        if self._closed or self._background is None:
+            return True
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._system:
+            self._system.stop()
+        self.status(status)
+        done = self._background.stop(timeout)
+        if not done:
+            log.warning(
+                "tracking: not all is sent; the job's next start does it, or: python -m shoal.train.tracking.send %s",
+                self.directory,
+            )
+        if self._background.ended:
+            for spool in self._all:
+                spool.close()
+        return done
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        good = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.close("FINISHED" if good else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+
+    def _time(self, step: int) -> int:
+        """Now, in milliseconds: later than before for a step that has this time already.
+
+        The server tells records apart by it.
+        """
+        now = _now()
+        if now > self._last:
+            self._last = now
+            self._steps_at_last.clear()
+        elif step in self._steps_at_last:
+            self._last += 1
+            self._steps_at_last.clear()
+        self._steps_at_last.add(step)
+        return self._last
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complaints:
+            self._complaints.add(text)
+            log.error("tracking: %s", text)
+
+    def _attach_script(self, job_id: str) -> None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["scontrol", "write", "batch_script", job_id, "-"]
+            done = subprocess.run(command, capture_output=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
+            self.data("job.sbatch", done.stdout)
+
+    def _at_exit(self) -> None:
+        self.close("FAILED" if getattr(sys, "last_value", None) is not None else "FINISHED")
+
+
+def _server(uri: str, environ: Mapping[str, str]) -> Server | None:
+    if not uri:
+        return None
+    try:
+        return Server(uri, environ)
+    except (ValueError, OSError) as error:
+        log.error("tracking: %s; records stay on disk", error)
+        return None
+
+
+def _open_spools(place: Path, env: Env) -> tuple[Spool, ...]:
+    names = ["metrics.jsonl", "artifacts.jsonl"] if env.rank == 0 else []
+    if env.local_rank == 0:
+        names.append(f"system-{env.node}.jsonl")
+    return tuple(Spool(place / name) for name in names)
+
+
+def _recorded(spool: Spool | None) -> set[tuple[str, int, float | str]]:
+    """What earlier starts recorded last: steps after the checkpoint are done once more."""
+    if spool is None or spool.fresh:
+        return set()
+    records = [record for record in read_tail(spool.path, TAIL_BYTES) if "step" in record]
+    return {(key, record["step"], value) for record in records for key, value in record.get("metrics", {}).items()}
+
+
+def _flat(params: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in params.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
+    return found
+
+
+def _infinity(number: float) -> str:
+    return "Infinity" if number > 0 else "-Infinity"
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000

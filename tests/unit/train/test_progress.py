@@ -1,0 +1,147 @@
+"""Progress: right numbers, at sensible moments, on rank 0 only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.train.env import read_env
+from shoal.train.progress import Progress, line_of
+
+ENV = read_env({})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loss:
+    """A loss on a GPU: reading it costs something."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.reads = value, 0
+
+    def __float__(self) -> float:
+        self.reads += 1
+        return self.value
+
+
+def run(progress: Progress, clock: Clock, first: int, last: int, seconds: float, loss: Any = 0.5) -> None:
+    for step in range(first, last):
+        clock.now += seconds
+        progress.step(step, loss)
+
+
+def read(directory: Path) -> dict[str, Any]:
+    text = (directory / "progress.json").read_text()
+    assert text.count("\n") == 1
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_speed_eta_and_mfu_come_out_of_what_was_done(tmp_path: Path) -> None:
+    clock, lines = Clock(), list[str]()
+    env = replace(ENV, world_size=4, restart_count=2)
+    progress = Progress(
+        1000, samples_per_step=32, flops_per_sample=1e9, peak_flops=1e11, env=env, directory=tmp_path,
+        write=lines.append, clock=clock,
+    )  # fmt: skip
+    clock.now += 500  # compiling: not in the speed
+    run(progress, clock, 1, 101, 0.5)
+    found = read(tmp_path)
+    assert found["step"] >= 97
+    assert found["steps_per_second"] == pytest.approx(2)
+    assert found["samples_per_second"] == pytest.approx(64)
+    assert found["eta_seconds"] == pytest.approx((1000 - found["step"]) / 2)
+    assert found["mfu"] == pytest.approx(64e9 / 4e11)
+    assert (found["loss"], found["total_steps"], found["state"], found["restarts"]) == (0.5, 1000, "running", 2)
+    assert lines[0] == "step 1/1000  loss 0.5"
+
+
+def test_lines_come_often_at_first_then_once_a_minute() -> None:
+    clock, lines = Clock(), list[str]()
+    progress = Progress(env=ENV, environ={}, write=lines.append, clock=clock)
+    run(progress, clock, 0, 60, 1)
+    early = len(lines)
+    run(progress, clock, 60, 660, 1)
+    assert early in (5, 6)
+    assert len(lines) - early in (10, 11)
+
+
+def test_a_fast_loop_writes_the_file_rarely_and_reads_the_loss_no_more_often(tmp_path: Path) -> None:
+    clock, loss = Clock(), Loss(1.0)
+    progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
+    run(progress, clock, 0, 10_000, 0.001, loss)
+    assert loss.reads <= 6
+
+
+def test_speed_follows_the_last_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
+    run(progress, clock, 0, 100, 1)
+    run(progress, clock, 100, 150, 4)
+    assert read(tmp_path)["steps_per_second"] == pytest.approx(0.25, rel=0.1)
+
+
+def test_a_resumed_job_counts_its_own_steps_only(tmp_path: Path) -> None:
+    clock = Clock()
+    progress = Progress(1000, env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
+    run(progress, clock, 900, 931, 2)
+    found = read(tmp_path)
+    assert found["steps_per_second"] == pytest.approx(0.5)
+    assert found["eta_seconds"] == pytest.approx((1000 - found["step"]) * 2)
+
+
+@pytest.mark.parametrize("state", ["done", "stopped"])
+def test_the_end_is_written_at_once(tmp_path: Path, state: Any) -> None:
+    clock, lines = Clock(), list[str]()
+    progress = Progress(10, env=ENV, directory=tmp_path, write=lines.append, clock=clock)
+    run(progress, clock, 1, 6, 0.1)
+    progress.close(state)
+    progress.close()
+    assert (read(tmp_path)["step"], read(tmp_path)["state"]) == (5, state)
+    assert lines[-1].endswith(state)
+    progress.step(6)
+    assert read(tmp_path)["step"] == 5
+
+
+def test_the_last_step_is_shown_whenever_it_comes() -> None:
+    clock, lines = Clock(), list[str]()
+    run(Progress(10, env=ENV, environ={}, write=lines.append, clock=clock), clock, 1, 11, 0.01)
+    assert lines[-1].startswith("step 10/10  loss 0.5")
+
+
+def test_a_loss_that_is_not_finite_is_said_and_the_file_stays_json(tmp_path: Path) -> None:
+    lines = list[str]()
+    Progress(env=ENV, directory=tmp_path, write=lines.append).step(1, float("nan"))
+    assert (read(tmp_path)["loss"], read(tmp_path)["diverged"]) == (None, True)
+    assert lines == ["step 1  loss is not finite"]
+
+
+def test_other_ranks_show_nothing(tmp_path: Path) -> None:
+    progress = Progress(env=replace(ENV, rank=1), directory=tmp_path, write=pytest.fail)
+    progress.step(1, 0.5)
+    progress.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_job_directory_is_where_it_lies_and_one_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "gone"):
+        Progress(env=ENV, environ={"SHOAL_JOB_DIR": str(place)}, write=lambda line: None).step(1, 0.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+
+
+def test_a_line_names_only_what_is_known() -> None:
+    numbers = {"step": 50, "total_steps": 200, "loss": 0.123456, "samples_per_second": 12345.6, "mfu": 0.412}
+    assert line_of({**numbers, "eta_seconds": 93784}) == (
+        "step 50/200  loss 0.1235  12,346 samples/s  MFU 41.2%  ETA 1-02:03:04"
+    )
+    assert line_of({"step": 3, "total_steps": None, "steps_per_second": 1.5}) == "step 3  1.5 steps/s"

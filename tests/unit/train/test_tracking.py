@@ -1,0 +1,361 @@
+"""One run for a whole job, seen from the script."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.train.mlflow_server import FakeMlflow
+
+from shoal.train.env import Env, read_env
+from shoal.train.tracking import Tracker, tracker
+from shoal.train.tracking.identity import run_id
+from shoal.train.tracking.send import main as send
+from shoal.train.tracking.spool import read_spool
+
+ALONE = replace(read_env({}), node="n1", nodes=("n1",))
+
+
+@pytest.fixture
+def mlflow() -> Iterator[FakeMlflow]:
+    server = FakeMlflow()
+    yield server
+    server.stop()
+
+
+Start = Callable[..., Tracker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Tracker] = []
+
+    def start(uri: str = "", env: Env = ALONE, environ: dict[str, str] | None = None, **options: Any) -> Tracker:
+        job = {"SLURM_JOB_ID": "17", "SHOAL_JOB_DIR": str(tmp_path), "SLURM_JOB_NAME": "digits"}
+        made.append(tracker(uri=uri, env=env, environ={**job, **(environ or {})}, **{"system_every": 0, **options}))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close(timeout=0)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in read_spool(path, size=1 << 30) if record]
+
+
+def metrics(directory: Path) -> list[tuple[int, dict[str, Any]]]:
+    return [(r["step"], r["metrics"]) for r in records(directory / "tracking/metrics.jsonl") if "metrics" in r]
+
+
+def test_without_a_server_everything_is_in_json_lines(start: Start, tmp_path: Path) -> None:
+    with start(params={"lr": 0.1, "net": {"depth": 3}}) as track:
+        track.log({"loss": 0.5, "n": 3}, step=1)
+        track.log({"loss": float("nan"), "a": float("inf"), "b": float("-inf")}, step=2)
+        assert track.flush()
+    assert metrics(tmp_path) == [(1, {"loss": 0.5, "n": 3.0}), (2, {"loss": "NaN", "a": "Infinity", "b": "-Infinity"})]
+    found = records(tmp_path / "tracking/metrics.jsonl")
+    assert {"lr": "0.1", "net.depth": "3"} in [r.get("params") for r in found]
+    assert [r["status"] for r in found if "status" in r] == ["RUNNING", "FINISHED"]
+
+
+def test_a_run_has_parameters_metrics_facts_and_files_on_the_server(
+    start: Start, mlflow: FakeMlflow, tmp_path: Path
+) -> None:
+    plot = tmp_path / "loss.png"
+    plot.write_bytes(b"old")
+    track = start(mlflow.uri, replace(ALONE, job_id="17"), {"SHOAL_CODE_HASH": "c0de"}, params={"lr": 1})
+    track.log({"loss": 0.5}, step=1)
+    track.artifact(plot, "plots/loss.png")
+    plot.write_bytes(b"changed later")
+    assert track.close(timeout=30)
+    run = mlflow.the_run()
+    assert run["params"] == {"lr": "1"}
+    assert mlflow.rows() == {(1, 0.5): 1}
+    assert run["info"]["status"] == "FINISHED"
+    assert (run["tags"]["shoal.job_id"], run["tags"]["shoal.code_hash"], run["tags"]["shoal.run"]) == (
+        "17",
+        "c0de",
+        "slurm-17",
+    )
+    assert mlflow.files[f"1/{run['info']['run_id']}/artifacts/plots/loss.png"] == b"old"
+    assert mlflow.experiments == {"digits": "1"}
+
+
+def test_the_batch_script_is_attached(
+    start: Start, mlflow: FakeMlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "write batch_script 17 -" ] && echo "#SBATCH -N2"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    track = start(mlflow.uri, replace(ALONE, job_id="17"))
+    while not records(tmp_path / "tracking/artifacts.jsonl"):
+        time.sleep(0.01)
+    assert track.close(timeout=30)
+    assert list(mlflow.files.values()) == [b"#SBATCH -N2\n"]
+
+
+def test_a_requeued_job_goes_on_in_the_same_run(start: Start, mlflow: FakeMlflow) -> None:
+    for attempt in range(3):
+        track = start(mlflow.uri, replace(ALONE, restart_count=attempt), params={"lr": 1})
+        for step in range(attempt * 10, attempt * 10 + 10):
+            track.log({"loss": 1 / (step + 1)}, step=step)
+        assert track.close("SCHEDULED" if attempt < 2 else "FINISHED", timeout=30)
+        assert mlflow.the_run()["info"]["status"] == ("SCHEDULED" if attempt < 2 else "FINISHED")
+    assert mlflow.rows() == {(step, 1 / (step + 1)): 1 for step in range(30)}
+    assert mlflow.the_run()["tags"]["shoal.restarts"] == "2"
+
+
+def test_a_run_is_found_again_when_the_directory_is_lost(start: Start, mlflow: FakeMlflow, tmp_path: Path) -> None:
+    for attempt in ("a", "b"):
+        track = start(mlflow.uri, directory=tmp_path / attempt)
+        track.log({attempt: 1}, step=1)
+        assert track.close(timeout=30)
+    assert {row[0] for row in mlflow.the_run()["metrics"]} == {"a", "b"}
+
+
+def test_steps_done_again_after_a_restart_are_recorded_once_if_they_come_out_the_same(
+    start: Start, tmp_path: Path
+) -> None:
+    first = start()
+    for step in range(10):
+        first.log({"loss": step / 2, "speed": step}, step=step)
+    first.close("SCHEDULED")
+    second = start()
+    for step in range(6, 14):
+        second.log({"loss": step / 2, "speed": -step}, step=step)
+    second.close()
+    losses = [(step, values["loss"]) for step, values in metrics(tmp_path) if "loss" in values]
+    assert losses == [(step, step / 2) for step in range(14)]
+    # A number that came out differently is kept: it is another fact.
+    assert [step for step, values in metrics(tmp_path) if values["speed"] < 0] == list(range(6, 14))
+
+
+def test_only_rank_0_records_metrics_and_only_the_first_of_a_node_its_system(
+    start: Start, mlflow: FakeMlflow, tmp_path: Path
+) -> None:
+    tracks = []
+    for rank in range(4):
+        env = replace(ALONE, rank=rank, local_rank=rank % 2, world_size=4, node=f"n{rank // 2}")
+        tracks.append(start(mlflow.uri, env, system_every=0.02))
+        tracks[-1].log({"loss": 1.0}, step=rank)
+        tracks[-1].tags({f"rank{rank}": "here"})
+        tracks[-1].data("x", b"")
+    while not all(records(tmp_path / f"tracking/system-n{node}.jsonl")[3:] for node in (0, 1)):
+        time.sleep(0.02)
+    assert all(track.close(timeout=30) for track in tracks)
+    keys = {row[0] for row in mlflow.the_run()["metrics"]}
+    assert {"loss", "system/n0/cpu_utilization_percentage", "system/n1/system_memory_usage_percentage"} <= keys
+    assert mlflow.rows() == {(0, 1.0): 1}
+    assert [key for key in mlflow.the_run()["tags"] if key.startswith("rank")] == ["rank0"]
+    assert (tracks[1].directory, tracks[3].directory) == (None, None)
+
+
+def test_system_metrics_go_on_counting_after_a_restart(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "tracking/system-n1.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"t":1,"step":41,"metrics":{"system/n1/x":1}}\n')
+    track = start(system_every=0.01)
+    while len([r for r in records(path) if "step" in r]) < 3:
+        time.sleep(0.01)
+    track.close()
+    assert [r["step"] for r in records(path) if "step" in r][:3] == [41, 42, 43]
+
+
+def test_the_same_number_twice_in_a_millisecond_is_two_records(start: Start, tmp_path: Path) -> None:
+    track = start()
+    for _ in range(200):
+        track.log({"loss": 1.0}, step=5)
+        track.log({"loss": 1.0}, step=6)
+    track.close()
+    rows = [(r["t"], r["step"]) for r in records(tmp_path / "tracking/metrics.jsonl") if "metrics" in r]
+    assert len(set(rows)) == 400
+    assert [t for t, _ in rows] == sorted(t for t, _ in rows)
+
+
+def test_a_server_that_is_down_all_the_time_costs_no_record_and_the_command_sends_them_later(
+    start: Start,
+    mlflow: FakeMlflow,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mlflow.stop()
+    track = start(mlflow.uri)
+    for step in range(100):
+        track.log({"loss": float(step)}, step=step)
+    assert not track.close(timeout=30)
+    directory = tmp_path / "tracking"
+    assert f"or: python -m shoal.train.tracking.send {directory}" in caplog.text
+    assert send([str(directory)]) == 1
+    assert "not sent: " in (said := capsys.readouterr().err) and "Connection refused" in said
+    mlflow.start()
+    assert send([str(directory)]) == 0
+    assert send([str(directory)]) == 0
+    assert f"the server has all of {directory}" in capsys.readouterr().out
+    assert mlflow.rows() == {(step, float(step)): 1 for step in range(100)}
+    assert mlflow.the_run()["info"]["status"] == "FINISHED"
+
+
+def test_the_command_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Start) -> None:
+    assert send([str(tmp_path)]) == 1
+    assert "has no run.json: it is not the tracking directory of a job" in capsys.readouterr().err
+    start().close()
+    assert send([str(tmp_path / "tracking")]) == 1
+    assert "the job had no tracking server: name one with --uri" in capsys.readouterr().err
+
+
+def test_a_job_killed_in_mid_run_goes_on_where_it_was(mlflow: FakeMlflow, tmp_path: Path) -> None:
+    program = (
+        "import sys, itertools; from shoal.train.tracking import tracker\n"
+        "track = tracker(uri=sys.argv[1], directory=sys.argv[2], system_every=0)\n"
+        "for step in itertools.count(int(sys.argv[3])):\n"
+        "    track.log({'loss': step / 4}, step=step)\n"
+        "    print(step, flush=True)\n"
+        "    if step == int(sys.argv[4]): break\n"
+    )
+    environ = {**os.environ, "SLURM_JOB_ID": "5"}
+    mlflow.faults = ["ok"] * 6 + ["drop", "500", "drop"] * 5
+
+    def run(first: int, last: int, kill: bool) -> None:
+        command = [sys.executable, "-c", program, mlflow.uri, str(tmp_path / "t"), str(first), str(last)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ)
+        assert process.stdout
+        if kill:
+            while int(process.stdout.readline()) < 500:
+                pass
+            process.send_signal(signal.SIGKILL)
+        process.stdout.read()
+        process.stdout.close()
+        process.wait()
+
+    run(0, -1, kill=True)
+    run(450, 20_000, kill=False)
+    mlflow.faults.clear()
+    assert send([str(tmp_path / "t")]) == 0
+    assert mlflow.rows() == {(step, step / 4): 1 for step in range(20_001)}
+
+
+def test_a_script_that_ends_without_closing_is_marked_by_how_it_ended(mlflow: FakeMlflow, tmp_path: Path) -> None:
+    program = "import sys; from shoal.train.tracking import tracker; tracker(uri=sys.argv[1], directory=sys.argv[2])\n"
+    for number, (end, status) in enumerate([("", "FINISHED"), ("1/0", "FAILED")]):
+        command = [sys.executable, "-c", program + end, mlflow.uri, str(tmp_path / str(number))]
+        subprocess.run(command, stderr=subprocess.DEVNULL, env={**os.environ, "SHOAL_RUN_ID": str(number)})
+        found = [run for run in mlflow.active_runs() if run["tags"]["shoal.run"] == str(number)]
+        assert [run["info"]["status"] for run in found] == [status]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "FAILED"), (SystemExit(0), "FINISHED")],
+)
+def test_a_with_block_marks_the_run_by_how_it_ended(
+    start: Start, tmp_path: Path, error: BaseException, status: str
+) -> None:
+    with pytest.raises(type(error)), start():
+        raise error
+    assert records(tmp_path / "tracking/metrics.jsonl")[-1]["status"] == status
+
+
+def test_what_is_no_number_or_no_file_is_said_once_and_stops_nothing(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    track = start()
+    with caplog.at_level(logging.ERROR):
+        for step in range(3):
+            track.log({"loss": None, "good": 1}, step=step)
+        track.artifact(tmp_path / "none.png")
+        track.data("../up", b"")
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracking: the metric loss is not a number: float() argument must be a string or a real number, not 'NoneType'",
+        f"tracking: {tmp_path}/none.png is not attached: No such file or directory",
+        "tracking: '../up' cannot be the name of an artifact",
+    ]
+    assert metrics(tmp_path) == [(step, {"good": 1.0}) for step in range(3)]
+
+
+def test_an_address_that_is_no_server_keeps_records_on_disk(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    track = start("sqlite:///m.db")
+    track.log({"loss": 1}, step=1)
+    assert "must begin with http:// or https://, not 'sqlite'; records stay on disk" in caplog.text
+    assert metrics(tmp_path) == [(1, {"loss": 1.0})]
+
+
+def test_a_directory_that_cannot_be_made_is_replaced_loudly(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    track = start(directory=tmp_path / "file/below")
+    track.log({"loss": 1}, step=1)
+    assert track.directory and track.directory.name.startswith("shoal-tracking-")
+    assert f"Not a directory: '{tmp_path}/file/below'" in caplog.text
+    assert f"records go to {track.directory} on n1 instead" in caplog.text
+    assert any("metrics" in record for record in records(track.directory / "metrics.jsonl"))
+
+
+def test_a_password_in_the_address_reaches_no_file_and_no_log(
+    start: Start, mlflow: FakeMlflow, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = mlflow.uri.replace("http://", "http://ann:hunter2@")
+    mlflow.faults = ["500"] * 3
+    track = start(uri)
+    track.flush(30)
+    track.close(timeout=0)
+    text = caplog.text + "".join(path.read_text() for path in (tmp_path / "tracking").iterdir() if path.is_file())
+    assert "database is locked" in text and "hunter2" not in text
+    assert json.loads((tmp_path / "tracking/run.json").read_text())["uri"] == mlflow.uri
+
+
+def test_a_directory_of_another_run_is_left_alone(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start().close()
+    before = (tmp_path / "tracking/metrics.jsonl").read_bytes()
+    second = start(environ={"SLURM_JOB_ID": "18"})
+    second.log({"loss": 1}, step=1)
+    assert second.directory == tmp_path / "tracking/slurm-18"
+    assert (tmp_path / "tracking/metrics.jsonl").read_bytes() == before
+    assert "holds the run slurm-17; this one goes into slurm-18" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "7"}, "slurm-7"),
+        ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "slurm-7_2"),
+        ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "mine"}, "mine"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
+        ({"TORCHELASTIC_RUN_ID": "a'b"}, "a_b"),
+    ],
+)
+def test_a_run_is_named_by_its_job(environ: dict[str, str], expected: str) -> None:
+    assert run_id(environ) == expected
+
+
+def test_after_close_nothing_is_recorded_and_nothing_breaks(start: Start, tmp_path: Path) -> None:
+    track = start()
+    assert track.close()
+    size = (tmp_path / "tracking/metrics.jsonl").stat().st_size
+    track.log({"loss": 1}, step=1)
+    track.params({"a": 1})
+    track.tags({"a": 1})
+    track.data("a", b"")
+    assert track.close()
+    assert (tmp_path / "tracking/metrics.jsonl").stat().st_size == size

@@ -1,0 +1,340 @@
+"""No metric is lost or doubled, whatever the server does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.unit.train.mlflow_server import FakeMlflow
+
+from shoal.train.tracking.background import Background, pause
+from shoal.train.tracking.remote import RunName
+from shoal.train.tracking.server import Server, Unavailable, split_uri
+from shoal.train.tracking.shipping import Shipping
+from shoal.train.tracking.spool import Spool
+
+NAME = RunName("cluster-17", "digits", "train", 1_700_000_000_000)
+
+
+@pytest.fixture
+def mlflow() -> Iterator[FakeMlflow]:
+    server = FakeMlflow()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    spool = Spool(tmp_path / "metrics.jsonl")
+    yield spool
+    spool.close()
+
+
+def record(spool: Spool, first: int, last: int) -> None:
+    for step in range(first, last):
+        spool.append({"t": 1000 + step, "step": step, "metrics": {"loss": 1 / (step + 1)}})
+
+
+def shipping(mlflow: FakeMlflow, *paths: Path, create: bool = True, timeout: float = 5.0) -> Shipping:
+    return Shipping(Server(mlflow.uri, {}, timeout), NAME, paths, create=create)
+
+
+def ship_all(shipping: Shipping, tries: int = 50) -> list[str]:
+    """Ship until nothing is left, and say what went wrong on the way."""
+    troubles: list[str] = []
+    while True:
+        try:
+            if not shipping.ship():
+                return troubles
+        except Unavailable as error:
+            troubles.append(str(error))
+            assert len(troubles) < tries, troubles
+
+
+def each_once(first: int, last: int) -> dict[tuple[int, float], int]:
+    return {(step, 1 / (step + 1)): 1 for step in range(first, last)}
+
+
+@pytest.mark.parametrize("fault", ["500", "drop", "refuse"])
+@pytest.mark.parametrize(
+    "on", ["", "experiments/create", "runs/create", "set-tag", "log-batch", "search", "get-by-name"]
+)
+def test_a_request_that_fails_in_any_way_loses_and_doubles_nothing(
+    mlflow: FakeMlflow, spool: Spool, fault: str, on: str
+) -> None:
+    record(spool, 0, 30)
+    mlflow.fault_on, mlflow.faults = on, [fault]
+    assert ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == each_once(0, 30)
+    assert len(mlflow.runs) == 1
+
+
+def test_a_long_series_of_faults_while_records_keep_coming(mlflow: FakeMlflow, spool: Spool) -> None:
+    mlflow.faults = ["drop", "500", "ok", "refuse", "drop", "ok", "ok", "drop", "drop", "500", "ok", "drop"] * 3
+    sending = shipping(mlflow, spool.path)
+    for start in range(0, 300, 10):
+        record(spool, start, start + 10)
+        ship_all(sending)
+    assert mlflow.rows() == each_once(0, 300)
+    assert len(mlflow.active_runs()) == 1
+
+
+def test_a_server_that_stores_and_answers_too_late_has_everything_once(mlflow: FakeMlflow, spool: Spool) -> None:
+    record(spool, 0, 10)
+    mlflow.fault_on, mlflow.faults = "log-batch", ["hang"]
+    assert ship_all(shipping(mlflow, spool.path, timeout=0.2)) == [f"{mlflow.uri}: timed out"]
+    assert mlflow.rows() == each_once(0, 10)
+
+
+def test_a_server_that_is_down_and_comes_back_in_mid_run(mlflow: FakeMlflow, spool: Spool) -> None:
+    sending = shipping(mlflow, spool.path)
+    record(spool, 0, 10)
+    ship_all(sending)
+    mlflow.stop()
+    record(spool, 10, 20)
+    with pytest.raises(Unavailable, match="Connection refused"):
+        sending.ship()
+    mlflow.start()
+    record(spool, 20, 30)
+    ship_all(sending)
+    assert mlflow.rows() == each_once(0, 30)
+
+
+def test_a_sender_killed_between_storing_and_remembering_sends_again_and_doubles_nothing(
+    mlflow: FakeMlflow, spool: Spool
+) -> None:
+    record(spool, 0, 10)
+    ship_all(shipping(mlflow, spool.path))
+    spool.path.with_name("metrics.jsonl.sent").unlink()
+    record(spool, 10, 12)
+    ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == each_once(0, 12)
+
+
+def test_what_was_acknowledged_is_not_sent_again(mlflow: FakeMlflow, spool: Spool) -> None:
+    record(spool, 0, 10)
+    ship_all(shipping(mlflow, spool.path))
+    mlflow.requests.clear()
+    ship_all(shipping(mlflow, spool.path))
+    assert not [path for path in mlflow.requests if "log-batch" in path]
+
+
+def test_batches_stay_within_what_mlflow_takes(mlflow: FakeMlflow, spool: Spool) -> None:
+    record(spool, 0, 2500)
+    spool.append({"t": 1, "step": 0, "metrics": {f"m{n}": float(n) for n in range(2500)}})
+    spool.append({"t": 1, "params": {f"p{n}": "x" * 9000 for n in range(250)}})
+    spool.append({"t": 1, "tags": {f"t{n}": "ü" * 9000 for n in range(150)}})
+    spool.append({"t": 2, "tags": {"t0": "last"}})
+    assert ship_all(shipping(mlflow, spool.path)) == []
+    run = mlflow.the_run()
+    assert len(run["metrics"]) == 5000
+    assert len(run["params"]) == 250
+    assert len(run["params"]["p7"]) == 6000
+    assert (run["tags"]["t0"], len(run["tags"]["t149"])) == ("last", 8000)
+
+
+def test_numbers_that_json_does_not_have_arrive(mlflow: FakeMlflow, spool: Spool) -> None:
+    spool.append({"t": 1, "step": 1, "metrics": {"loss": "NaN"}})
+    ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == {(1, "NaN"): 1}
+
+
+def test_one_bad_entry_does_not_hold_up_or_lose_the_others(
+    mlflow: FakeMlflow, spool: Spool, caplog: pytest.LogCaptureFixture
+) -> None:
+    record(spool, 0, 20)
+    spool.append({"t": 1, "step": 3, "metrics": {"bad#name": 1.0}})
+    record(spool, 20, 40)
+    with caplog.at_level(logging.ERROR):
+        ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == each_once(0, 40)
+    (line,) = spool.path.with_name("metrics.jsonl.rejected").read_text().splitlines()
+    assert json.loads(line)["entry"]["key"] == "bad#name"
+    assert "the server refuses metric INVALID_PARAMETER_VALUE: Invalid value 'bad#name'" in caplog.text
+
+
+def test_a_parameter_that_changed_with_a_restart_becomes_a_tag(mlflow: FakeMlflow, spool: Spool) -> None:
+    for value in ("0.1", "0.1", "0.2"):
+        spool.append({"t": 1, "params": {"lr": value}})
+    ship_all(shipping(mlflow, spool.path))
+    assert mlflow.the_run()["params"] == {"lr": "0.1"}
+    assert mlflow.the_run()["tags"]["param.lr"] == "0.2"
+
+
+def test_lines_that_are_no_records_are_passed_over(mlflow: FakeMlflow, spool: Spool) -> None:
+    record(spool, 0, 2)
+    with spool.path.open("a") as file:
+        file.write("\x00\x00\n[1]\n")
+    record(spool, 2, 4)
+    ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == each_once(0, 4)
+
+
+def test_a_server_that_lost_its_database_gets_everything_again(mlflow: FakeMlflow, spool: Spool) -> None:
+    sending = shipping(mlflow, spool.path)
+    record(spool, 0, 10)
+    ship_all(sending)
+    mlflow.runs.clear()
+    mlflow.experiments.clear()
+    record(spool, 10, 20)
+    assert "not found" in ship_all(sending)[0]
+    assert mlflow.rows() == each_once(0, 20)
+
+
+def test_a_run_that_somebody_deleted_is_explained(mlflow: FakeMlflow, spool: Spool) -> None:
+    sending = shipping(mlflow, spool.path)
+    record(spool, 0, 1)
+    ship_all(sending)
+    id = mlflow.the_run()["info"]["run_id"]
+    mlflow.the_run()["info"]["lifecycle_stage"] = "deleted"
+    record(spool, 1, 2)
+    with pytest.raises(Unavailable, match=f"the run {id} was deleted: `mlflow runs restore --run-id {id}`"):
+        sending.ship()
+
+
+def test_another_node_waits_for_the_run_that_rank_0_makes(mlflow: FakeMlflow, spool: Spool, tmp_path: Path) -> None:
+    other = Spool(tmp_path / "system-n2.jsonl")
+    other.append({"t": 1, "step": 0, "metrics": {"system/n2/cpu": 5.0}})
+    node = shipping(mlflow, other.path, create=False)
+    with pytest.raises(Unavailable, match="there is no experiment 'digits' yet"):
+        node.ship()
+    mlflow.experiments["digits"] = "1"
+    with pytest.raises(Unavailable, match="rank 0 has not made the run yet"):
+        node.ship()
+    record(spool, 0, 1)
+    ship_all(shipping(mlflow, spool.path))
+    ship_all(node)
+    other.close()
+    assert mlflow.rows("system/n2/cpu") == {(0, 5.0): 1}
+    assert len(mlflow.runs) == 1
+
+
+def test_a_second_run_that_a_late_server_made_is_deleted_at_the_end(mlflow: FakeMlflow, spool: Spool) -> None:
+    sending = shipping(mlflow, spool.path)
+    record(spool, 0, 3)
+    ship_all(sending)
+    used = mlflow.the_run()["info"]["run_id"]
+    tags = [{"key": "shoal.run", "value": NAME.run}]
+    mlflow._runs_create({"experiment_id": "1", "start_time": NAME.started - 1, "tags": tags})
+    spool.append({"t": 9, "status": "FINISHED"})
+    ship_all(sending)
+    assert mlflow.the_run()["info"]["run_id"] == used
+    assert mlflow.the_run()["info"]["status"] == "FINISHED"
+    assert mlflow.rows() == each_once(0, 3)
+
+
+def test_an_artifact_store_that_fails_does_not_hold_metrics_back(
+    mlflow: FakeMlflow, spool: Spool, tmp_path: Path
+) -> None:
+    (tmp_path / "plot.png").write_bytes(b"plot")
+    artifacts = Spool(tmp_path / "artifacts.jsonl")
+    artifacts.append({"t": 1, "artifact": {"path": "plots/loss 1.png", "file": "plot.png"}})
+    artifacts.close()
+    record(spool, 0, 3)
+    mlflow.fault_on, mlflow.faults = "mlflow-artifacts", ["500"] * 3
+    sending = shipping(mlflow, artifacts.path, spool.path)
+    with pytest.raises(Unavailable, match="the server answers 500 database is locked"):
+        sending.ship()
+    assert mlflow.rows() == each_once(0, 3)
+    ship_all(sending)
+    id = mlflow.the_run()["info"]["run_id"]
+    assert mlflow.files == {f"1/{id}/artifacts/plots/loss 1.png": b"plot"}
+
+
+def test_a_server_without_an_artifact_proxy_leaves_the_file_where_it_is(mlflow: FakeMlflow, tmp_path: Path) -> None:
+    mlflow.artifact_root = "s3://bucket"
+    artifacts = Spool(tmp_path / "artifacts.jsonl")
+    artifacts.append({"t": 1, "artifact": {"path": "a", "file": "a"}})
+    artifacts.close()
+    ship_all(shipping(mlflow, artifacts.path))
+    assert "without --serve-artifacts" in (tmp_path / "artifacts.jsonl.rejected").read_text()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(401, "MLFLOW_TRACKING_USERNAME"), (403, "--allowed-hosts"), (404, "no MLflow server"), (302, "answers 302")],
+)
+def test_a_server_that_turns_us_away_is_asked_again_later_with_a_hint(
+    mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, status: int, text: str
+) -> None:
+    monkeypatch.setattr(mlflow, "handle", lambda request: (request.send_response(status), request.end_headers()))
+    with pytest.raises(Unavailable, match=text):
+        Server(mlflow.uri, {}).get("experiments/get-by-name", experiment_name="x")
+
+
+def test_a_password_goes_to_the_server_and_nowhere_else(mlflow: FakeMlflow) -> None:
+    host = mlflow.uri.removeprefix("http://")
+    server = Server(f"http://ann:s%40cret@{host}/", {})
+    assert server.uri == mlflow.uri
+    assert "s@cret" not in repr(vars(server)) and "s%40cret" not in repr(server)
+    server.post("experiments/create", {"name": "x"})
+    assert mlflow.headers[-1]["Authorization"] == "Basic YW5uOnNAY3JldA=="
+    Server(mlflow.uri, {"MLFLOW_TRACKING_TOKEN": "tok"}).post("experiments/create", {"name": "y"})
+    assert mlflow.headers[-1]["Authorization"] == "Bearer tok"
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///a.db", "./mlruns", "http://", "http://a:pw@h:port/"])
+def test_an_address_that_is_no_server_is_refused_without_repeating_it(uri: str) -> None:
+    with pytest.raises(ValueError, match="the tracking address") as error:
+        split_uri(uri)
+    assert "pw" not in str(error.value)
+
+
+def test_the_pause_grows_to_a_minute_and_jobs_do_not_come_back_together() -> None:
+    assert [pause(n, lambda: 1.0) for n in (1, 2, 3, 7, 5000)] == [1, 2, 4, 60, 60]
+    assert pause(3, lambda: 0.0) == 2
+
+
+def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
+    mlflow: FakeMlflow, spool: Spool, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow.stop()
+    record(spool, 0, 5)
+    background = Background([spool], shipping(mlflow, spool.path))
+    assert not background.stop(30)
+    assert "Connection refused" in caplog.text and "records wait on disk, training goes on" in caplog.text
+    mlflow.start()
+    second = Background([spool], shipping(mlflow, spool.path))
+    assert second.stop(30)
+    assert mlflow.rows() == each_once(0, 5)
+
+
+def test_flush_waits_no_longer_than_it_was_told_for_a_server_that_hangs(mlflow: FakeMlflow, spool: Spool) -> None:
+    mlflow.faults = ["hang"]
+    record(spool, 0, 5)
+    background = Background([spool], shipping(mlflow, spool.path, timeout=20))
+    assert not background.stop(0.1)
+    assert not mlflow.release.is_set()  # it still hangs, and we are here
+    mlflow.release.set()
+
+
+def test_an_answer_nobody_expected_ends_no_thread(
+    mlflow: FakeMlflow, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = mlflow._experiments_get_by_name
+    monkeypatch.setattr(mlflow, "_experiments_get_by_name", lambda given: {"surprise": 1})
+    record(spool, 0, 5)
+    background = Background([spool], shipping(mlflow, spool.path), period=0.01)
+    assert not background.flush(30)
+    monkeypatch.setattr(mlflow, "_experiments_get_by_name", answer)
+    mlflow.experiments["digits"] = "1"
+    assert background.stop(30)
+    assert mlflow.rows() == each_once(0, 5)
+
+
+def test_two_senders_at_once_send_a_spool_once(mlflow: FakeMlflow, spool: Spool) -> None:
+    record(spool, 0, 5)
+    mlflow.fault_on, mlflow.faults = "log-batch", ["hang"]
+    background = Background([spool], shipping(mlflow, spool.path, timeout=20))
+    while not any("log-batch" in path for path in mlflow.requests):
+        time.sleep(0.01)
+    with pytest.raises(Unavailable, match=r"another process is sending metrics\.jsonl"):
+        shipping(mlflow, spool.path).ship()
+    mlflow.release.set()
+    background.stop(30)
+    ship_all(shipping(mlflow, spool.path))
+    assert mlflow.rows() == each_once(0, 5)

@@ -1,0 +1,130 @@
+"""Records on disk survive whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.train.tracking.spool import HELD_BYTES, Sent, Spool, read_sent, read_spool, read_tail, write_sent
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for _, record in read_spool(path, size=1 << 30) if record]
+
+
+def test_a_record_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "s")
+    spool.append({"step": 1, "name": "größe\n"})
+    assert (tmp_path / "s").read_text() == '{"step":1,"name":"größe\\n"}\n'
+    spool.close()
+
+
+def test_a_torn_last_line_is_passed_over_and_the_next_start_goes_on_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(b'{"step":1}\n{"step":2,"x\r')
+    assert steps(path) == [1]
+    spool = Spool(path)
+    spool.append({"step": 3})
+    spool.close()
+    assert steps(path) == [1, 3]
+    assert json.loads(path.read_bytes().split(b"\n")[-2]) == {"step": 3}
+
+
+def test_an_unfinished_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(b'{"step":1}\n{"step"')
+    ((end, record),) = read_spool(path)
+    assert record == {"step": 1}
+    with path.open("ab") as file:
+        file.write(b":2}\n")
+    assert [record for _, record in read_spool(path, end)] == [{"step": 2}]
+
+
+def test_a_line_longer_than_the_read_size_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text(json.dumps({"step": 1, "x": "y" * 5000}) + "\n")
+    assert [record["step"] for _, record in read_spool(path, size=100) if record] == [1]
+
+
+def test_a_process_killed_at_any_moment_leaves_every_record_it_was_told_is_written(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from shoal.train.tracking.spool import Spool\n"
+        "spool = Spool(Path(sys.argv[1])); n = int(sys.argv[2])\n"
+        "while True:\n"
+        "    spool.append({'step': n}); sys.stdout.write(f'{n}\\n'); sys.stdout.flush(); n += 1\n"
+    )
+    path, expected = tmp_path / "s", 0
+    for kill in (1, 40, 333):
+        process = subprocess.Popen([sys.executable, "-c", program, str(path), str(expected)], stdout=subprocess.PIPE)
+        assert process.stdout
+        for _ in range(kill):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        said = process.stdout.read().split()
+        process.stdout.close()
+        process.wait()
+        told = expected + kill + len(said)
+        found = steps(path)
+        # The record whose number was not printed yet may be there or not; all others are, once.
+        assert found in (list(range(told)), list(range(told + 1)))
+        expected = len(found)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_nothing_once_there_is_room(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys; from pathlib import Path; from shoal.train.tracking.spool import Spool\n"
+        "spool = Spool(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (105, resource.RLIM_INFINITY))\n"
+        "for n in range(20): spool.append({'step': n})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "spool.append({'step': 20}); spool.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "s") == list(range(21))
+    assert "takes no more records: File too large" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_loud_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    spool = Spool(Path("/dev/full"))
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            spool.append({"step": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracking: /dev/full takes no more records: No space left on device;"
+        " 11 bytes wait in memory, 0 records are lost"
+    ]
+    for _ in range(3):
+        spool.append({"x": "y" * (HELD_BYTES // 2)})
+    assert len(spool._held) <= HELD_BYTES
+    assert spool._lost == 2
+
+
+def test_the_tail_begins_at_a_whole_record(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(100)))
+    assert [record["step"] for record in read_tail(path, 40)] == [97, 98, 99]
+    assert len(read_tail(path, 1 << 20)) == 100
+    assert read_tail(tmp_path / "none", 10) == []
+
+
+def test_what_was_sent_belongs_to_one_run_and_to_a_spool_of_that_length(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(b"{}\n" * 10)
+    assert read_sent(path, "a") == Sent(0, "a")
+    write_sent(path, Sent(12, "a"))
+    assert read_sent(path, "a") == Sent(12, "a")
+    assert read_sent(path, "b") == Sent(0, "b")
+    path.write_bytes(b"{}\n")
+    assert read_sent(path, "a") == Sent(0, "a")
+    (tmp_path / "s.sent").write_bytes(b"")
+    assert read_sent(path, "a") == Sent(0, "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s", "s.sent"]
