@@ -83,7 +83,7 @@ async def make_plan(
         after_drain=after,
         loses=loses,
         findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports)),
-        unreached={name: error.cause for name, error in fleet.failures.items()},
+        unreached=dict(fleet.failures),
     )
 
 

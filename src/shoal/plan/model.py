@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from shoal.agent.document import Document
+from shoal.errors import HostError
 from shoal.providers.api import Request
 from shoal.roles.documents import Stage
 from shoal.spec.finding import Finding
@@ -67,8 +68,8 @@ class Plan:
     loses: tuple[str, ...] = ()
     """Jobs that the changes would end."""
     findings: tuple[Finding, ...] = ()
-    unreached: Mapping[str, str] = field(default_factory=dict)
-    """Hosts that could not be looked at, with the cause."""
+    unreached: Mapping[str, HostError] = field(default_factory=dict)
+    """Hosts that could not be looked at, with the cause and the fix."""
 
     @property
     def changes(self) -> tuple[Change, ...]:

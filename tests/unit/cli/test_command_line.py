@@ -144,6 +144,8 @@ def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
         (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
         (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
         (["node", "remove", "fish1"], "there is no file to take fish1 out of", "write one with `shoal init`"),
+        (["ssh", "fish1", "--forget-key"], "--forget-key stands after the host", "put --forget-key before the host"),
+        (["ssh", "fish1", "-L", "80:a:80"], "-L stands after the host", "`shoal ssh --json fish1` prints"),
         (["init", "--hosts", "a,a"], "no spec can be made of this", "change these names"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -162,7 +164,7 @@ def test_a_wrong_command_line_exits_2_and_says_what_to_do(words: list[str], mess
 
 def test_init_writes_a_file_once() -> None:
     done = invoke("init", "--hosts", "desktop,gpu[01,03]")
-    assert (done.exit_code, done.stdout) == (0, "wrote shoal.yaml; look at it, then run `shoal up`\n")
+    assert (done.exit_code, done.stdout) == (0, "wrote shoal.yaml; look at it, run `shoal check`, then `shoal up`\n")
     text = Path("shoal.yaml").read_text()
     assert "      - gpu[01,03]\n" in text or "      - 'gpu[01,03]'\n" in text
     again = invoke("init", "--json")
@@ -241,7 +243,7 @@ def test_ssh_becomes_ssh_with_this_clusters_keys(empty_place: Path) -> None:
         assert (done.returncode, done.stdout) == (0, "hello\n")
         told = json.loads(shoal("ssh", "--json", "c1", "echo", "hello").stdout)
         assert told["command"][0] == "ssh"
-        assert told["command"][-3:] == ["127.0.0.1", "echo", "hello"]
+        assert told["command"][-3:] == ["--", "echo", "hello"]
         assert (empty_place / "state/shoal/loop/known_hosts").exists()
         without = shoal("ssh", "c1", env={**os.environ, "PATH": "/nowhere"})
         assert without.returncode == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.unit.plan.fake_world import lab
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
 from shoal.cli.session import Session
-from shoal.errors import Interrupted, ProviderError, Unreachable, UsageError, VersionWindow
+from shoal.errors import Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
 from shoal.hosts.api import Result
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.slurm.state import JobState, NodeState, PartitionState
@@ -28,9 +30,10 @@ from shoal.verbs.status import Status, status
 from shoal.verbs.up import UpResult
 
 AWAY = Unreachable("n9", "does not answer within 10 s", hint="is the host up?")
+H100 = NodeState("n1", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8")
 NODES = (
-    NodeState("n1", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8"),
-    NodeState("n2", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8"),
+    H100,
+    replace(H100, name="n2"),
     NodeState("n3", ("DOWN", "DRAIN"), reason="[red]\x1b[2Jfan", cpus=8, cpus_alloc=8, memory_mb=14700),
 )
 STATUS = Status(
@@ -55,7 +58,7 @@ PLAN = Plan(
         HostPlan("c1", (), (Change("c1", "service slurmctld", "restart slurmctld", Cost.RESTART),)),
     ),
     findings=(Finding("warning", "the clock is off", "+90 s", host="n1"),),
-    unreached={"n9": "does not answer within 10 s"},
+    unreached={"n9": AWAY},
 )
 UP = UpResult(
     "reef",
@@ -78,9 +81,9 @@ def test_status_is_read_at_a_glance() -> None:
     assert drawn(lambda console: show_status(console, STATUS)) == (
         "reef: Slurm 22.05.8 on c1; nodes: 1 down+drain, 2 idle\n"
         "\n"
-        "nodes   state       cpus  memory  gpus    slurm    reason\n"
-        "n[1-2]  idle        0/16  14.4G   2 h100  22.05.8\n"
-        "n3      down+drain  8/8   14.4G   -       -        [red]\\x1b[2Jfan\n"
+        "nodes   state       cpus each  memory each  gpus each  slurm    reason\n"
+        "n[1-2]  idle        0/8        14.4G        0/2 h100   22.05.8\n"
+        "n3      down+drain  8/8        14.4G        -          -        [red]\\x1b[2Jfan\n"
         "n[4-5]: in the file and not in Slurm; `shoal up` adds it\n"
         "old1: in Slurm and not in the file; `shoal up` removes it\n"
         "\n"
@@ -91,6 +94,19 @@ def test_status_is_read_at_a_glance() -> None:
         "7        \\x1b]0;owned\\x07train  bob   running  0:10  1-00:00:00  2      n[1-2]\n"
         "8_[1-9]  [bold]x                bob   pending  0:00  unlimited   1      (Resources)\n"
     )
+
+
+def test_nodes_share_a_line_only_when_each_of_them_has_what_it_says() -> None:
+    mixed = replace(H100, name="n3", state=("MIXED",), gres_used="gpu:h100:1(IDX:0)", cpus_alloc=4)
+    both = replace(H100, name="n7", gres="gpu:h100:2(S:0),gpu:a100:1", gres_used="gpu:h100:2(IDX:0,1),gpu:a100:0")
+    nodes = (H100, replace(H100, name="n2", cpus=16), mixed, replace(mixed, name="n4"), both, replace(H100, name="n9"))
+    shown = drawn(lambda console: show_status(console, replace(STATUS, nodes=nodes)))
+    assert [re.split(r"\s{2,}", line)[:5] for line in shown.splitlines()[3:7]] == [
+        ["n[1,9]", "idle", "0/8", "14.4G", "0/2 h100"],
+        ["n2", "idle", "0/16", "14.4G", "0/2 h100"],
+        ["n[3-4]", "mixed", "4/8", "14.4G", "1/2 h100"],
+        ["n7", "idle", "0/8", "14.4G", "2/2 h100, 0/1 a100"],
+    ]
 
 
 def test_nothing_that_a_user_of_the_cluster_chose_reaches_the_terminal_as_a_command() -> None:
@@ -105,12 +121,13 @@ def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
     assert drawn(lambda console: show_plan(console, PLAN, diff=False)) == (
         "warning n1: the clock is off, found +90 s\n"
         "✗ n9: does not answer within 10 s\n"
+        "    fix: is the host up?\n"
         "hosts   what               change              costs\n"
         "n3      node               drain, then remove  node drained\n"
         "n[1-2]  file /etc/x        update /etc/x       nothing\n"
         "c1      service slurmctld  restart slurmctld   daemon restart\n"
         "\n"
-        "4 changes on 4 hosts; costs at most: node drained\n"
+        "4 changes on 4 hosts; costs at most: node drained; n9 was not looked at\n"
     )
 
 
@@ -121,6 +138,15 @@ def test_a_plan_with_diffs_shows_them_by_host() -> None:
 
 def test_an_empty_plan_says_so() -> None:
     assert drawn(lambda console: show_plan(console, Plan("reef"), diff=True)) == "reef: no changes\n"
+
+
+def test_an_empty_plan_does_not_speak_for_hosts_it_has_not_seen() -> None:
+    away = Plan("reef", unreached={"n9": AWAY, "n10": Unreachable("n10", AWAY.cause, hint=AWAY.hint)})
+    assert drawn(lambda console: show_plan(console, away, diff=False)) == (
+        "✗ n[9-10]: does not answer within 10 s\n"
+        "    fix: is the host up?\n"
+        "reef: no changes on the hosts that answered; n[9-10] were not looked at\n"
+    )
 
 
 def test_up_ends_with_what_was_done_and_what_was_not() -> None:
@@ -137,6 +163,15 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
 def test_exec_shows_equal_outputs_once() -> None:
     assert drawn(lambda console: show_exec(console, EXEC)) == (
         "n[1-2] (2)\n6.1\nn3 (1) (exit 2)\nno such file\n✗ n9: does not answer within 10 s\n    fix: is the host up?\n"
+    )
+
+
+def test_exec_says_failures_once_and_what_was_probably_meant() -> None:
+    late = {name: TimedOut(name, "`sleep` did not end", hint="give it longer") for name in ("n1", "n2")}
+    meant = ExecResult(((("n3",), Result(127, b"", b"sh: not found\n")),), late, "shoal exec -- sh -c 'a | b'")
+    assert drawn(lambda console: show_exec(console, meant)) == (
+        "n3 (1) (exit 127)\nsh: not found\n  fix: shoal exec -- sh -c 'a | b'\n"
+        "✗ n[1-2]: `sleep` did not end\n    fix: give it longer\n"
     )
 
 
