@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.agent.facts import Facts
-from shoal.hostlist import expand
 from shoal.network.names import addresses_in
 from shoal.roles.confinement import Confinement
-from shoal.slurm.conf import is_ours
-from shoal.slurm.known import known_nodes
 from shoal.slurm.model import CgroupPlugin, Node
+from shoal.slurm.read import is_ours, known_nodes, read
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 GRES_CONF = "/etc/slurm/gres.conf"
@@ -42,7 +40,7 @@ def in_force(controller: Facts | None) -> InForce:
         return InForce()  # none, or one that somebody else wrote: its nodes are not ours to drain
     return InForce(
         nodes=known_nodes(conf, _text(controller, GRES_CONF)),
-        partitions=_partitions(conf),
+        partitions=read(conf).partitions_of_nodes(),
         addresses=addresses_in(_text(controller, HOSTS), HOSTS_BLOCK),
         confinement=_confinement(conf, _text(controller, CGROUP_CONF)),
     )
@@ -51,17 +49,6 @@ def in_force(controller: Facts | None) -> InForce:
 def _text(controller: Facts | None, path: str) -> str:
     fact = controller.files.get(path) if controller else None
     return (fact.text if fact else None) or ""
-
-
-def _partitions(conf: str) -> dict[str, tuple[str, ...]]:
-    inside: dict[str, tuple[str, ...]] = {}
-    for line in conf.splitlines():
-        if not line.startswith("PartitionName="):
-            continue
-        values = dict(part.split("=", 1) for part in line.split() if "=" in part)
-        for node in expand(values.get("Nodes", "")):
-            inside[node] = (*inside.get(node, ()), values["PartitionName"])
-    return inside
 
 
 def _confinement(conf: str, cgroup: str) -> Confinement | None:

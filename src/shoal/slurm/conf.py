@@ -13,6 +13,7 @@ from typing import Literal
 
 from shoal.hostlist import compress, expand, fold
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
+from shoal.slurm.read import HEADER, is_ours, read
 from shoal.slurm.versions import known_to_all
 
 SLURMCTLD_PORT = 6817
@@ -26,8 +27,6 @@ SPOOL_DIRECTORY = "/var/lib/slurm/slurmd"
 LOG_DIRECTORY = "/var/log/slurm"
 
 ChangeCost = Literal["none", "reconfigure", "restart"]
-
-HEADER = "# Written by shoal; changes here are lost.\n"
 
 _WORD = re.compile(r"[!$-<>-\[\]-~]+")  # printable ASCII without blank, quote, `#`, `=` and `\`
 _VALUE = re.compile(r"[!$-\[\]-~]+")
@@ -117,11 +116,6 @@ _NOT_A_MODEL = re.compile(
 )
 
 
-def is_ours(text: str) -> bool:
-    """Whether Shoal wrote this file. One made by hand may say anything, so nothing is read out of it."""
-    return text.startswith(HEADER)
-
-
 def change_cost(old: str, new: str) -> ChangeCost:
     """What slurmctld needs to take a new slurm.conf: "none", "reconfigure" or "restart". Jobs run on through either.
 
@@ -130,17 +124,17 @@ def change_cost(old: str, new: str) -> ChangeCost:
     """
     if not is_ours(old):
         return "restart"
-    before, after = _Parsed(old), _Parsed(new)
-    if before.settings != after.settings or before.nodes != after.nodes:
+    before, after = read(old), read(new)
+    if before.settings != after.settings or set(before.nodes) != set(after.nodes):
         return "restart"
-    return "none" if before.partitions == after.partitions else "reconfigure"
+    return "none" if set(before.partitions) == set(after.partitions) else "reconfigure"
 
 
 def loses_jobs(old: str, new: str) -> bool:
     """Whether running jobs die of the change: their node leaves, or slurmctld cannot read its own state any more."""
     if not is_ours(old):
         return True
-    before, after = _Parsed(old), _Parsed(new)
+    before, after = read(old), read(new)
     if any(before.settings.get(key) != after.settings.get(key) for key in _STATE_KEYS):
         return True
     return not before.node_names() <= after.node_names()
@@ -330,29 +324,3 @@ def _value(key: str, text: str) -> str:
     if not _VALUE.fullmatch(text):
         raise ValueError(f"{key} may not be {text!r}: slurm.conf takes no blanks, quotes, `#` or `\\` there")
     return text
-
-
-# ---- reading back
-
-
-class _Parsed:
-    """A slurm.conf taken apart far enough to compare it with another."""
-
-    def __init__(self, text: str) -> None:
-        self.settings: dict[str, str] = {}
-        self.nodes: set[str] = set()
-        self.partitions: set[str] = set()
-        for line in text.splitlines():
-            line = line.partition("#")[0].strip()
-            key, _, value = line.partition("=")
-            if not line:
-                continue
-            if key.lower() == "nodename":
-                self.nodes.add(line)
-            elif key.lower() == "partitionname":
-                self.partitions.add(line)
-            else:
-                self.settings[key.lower()] = value
-
-    def node_names(self) -> set[str]:
-        return {name for line in self.nodes for name in expand(line.split()[0].partition("=")[2])}

@@ -14,7 +14,7 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.plan.fleet import Fleet
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK, SLURM_CONF
-from shoal.slurm.known import known_nodes
+from shoal.slurm.read import known_nodes
 from shoal.slurm.state import JOBS_COMMAND
 from shoal.spec.load import load_text
 from shoal.spec.members import members
@@ -70,6 +70,8 @@ class FakeSlurm:
         self.reasons: dict[str, str] = {}
         self.jobs: dict[str, str] = {}
         """Running jobs: id -> hostlist."""
+        self.job_states: dict[str, str] = {}
+        """State of a job that is not RUNNING."""
         self.broken = ""
         """What every command says when slurmctld does not answer."""
         self.updates: list[tuple[str, ...]] = []
@@ -105,7 +107,7 @@ class FakeSlurm:
         assert call.argv[: len(JOBS_COMMAND)] == JOBS_COMMAND
         return "".join(
             "\x1e"
-            + "\x1f".join((job, "RUNNING", "root", "main", nodes, "None", "0:10", "UNLIMITED", "1", "train"))
+            + "\x1f".join((job, self.job_states.get(job, "RUNNING"), "root", "main", nodes, "None", "0:10", "UNLIMITED", "1", "train"))
             + "\n"
             for job, nodes in self.jobs.items()
             if wanted is None or wanted in expand(nodes)
@@ -143,7 +145,11 @@ class World:
         self.connector = FakeConnector(*self.hosts.values())
 
     def _answers(self, name: str) -> dict[tuple[str, ...], Any]:
-        slurm = {("scontrol",): self.slurm.scontrol, ("squeue",): self.slurm.squeue}
+        slurm = {
+            ("scontrol",): self.slurm.scontrol,
+            ("squeue",): self.slurm.squeue,
+            ("test", "-e", SLURM_CONF): lambda call: Result(0 if self.slurm.conf else 1),
+        }
         return {("python3",): self.agents[name].play, **(slurm if name == self.controller else {})}
 
     def look_again(self) -> None:

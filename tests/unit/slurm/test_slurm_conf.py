@@ -11,7 +11,7 @@ from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
 
 from shoal.hostlist import expand
 from shoal.slurm.conf import cgroup_conf, change_cost, gpu_type, gres_conf, loses_jobs, real_memory, slurm_conf
-from shoal.slurm.known import known_nodes
+from shoal.slurm.read import known_nodes
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
 
 BASE = CLUSTERS["22.05"]
