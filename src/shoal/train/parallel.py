@@ -64,10 +64,15 @@ def _ddp(model: nn.Module, device: torch.device, precision: torch.dtype | None, 
     model.to(device)
     if precision is not None:
         model.forward = torch.autocast(device.type, dtype=precision)(model.forward)
+    # After its first step DDP lays its buckets out anew, and more than two ranks then sum in another order: a resumed
+    # run would differ in the last bits. Only where it looks for unused parameters does it leave them: torch warns once
+    # that this walks over the graph in each step.
+    keep_buckets = dist.get_world_size() > 2
     parallel: nn.Module = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=keep_buckets,
     )
     if compile:
         parallel.compile(**_backend(compile))

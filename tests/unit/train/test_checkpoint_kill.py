@@ -62,7 +62,6 @@ def _run_until_one_dies(count: int, *args: Any) -> list[int]:
     try:
         wait([child.sentinel for child, _ in children], 120)
         if all(child.exitcode in (None, 0) for child, _ in children):
-            wait([child.sentinel for child, _ in children if child.exitcode is None], 120)
             for child, _ in children:
                 child.join(60)
     finally:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.train.procs import ranks
-from tests.unit.train.training import build, digest, full_parameters, train_step
+from tests.unit.train.training import Position, build, digest, full_parameters, train_step
+from torch import nn
 
-from shoal.train.checkpoint import Checkpointer
+from shoal.train.checkpoint import Checkpointer, TrainState
+from shoal.train.parallel import parallelize
 
 
 def _uninterrupted(rank: int, kind: str, optimizer: str, steps: int) -> tuple[list[str], str]:
@@ -57,6 +59,35 @@ def test_losses_and_parameters_of_a_resumed_run_equal_those_of_one_never_saved(
         assert saved[rank] == (losses, final)
         assert resumed[rank] == (at, "run-1", losses[at:], final)
     assert plain[0][0] != plain[1][0]  # the ranks see different data, or the test proves little
+
+
+class _OutOfOrder(nn.Module):
+    """Uses its layers in another order than it defines them, so that DDP would rearrange its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave, self.enter, self.middle = nn.Linear(32, 1), nn.Linear(4, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(torch.tanh(self.middle(torch.tanh(self.enter(x)))))
+
+
+def _out_of_order(rank: int, directory: str, resume: bool) -> Any:
+    torch.manual_seed(0)
+    model = parallelize(_OutOfOrder(), "ddp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2), Position())
+    checkpointer = Checkpointer(directory)
+    first = checkpointer.restore(state) if resume else 0
+    for step in range(first, 5):
+        if step == 2 and not resume:
+            assert checkpointer.save(2, state).committed
+        train_step(state)
+    return digest(state)
+
+
+def test_more_than_two_ranks_sum_in_the_same_order_after_a_resume(tmp_path: Path) -> None:
+    assert ranks(4, _out_of_order, str(tmp_path), False) == ranks(4, _out_of_order, str(tmp_path), True)
 
 
 def _write(rank: int, directory: str, kind: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,65 @@
+"""A stopped job goes back into the queue under its right name, unless somebody cancelled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.train.requeue import job_to_requeue, requeue
+
+SHOW = "JobId=7 JobName=train\\n   JobState={state} Reason={reason} Dependency=(null)\\n   Requeue=1 Restarts=0"
+
+
+def _slurm(tmp_path: Path, state: str = "RUNNING", reason: str = "None", status: int = 0) -> str:
+    """A directory for PATH with a scontrol that notes what it is asked."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\n"
+        f'echo "$*" >> {tmp_path}/asked\n'
+        f'[ "$1" = show ] && {{ printf "{SHOW.format(state=state, reason=reason)}\\n"; exit 0; }}\n'
+        f'[ {status} = 0 ] || echo "Requested operation is presently disabled" >&2\n'
+        f"exit {status}\n"
+    )
+    scontrol.chmod(0o755)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+        ({"SLURM_JOB_ID": "21", "SLURM_HET_JOB_ID": "20"}, "20"),
+    ],
+)
+def test_the_job_is_named_as_scontrol_wants_it(environ: dict[str, str], name: str) -> None:
+    assert job_to_requeue(environ) == name
+
+
+@pytest.mark.parametrize(("state", "reason"), [("RUNNING", "None"), ("COMPLETING", "TimeLimit")])
+def test_a_running_job_and_one_at_its_time_limit_are_requeued(tmp_path: Path, state: str, reason: str) -> None:
+    environ = {"PATH": _slurm(tmp_path, state, reason), "SLURM_JOB_ID": "7"}
+    assert requeue(environ=environ) == "requeued"
+    assert (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_a_cancelled_job_does_not_come_back(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}
+    assert requeue(environ=environ) == "cancelled"
+    assert (tmp_path / "asked").read_text() == "show job 7\n"
+    assert "job 7 was cancelled: it is not requeued" in caplog.text
+
+
+def test_a_refusal_is_reported_in_slurms_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"PATH": _slurm(tmp_path, status=1), "SLURM_JOB_ID": "7"}
+    assert requeue(environ=environ) == "failed"
+    assert "job 7 could not be requeued: Requested operation is presently disabled" in caplog.text
+
+
+def test_without_scontrol_it_is_left_to_the_batch_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert requeue(environ={"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}) == "failed"
+    assert "there is no scontrol on this node" in caplog.text
+    assert requeue(environ={}) == "failed"

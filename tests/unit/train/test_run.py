@@ -1,0 +1,77 @@
+"""A loop over `Run.steps` survives what Slurm does to it, without a step lost or done twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.train.procs import ranks
+from tests.unit.train.training import build, digest, train_step
+
+from shoal.train.checkpoint import files
+from shoal.train.contract import EXIT_REQUEUE
+from shoal.train.run import Run
+from shoal.train.stop import Stopper
+
+
+def _train(rank: int, directory: str, kind: str, signal_at: int | None, asynchronous: bool) -> Any:
+    state = build(kind)
+    losses: dict[int, str] = {}
+    try:
+        for step in Run(state, directory, save_every=4, asynchronous=asynchronous, environ={}).steps(7):
+            losses[step] = train_step(state)
+            if step == signal_at and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as leaving:
+        return leaving.code, losses, ""
+    return 0, losses, digest(state)
+
+
+@pytest.mark.parametrize(("kind", "asynchronous"), [("ddp", True), ("fsdp", False)])
+def test_a_signal_to_one_rank_costs_no_step_and_changes_no_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
+    whole = ranks(2, _train, str(tmp_path / "whole"), kind, None, asynchronous)
+    stopped = ranks(2, _train, str(tmp_path / "cut"), kind, 4, asynchronous)
+    (newest, *_) = files.committed(tmp_path / "cut")
+    assert (newest.name, files.read_manifest(newest).reason) == ("step-5", "SIGTERM")
+    resumed = ranks(2, _train, str(tmp_path / "cut"), kind, None, asynchronous)
+    for rank in range(2):
+        assert stopped[rank][0] == EXIT_REQUEUE
+        assert list(stopped[rank][1]) == [0, 1, 2, 3, 4]
+        assert list(resumed[rank][1]) == [5, 6]
+        assert stopped[rank][1] | resumed[rank][1] == whole[rank][1]
+        assert resumed[rank][2] == whole[rank][2]
+
+
+def test_a_run_that_has_ended_does_nothing_when_started_again(tmp_path: Path) -> None:
+    state = build("plain")
+    assert [train_step(state) and step for step in Run(state, tmp_path, environ={}).steps(3)] == [0, 1, 2]
+    final = digest(state)
+    again = build("plain", seed=3)
+    assert list(Run(again, tmp_path, environ={}).steps(3)) == []
+    assert digest(again) == final
+
+
+def test_a_signal_at_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
+    state = build("plain")
+    for step in Run(state, tmp_path, environ={}).steps(2):
+        train_step(state)
+        if step == 1:
+            signal.raise_signal(signal.SIGUSR1)
+    assert [path.name for path in files.committed(tmp_path)] == ["step-2"]
+
+
+def test_a_cancelled_job_saves_and_leaves_as_sigterm_would(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1" = show ] && echo "JobState=CANCELLED Reason=None"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    state, stopper = build("plain"), Stopper(environ={})
+    with pytest.raises(SystemExit) as leaving:
+        for _ in Run(state, tmp_path / "saved", stopper=stopper, environ=environ).steps(5):
+            train_step(state)
+            signal.raise_signal(signal.SIGTERM)
+    stopper.close()
+    assert leaving.value.code == 143
+    assert [path.name for path in files.committed(tmp_path / "saved")] == ["step-1"]

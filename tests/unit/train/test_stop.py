@@ -1,0 +1,250 @@
+"""Ranks stop together, at a step boundary, whichever of them got the signal; data workers live until they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.train.procs import ranks
+
+from shoal.train.stop import KILL_WAIT, MARGIN, Stop, Stopper
+
+
+@pytest.fixture(autouse=True)
+def signals_given_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    yield
+    assert before == {number: signal.getsignal(number) for number in before}
+
+
+def _stopper(grace: float | None = None, **environ: str) -> Stopper:
+    return Stopper(grace, environ=environ)
+
+
+def test_without_a_signal_nothing_stops() -> None:
+    stopper = _stopper()
+    assert stopper.agree(1) is None
+    assert stopper.noted == ""
+    stopper.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_each_signal_stops_at_the_next_boundary_and_is_named(number: signal.Signals) -> None:
+    stopper = _stopper(100.0)
+    signal.raise_signal(number)
+    stop = stopper.agree(7, save_seconds=3.0)
+    stopper.close()
+    assert stop is not None
+    assert (stop.step, stop.reason, stop.save_seconds, stop.in_time) == (7, number.name, 3.0, True)
+    assert stop.seconds_left is not None and 0 < stop.seconds_left <= 100
+
+
+def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    stopper = _stopper(SHOAL_GRACE_SECONDS="10")
+    signal.raise_signal(signal.SIGUSR1)
+    stop = stopper.agree(1, save_seconds=60.0)
+    stopper.close()
+    assert stop is not None and not stop.in_time
+    assert "a save has taken 60.0 s so far, more than is left; trying all the same" in caplog.text
+
+
+def test_sigterm_leaves_slurms_default_wait_and_a_user_signal_no_known_time() -> None:
+    stopper = _stopper()
+    signal.raise_signal(signal.SIGUSR1)
+    assert stopper.agree(1) == Stop(1, "SIGUSR1", None, 0.0)
+    stopper.close()
+    stopper = _stopper()
+    signal.raise_signal(signal.SIGTERM)
+    stop = stopper.agree(1)
+    stopper.close()
+    assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT
+
+
+def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_fits() -> None:
+    save = 20.0
+    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + MARGIN + 3600)))
+    assert stopper.agree(1, save_seconds=save) is None
+    stopper.close()
+    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + 2)))
+    stop = stopper.agree(2, save_seconds=save)
+    stopper.close()
+    assert stop is not None and stop.reason == "time limit"
+
+
+def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_past() -> None:
+    stopper = _stopper(600.0, SLURM_JOB_END_TIME=str(int(time.time() + 60)))
+    signal.raise_signal(signal.SIGUSR2)
+    stop = stopper.agree(1)
+    stopper.close()
+    assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 60
+    stopper = _stopper(600.0, SLURM_JOB_END_TIME=str(int(time.time() - 5)))
+    signal.raise_signal(signal.SIGTERM)
+    stop = stopper.agree(1)
+    stopper.close()
+    assert stop is not None and stop.seconds_left is not None and stop.seconds_left > 60
+
+
+def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    _stopper(SHOAL_GRACE_SECONDS="soon").close()
+    assert "SHOAL_GRACE_SECONDS is 'soon', which is no number of seconds: ignored" in caplog.text
+
+
+def test_a_handler_that_was_there_before_is_still_called() -> None:
+    called: list[int] = []
+    original = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+    try:
+        stopper = _stopper()
+        signal.raise_signal(signal.SIGUSR1)
+        assert stopper.noted == "SIGUSR1"
+        stopper.close()
+        signal.raise_signal(signal.SIGUSR1)
+        assert called == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, original)
+
+
+def test_outside_the_main_thread_it_says_why_it_cannot_be_made() -> None:
+    said: list[str] = []
+
+    def make() -> None:
+        try:
+            Stopper()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert said == ["Stopper must be made in the main thread: Python delivers signals to no other"]
+
+
+def _signal_one_rank(rank: int, victim: int) -> Any:
+    stopper = Stopper(environ={})
+    for step in range(1, 10):
+        if rank == victim and step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        stop = stopper.agree(step, save_seconds=float(rank))
+        if stop:
+            return stop, stopper.noted
+    return None
+
+
+def test_all_ranks_stop_at_the_same_step_where_one_of_them_got_the_signal() -> None:
+    results = ranks(2, _signal_one_rank, 1)
+    assert results == [(Stop(4, "SIGUSR1", None, 1.0), ""), (Stop(4, "SIGUSR1", None, 1.0), "SIGUSR1")]
+
+
+# Data workers, in a process group of their own that is signalled as a whole
+
+TRAINER = """
+import contextlib, os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from shoal.train.stop import Stopper, starting_workers, worker_signals
+
+class Slow(Dataset):
+    def __len__(self): return 400
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    protect, context = sys.argv[1] == "protected", sys.argv[2]
+    stopper = Stopper(environ={})
+    loader = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=context,
+                        worker_init_fn=worker_signals if protect else None)
+    with starting_workers() if protect else contextlib.nullcontext():
+        batches = iter(loader)
+    print("workers", *(worker.pid for worker in batches._workers), flush=True)
+    after = 0
+    for step, batch in enumerate(batches):
+        print("step", step, flush=True)
+        after += stopper.agree(step) is not None
+        if after == 5:
+            break
+    print("stopped for", stopper.noted, flush=True)
+    del batches
+    print("over", flush=True)
+"""
+
+
+def _signalled_trainer(tmp_path: Path, number: signal.Signals, protect: str, context: str) -> tuple[str, str, int]:
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), protect, context],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    try:
+        seen = ""
+        while not seen.endswith("step 3\n"):
+            line = trainer.stdout.readline()
+            assert line, trainer.stderr and trainer.stderr.read()
+            seen += line
+        os.killpg(trainer.pid, number)
+        rest, errors = trainer.communicate(timeout=120)
+    except BaseException:
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
+        raise
+    for pid in seen.splitlines()[0].split()[1:]:
+        assert not Path("/proc", pid).exists()
+    return seen + rest, errors, trainer.returncode
+
+
+@pytest.mark.parametrize(
+    ("number", "context"),
+    [(signal.SIGTERM, "fork"), (signal.SIGUSR1, "spawn"), (signal.SIGTERM, "spawn"), (signal.SIGUSR2, "fork")],
+)
+def test_data_workers_survive_a_signal_to_the_whole_process_group_and_end_with_their_trainer(
+    tmp_path: Path, number: signal.Signals, context: str
+) -> None:
+    output, errors, status = _signalled_trainer(tmp_path, number, "protected", context)
+    assert f"stopped for {number.name}\nover\n" in output, errors
+    assert status == 0
+
+
+def test_without_the_protection_the_workers_die_first(tmp_path: Path) -> None:
+    output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, "bare", "fork")
+    assert "stopped for" not in output
+    assert "is killed by signal: Terminated" in errors
+    assert status != 0
+
+
+ORPHANS = TRAINER.replace('print("step", step, flush=True)', "os.kill(os.getpid(), signal.SIGKILL)")
+
+
+def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(ORPHANS)
+    run = subprocess.run(
+        [sys.executable, str(script), "protected", "fork"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == -signal.SIGKILL
+    workers = [Path("/proc", pid) for pid in run.stdout.splitlines()[0].split()[1:]]
+    assert len(workers) == 2
+    for _ in range(600):
+        if not any(_alive(worker) for worker in workers):
+            return
+        time.sleep(0.1)
+    pytest.fail("the workers outlive their trainer")
+
+
+def _alive(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
