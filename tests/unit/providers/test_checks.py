@@ -38,12 +38,12 @@ def test_a_good_machine_has_no_findings() -> None:
 def test_a_bare_machine_hears_everything_at_once() -> None:
     bare = replace(GOOD, root=False, programs=frozenset(), overlay=False, cgroups=False)
     assert texts(bare) == [
-        "error sandbox hosts take root, found an ordinary user, run the command with sudo",
-        "error sandbox hosts take programs, found no systemd-nspawn, ip, nft, unshare, setsid, taskset, setpriv, "
+        "error the sandbox needs root, run the command with sudo",
+        "error the sandbox needs these programs: systemd-nspawn, ip, nft, unshare, setsid, taskset, setpriv, "
         "mkfs.ext4, mmdebstrap, "
         "run `apt-get install systemd-container iproute2 nftables util-linux e2fsprogs mmdebstrap`",
-        "error sandbox hosts take overlayfs, found none in this kernel, run `modprobe overlay`",
-        "error sandbox hosts take cgroups, found no cgroup file system is mounted, mount cgroup2 on /sys/fs/cgroup",
+        "error the sandbox needs overlayfs, and this kernel has none, run `modprobe overlay`",
+        "error the sandbox needs cgroups, and no cgroup file system is mounted, mount cgroup2 on /sys/fs/cgroup",
     ]
 
 
@@ -54,14 +54,17 @@ def test_debootstrap_serves_in_place_of_mmdebstrap() -> None:
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        (Shape(cpus=3), "n0: cpus of this machine, found 3, ask for 1 to 2: this machine has 2"),
-        (Shape(cpus=0), "n0: cpus of this machine, found 0, ask for 1 to 2: this machine has 2"),
-        (Shape(memory_mb=24001), "n0: memory_mb of this machine, found 24001, ask for 60 to 24000"),
-        (Shape(disk_mb=1), "n0: disk_mb too small for a host, found 1, ask for at least 16"),
-        (Shape(gpus=65), "n0: simulated GPUs, found 65, ask for 0 to 64"),
+        (Shape(cpus=3), "n0: `cpus` out of range, found 3, ask for 1 to 2: this machine has 2"),
+        (Shape(cpus=0), "n0: `cpus` out of range, found 0, ask for 1 to 2: this machine has 2"),
+        (Shape(memory_mb=24001), "n0: `memory` out of range, found 24001M, ask for 60M to 24000M"),
+        (Shape(disk_mb=1), "n0: `disk` too small for a host, found 1M, ask for at least 16M"),
+        (Shape(gpus=65), "n0: `gpus` out of range, found 65, ask for 0 to 64"),
         (Shape(image="arch"), "n0: unknown image, found 'arch', use one of: debian12, debian13, sid"),
         (Shape(site="B c"), "n0: not a site name, found 'B c', use lower-case letters"),
-        (Shape(image="debian13", cgroups=True), "n0: cgroups on a machine with cgroup v1, found debian13, use image"),
+        (
+            Shape(image="debian13", cgroups=True),
+            "n0: `cgroups` on a machine with cgroup v1, found image debian13, use `image: debian12`",
+        ),
     ],
 )
 def test_a_shape_this_machine_cannot_hold_is_an_error(shape: Shape, expected: str) -> None:
@@ -77,7 +80,7 @@ def test_cgroups_are_for_every_image_on_a_machine_with_cgroup_v2() -> None:
 def test_a_disk_takes_loop_devices() -> None:
     [found] = texts(replace(GOOD, loop=False), Shape(disk_mb=100))
     assert found == (
-        "error n0: disk_mb takes loop devices, found no /dev/loop-control, run `modprobe loop`, or leave disk_mb out"
+        "error n0: `disk` needs loop devices, found no /dev/loop-control, run `modprobe loop`, or leave `disk` out"
     )
 
 
@@ -88,18 +91,18 @@ def test_a_bad_host_name_is_an_error() -> None:
 
 def test_too_many_hosts_for_the_memory() -> None:
     [found] = texts(replace(GOOD, available_mb=100), Shape(), Shape())
-    assert found == "error 2 hosts take 120 MB, found 100 MB free, ask for fewer hosts, or free memory"
+    assert found == "error 2 hosts need 120 MB of memory, found 100 MB free, ask for fewer hosts, or free memory"
 
 
 def test_memory_that_is_promised_twice_is_a_warning() -> None:
     [found] = texts(GOOD, Shape(memory_mb=20000), Shape(memory_mb=20000))
-    assert found.startswith("warning the hosts' memory_mb add up to 40000 MB, found 24000 MB")
+    assert found.startswith("warning `memory` of all hosts is 40000 MB, found 24000 MB here")
 
 
 def test_a_full_disk_counts_the_images_that_are_not_built() -> None:
     assert texts(replace(GOOD, disk_free_mb=200), Shape()) == []
     [found] = texts(replace(GOOD, disk_free_mb=200), Shape(image="sid"))
-    assert found.startswith("error the cache takes 1650 MB of disk, found 200 MB free, free some, or set SHOAL_CACHE")
+    assert found.startswith("error the cache needs 1650 MB of disk, found 200 MB free, free some, or set SHOAL_CACHE")
 
 
 def test_a_cache_that_overlayfs_cannot_take() -> None:

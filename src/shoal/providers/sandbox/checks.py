@@ -79,7 +79,7 @@ def findings(cache: Path, requests: Sequence[Request], machine: Machine) -> list
 def _tools(machine: Machine) -> list[Finding]:
     found = []
     if not machine.root:
-        found.append(Finding("error", "sandbox hosts take root", "an ordinary user", "run the command with sudo"))
+        found.append(Finding("error", "the sandbox needs root", fix="run the command with sudo"))
     packages = [package for name, package in PROGRAMS.items() if name not in machine.programs]
     missing = [name for name in PROGRAMS if name not in machine.programs]
     if not machine.programs & {"mmdebstrap", "debootstrap"}:
@@ -87,12 +87,14 @@ def _tools(machine: Machine) -> list[Finding]:
         packages.append("mmdebstrap")
     if missing:
         install = f"apt-get install {' '.join(dict.fromkeys(packages))}"
-        found.append(Finding("error", "sandbox hosts take programs", f"no {', '.join(missing)}", f"run `{install}`"))
+        what = f"the sandbox needs these programs: {', '.join(missing)}"
+        found.append(Finding("error", what, fix=f"run `{install}`"))
     if not machine.overlay:
-        found.append(Finding("error", "sandbox hosts take overlayfs", "none in this kernel", "run `modprobe overlay`"))
+        what = "the sandbox needs overlayfs, and this kernel has none"
+        found.append(Finding("error", what, fix="run `modprobe overlay`"))
     if not machine.cgroups:
-        fix = "mount cgroup2 on /sys/fs/cgroup"
-        found.append(Finding("error", "sandbox hosts take cgroups", "no cgroup file system is mounted", fix))
+        what = "the sandbox needs cgroups, and no cgroup file system is mounted"
+        found.append(Finding("error", what, fix="mount cgroup2 on /sys/fs/cgroup"))
     return found
 
 
@@ -116,17 +118,19 @@ def _host(request: Request, machine: Machine) -> list[Finding]:
     if shape.image not in images.SUITES:
         bad("unknown image", repr(shape.image), f"use one of: {', '.join(images.SUITES)}")
     if shape.cpus is not None and not 1 <= shape.cpus <= machine.cpus:
-        bad("cpus of this machine", str(shape.cpus), f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}")
+        bad("`cpus` out of range", str(shape.cpus), f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}")
     if shape.memory_mb is not None and not HOST_MB <= shape.memory_mb <= machine.memory_mb:
-        bad("memory_mb of this machine", str(shape.memory_mb), f"ask for {HOST_MB} to {machine.memory_mb}")
+        fix = f"ask for {HOST_MB}M to {machine.memory_mb}M: this machine has {machine.memory_mb}M"
+        bad("`memory` out of range", f"{shape.memory_mb}M", fix)
     if shape.disk_mb is not None and shape.disk_mb < 16:
-        bad("disk_mb too small for a host", str(shape.disk_mb), "ask for at least 16")
+        bad("`disk` too small for a host", f"{shape.disk_mb}M", "ask for at least 16M")
     if shape.disk_mb is not None and not machine.loop:
-        bad("disk_mb takes loop devices", "no /dev/loop-control", "run `modprobe loop`, or leave disk_mb out")
+        bad("`disk` needs loop devices", "no /dev/loop-control", "run `modprobe loop`, or leave `disk` out")
     if not 0 <= shape.gpus <= 64:
-        bad("simulated GPUs", str(shape.gpus), "ask for 0 to 64")
+        bad("`gpus` out of range", str(shape.gpus), "ask for 0 to 64")
     if shape.cgroups and shape.image != "debian12" and not machine.cgroup_v2:
-        bad("cgroups on a machine with cgroup v1", shape.image, "use image debian12, or leave cgroups out")
+        fix = "use `image: debian12`, or leave `cgroups` out"
+        bad("`cgroups` on a machine with cgroup v1", f"image {shape.image}", fix)
     return found
 
 
@@ -135,16 +139,18 @@ def _together(requests: Sequence[Request], machine: Machine) -> list[Finding]:
     need = len(requests) * HOST_MB
     if need > machine.available_mb:
         fix = "ask for fewer hosts, or free memory"
-        found.append(Finding("error", f"{len(requests)} hosts take {need} MB", f"{machine.available_mb} MB free", fix))
+        found.append(
+            Finding("error", f"{len(requests)} hosts need {need} MB of memory", f"{machine.available_mb} MB free", fix)
+        )
     asked = sum(request.shape.memory_mb or 0 for request in requests)
     if len(requests) > 1 and asked > machine.memory_mb:
         fix = "fine while the hosts do not use it all"
-        found.append(Finding("warning", f"the hosts' memory_mb add up to {asked} MB", f"{machine.memory_mb} MB", fix))
+        found.append(Finding("warning", f"`memory` of all hosts is {asked} MB", f"{machine.memory_mb} MB here", fix))
     missing = {request.shape.image for request in requests} & set(images.SUITES) - machine.images
     disk = len(missing) * IMAGE_MB + len(requests) * HOST_DISK_MB
     if disk > machine.disk_free_mb:
         fix = "free some, or set SHOAL_CACHE to a directory on a larger disk"
-        found.append(Finding("error", f"the cache takes {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix))
+        found.append(Finding("error", f"the cache needs {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix))
     return found
 
 
