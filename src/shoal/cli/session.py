@@ -157,9 +157,12 @@ class Session:
             self.status = result.worst if result.worst < 126 else 1
 
     def finish_nodes(self, verb: str, names: list[str]) -> None:
+        from shoal.hostlist import compress
+
         if self.json:
             return self.finish_value({verb: names})
-        self.console.print(f"{verb} {', '.join(names)}", highlight=False)
+        told = f"{verb} {compress(names)}" if names else "nothing to do: every node of these takes jobs already"
+        self.console.print(told, highlight=False)
 
     def finish_forget(self, host: str, known: bool) -> None:
         if self.json:

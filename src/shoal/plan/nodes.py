@@ -23,11 +23,13 @@ async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None
     await _update(host, names, "state=drain", f"reason={reason}")
 
 
-async def resume(host: Host, names: Sequence[str]) -> None:
-    """Put nodes back into scheduling. Nodes that take jobs already are left as they are: Slurm would refuse."""
+async def resume(host: Host, names: Sequence[str]) -> list[str]:
+    """Put nodes back into scheduling, and say which. One that takes jobs already is left as it is: Slurm refuses it."""
     result = await host.run(NODES_COMMAND, timeout=30)
     working = {node.name for node in parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
-    await _update(host, [name for name in names if name not in working], "state=resume")
+    due = [name for name in names if name not in working]
+    await _update(host, due, "state=resume")
+    return due
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:

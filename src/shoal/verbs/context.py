@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.errors import ProviderError, UsageError
@@ -155,6 +155,14 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
         other = "" if os.geteuid() == 0 else "; if root made it, use sudo"
         raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint=f"run `shoal up`{other}")
     return made[member.name][1].target
+
+
+def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:
+    """Why a provider cannot make hosts: the one problem with its fix, or all of them, a line each."""
+    if len(problems) == 1:
+        return ProviderError(str(replace(problems[0], fix="")), hint=problems[0].fix)
+    told = "".join(f"\n  {problem}" for problem in problems)
+    return ProviderError(f"{provider} hosts cannot be made here:{told}", hint="mend these, then run the command again")
 
 
 def telling(phase: Phase) -> Callable[[str, float], None]:

@@ -25,11 +25,10 @@ async def drain_nodes(context: Context, hosts: str, reason: str) -> list[str]:
 
 
 async def resume_nodes(context: Context, hosts: str) -> list[str]:
-    """Give these nodes jobs again."""
+    """Give these nodes jobs again. Returns those that took none before."""
     names = _nodes(context, hosts)
     async with await context.fleet([context.controller]) as fleet:
-        await resume(await fleet.host(context.controller.name), names)
-    return names
+        return await resume(await fleet.host(context.controller.name), names)
 
 
 async def remove_node(context: Context, name: str, patience: Patience) -> UpResult:

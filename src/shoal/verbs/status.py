@@ -21,6 +21,9 @@ from shoal.slurm.state import (
 from shoal.slurm.versions import Version
 from shoal.verbs.context import Context
 
+PATIENCE = 30.0
+"""Seconds until a command of Slurm's must have answered."""
+
 
 @dataclass(frozen=True)
 class Status:
@@ -64,8 +67,8 @@ async def running_version(host: Host) -> str:
     """The version of a controller's Slurm. Raises SlurmError when it has none, or when its slurmctld does not run:
     Slurm's own commands wait long before they say so."""
     version, service = await asyncio.gather(
-        host.run(("scontrol", "--version"), timeout=30),
-        host.run(("systemctl", "is-active", "slurmctld"), timeout=30),
+        host.run(("scontrol", "--version"), timeout=PATIENCE),
+        host.run(("systemctl", "is-active", "slurmctld"), timeout=PATIENCE),
     )
     said = _accepted(host, ("scontrol", "--version"), version)
     state = service.text.strip()
@@ -80,13 +83,13 @@ def look_at_slurmctld(controller: str) -> str:
     return f"run `shoal up`; its log: `shoal ssh {controller} journalctl -u slurmctld`"
 
 
-async def ask(host: Host, command: tuple[str, ...]) -> str:
+async def ask(host: Host, command: tuple[str, ...], patience: float = PATIENCE) -> str:
     """What Slurm's command says. Raises SlurmError where Slurm is not there, or says no."""
     try:
-        result = await host.run(command, timeout=30)
+        result = await host.run(command, timeout=patience)
     except TimedOut:
         raise SlurmError(
-            f"slurmctld on {host.name} does not answer within 30 s", hint=look_at_slurmctld(host.name)
+            f"slurmctld on {host.name} does not answer within {patience:g} s", hint=look_at_slurmctld(host.name)
         ) from None
     return _accepted(host, command, result)
 

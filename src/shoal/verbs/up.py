@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal.errors import HostError, ShoalError, SpecError
+from shoal.errors import HostError, ShoalError
 from shoal.plan.apply import Applied, Patience, apply, ending
 from shoal.plan.diff import creation_plan, make_plan
 from shoal.plan.fleet import Fleet
@@ -14,7 +14,7 @@ from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
-from shoal.verbs.context import Context, telling
+from shoal.verbs.context import Context, cannot_make, telling
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
         wanted = [request for at, request in missing if at == name]
         problems = [finding for finding in provider.check(wanted) if finding.level == "error"]
         if problems:
-            raise SpecError(tuple(problems))
+            raise cannot_make(name, problems)
         with context.progress.phase(f"{name} hosts", 1) as phase:
             await provider.create(context.cluster, wanted, telling(phase))
 

@@ -188,6 +188,7 @@ FINISHES: dict[str, tuple[Callable[[Session], None], int, dict[str, Any]]] = {
     "exec 5": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(5)),))), 5, {"failures": {}}),
     "exec killed": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(137)),))), 1, {}),
     "node": (lambda s: s.finish_nodes("draining", ["n1"]), 0, {"draining": ["n1"]}),
+    "no node": (lambda s: s.finish_nodes("resumed", []), 0, {"resumed": []}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
 
 from shoal.agent.facts import Disk
-from shoal.errors import HostError, ProviderError, ShoalError, SlurmError, SpecError, UsageError
+from shoal.errors import HostError, ProviderError, ShoalError, SlurmError, TimedOut, UsageError
 from shoal.hosts.api import Result
+from shoal.hosts.fake import FakeHost, FakeProgram
 from shoal.plan.apply import Patience
 from shoal.plan.model import Cost
 from shoal.providers.fake import FakeProvider
+from shoal.slurm.state import NODES_COMMAND
 from shoal.spec.finding import Finding
 from shoal.spec.members import default_spec
 from shoal.verbs.check import check
@@ -22,7 +25,7 @@ from shoal.verbs.context import Context, requests
 from shoal.verbs.down import DownResult, down
 from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
 from shoal.verbs.remote import execute, forget_host, ssh_command
-from shoal.verbs.status import status
+from shoal.verbs.status import ask, status
 from shoal.verbs.up import UpResult, plan, up
 
 AT_ONCE = Patience(nodes=0, drain=0)
@@ -196,9 +199,18 @@ async def test_what_stands_in_a_providers_way_is_said_before_it_begins() -> None
     sandbox = Sandbox()
     missing = Finding("error", "systemd-nspawn is not installed", fix="apt-get install systemd-container")
     sandbox.provider.findings = [missing, Finding("warning", "little memory")]
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(ProviderError) as caught:
         await up(sandbox.context(), AT_ONCE)
-    assert caught.value.findings == (missing,)
+    assert str(caught.value) == "systemd-nspawn is not installed\n  fix: apt-get install systemd-container"
+    sandbox.provider.findings += [Finding("error", "`cpus` out of range", "3", "ask for 1 to 2", host="fish1")]
+    with pytest.raises(ProviderError) as caught:
+        await up(sandbox.context(), AT_ONCE)
+    assert str(caught.value) == (
+        "sandbox hosts cannot be made here:\n"
+        "  systemd-nspawn is not installed, apt-get install systemd-container\n"
+        "  fish1: `cpus` out of range, found 3, ask for 1 to 2\n"
+        "  fix: mend these, then run the command again"
+    )
     assert sandbox.provider.clusters == {}
 
 
@@ -237,6 +249,34 @@ async def test_status_before_there_is_a_slurm_says_so() -> None:
     assert str(caught.value) == "c1 has no Slurm yet\n  fix: run `shoal up`"
 
 
+@pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
+async def test_status_says_at_once_that_slurmctld_does_not_run(state: str) -> None:
+    world = lab()
+    context = await raised(world)
+    asked = len(world.hosts["c1"].calls)
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, f"{state}\n".encode())}
+    with pytest.raises(SlurmError) as caught:
+        await status(context)
+    assert str(caught.value) == (
+        f"slurmctld does not run on c1 ({state})\n"
+        "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    )
+    assert [call.argv[0] for call in world.hosts["c1"].calls[asked:]] == ["scontrol", "systemctl"]
+
+
+async def test_a_slurmctld_that_hangs_is_the_one_who_does_not_answer() -> None:
+    async def hang(program: FakeProgram) -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    with pytest.raises(SlurmError) as caught:
+        await ask(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)
+    assert str(caught.value) == (
+        "slurmctld on c1 does not answer within 0.05 s\n"
+        "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    )
+
+
 async def test_status_of_a_slurm_that_does_not_answer_says_what_it_said() -> None:
     world = lab()
     context = await raised(world)
@@ -271,6 +311,36 @@ async def test_exec_keeps_the_hosts_that_did_not_answer() -> None:
     assert world.hosts["c1"].calls == []
 
 
+async def test_exec_says_that_the_time_was_the_users_own() -> None:
+    world = lab()
+
+    async def sleep(program: FakeProgram) -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    for name in ("n1", "n2"):
+        world.hosts[name].answers = {("sleep",): sleep}
+    result = await execute(context_of(world), ["sleep", "3600"], None, "lab", root=True, timeout=0.05)
+    assert {type(error) for error in result.failures.values()} == {TimedOut}
+    assert str(result.failures["n1"]) == (
+        "n1: `sleep` did not end within the 0.05 s you gave it, and was ended\n"
+        "  fix: give it longer: --timeout SECONDS"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["echo $HOME | cat"], "shoal exec -- sh -c 'echo $HOME | cat'"),
+        (["no-such-program"], ""),
+        (["no-such-program", "a b"], ""),
+    ],
+)
+async def test_a_shell_line_given_as_one_word_is_told_how_to_be_one(argv: list[str], hint: str) -> None:
+    result = await execute(context_of(lab()), argv, "n1", None, root=True, timeout=None)
+    assert (result.worst, result.hint) == (127, hint)
+
+
 async def test_exec_without_a_command_is_refused() -> None:
     with pytest.raises(UsageError, match="exec needs a command\n  fix: shoal exec -- uptime"):
         await execute(context_of(lab()), [], None, None, root=True, timeout=None)
@@ -282,9 +352,28 @@ async def test_the_ssh_command_has_everything_the_file_says_and_only_this_cluste
     assert await ssh_command(context_of(world), "c1", ["squeue", "--me"]) == [
         *("ssh", "-o", f"UserKnownHostsFile={state}/known_hosts", "-o", "StrictHostKeyChecking=yes"),
         *("-o", "HostKeyAlias=c1", "-p", "2222", "-l", "bob", "-i", "/k/id", "-o", "IdentitiesOnly=yes"),
-        *("10.0.0.1", "squeue", "--me"),
+        *("10.0.0.1", "--", "squeue", "--me"),
     ]
-    assert world.hosts["c1"].connects == 1
+    assert (await ssh_command(context_of(world), "c1", ["--", "squeue"]))[-3:] == ["10.0.0.1", "--", "squeue"]
+    assert (await ssh_command(context_of(world), "c1", []))[-1] == "10.0.0.1"
+    assert world.hosts["c1"].connects == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("--json", "--json stands after the host, where the command begins\n  fix: put --json before the host"),
+        (
+            "-L8080:c1:80",
+            "-L8080:c1:80 stands after the host, where the command begins\n"
+            "  fix: options of ssh belong to ssh itself: `shoal ssh --json c1` prints its command line",
+        ),
+    ],
+)
+async def test_an_option_after_the_host_of_ssh_is_refused(word: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        await ssh_command(context_of(lab()), "c1", [word])
+    assert str(caught.value) == text
 
 
 def test_a_host_key_can_be_forgotten(state: Path) -> None:
@@ -302,6 +391,7 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
     assert await drain_nodes(context, "n[1-2]", "fan broken") == ["n1", "n2"]
     assert world.slurm.reasons == {"n1": "fan broken", "n2": "fan broken"}
     assert await resume_nodes(context, "n1") == ["n1"]
+    assert await resume_nodes(context, "n1") == []
     assert world.slurm.states == {"n2": "IDLE+DRAIN"}
 
 
@@ -436,6 +526,21 @@ async def test_check_says_all_that_is_wrong_the_worst_first() -> None:
     assert context.cluster == "reef"
 
 
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer")],
+)
+async def test_a_controller_whose_slurmctld_is_dead_is_an_error(state: str, what: str) -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.broken = "Unable to contact slurm controller\n"
+    agent = world.agents["c1"]
+    agent.facts = replace(agent.facts, services={**agent.facts.services, "slurmctld": state})
+    assert [str(finding) for finding in await check(context) if finding.level == "error"] == [
+        f"c1: {what}, run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    ]
+
+
 async def test_a_node_that_is_new_in_the_file_is_a_change_and_no_error() -> None:
     world = lab()
     await raised(world)
@@ -450,7 +555,7 @@ async def test_check_of_a_sandbox_that_is_not_there_says_what_is_in_its_way() ->
     sandbox.provider.findings = [Finding("error", "not root", fix="run it with sudo")]
     assert [(finding.level, str(finding)) for finding in await check(sandbox.context())] == [
         ("error", "not root, run it with sudo"),
-        ("info", "hosts are not made yet, found controller, fish1, fish2, run `shoal up`"),
+        ("info", "not made yet: controller,fish[1-2], run `shoal up`"),
     ]
 
 
