@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,6 +19,9 @@ from typing import Any
 from shoal.train.env import Env
 from shoal.train.errors import BindingError
 from shoal.train.gpus import Gpu, visible_gpus
+from shoal.train.launchers import in_a_step
+
+_FAREWELL_SECONDS = 10.0
 
 NOTHING_TO_PROVE = "No rank has a GPU: there is no binding to prove."
 
@@ -86,7 +90,12 @@ def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ,
         store.set("binding/verdict", json.dumps(verdict))
     _wait(store, ["binding/verdict"], 2 * timeout)
     verdict = json.loads(store.get("binding/verdict"))
+    read = store.add("binding/read", 1)
     if verdict["error"]:
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while env.rank == 0 and read < env.world_size and time.monotonic() < end:
+            time.sleep(0.01)  # the store ends with rank 0: the others must have read why before
+            read = store.add("binding/read", 0)
         what, found, fix = verdict["error"]
         raise BindingError(what, found=found, fix=fix)
     return Binding(tuple(_seat(json.dumps(row)) for row in verdict["seats"]))
@@ -96,10 +105,12 @@ def _wait(store: Any, keys: Sequence[str], timeout: float) -> None:
     try:
         store.wait(list(keys), timedelta(seconds=timeout))
     except RuntimeError:
+        if "binding/verdict" in keys:
+            raise BindingError("rank 0 did not compare the GPUs of the ranks", fix="look at rank 0's log") from None
         absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
         raise BindingError(
-            f"{len(absent)} ranks did not say which GPU they have within {timeout:g} s",
-            found=f"nothing from {', '.join(absent[:8])}",
+            f"{len(absent)} of {len(keys)} ranks did not say which GPU they have within {timeout:g} s",
+            found=f"nothing from rank {', '.join(absent[:8])}",
             fix="look at the logs of these ranks; nvidia-smi on their nodes may hang",
         ) from None
 
@@ -108,8 +119,13 @@ def take_seat(env: Env, gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Seat
     """The GPU this rank takes: the only one it sees, else the one with the number of its local rank."""
     index = 0 if len(gpus) == 1 else env.local_rank
     taken = gpus[index] if index < len(gpus) else Gpu("", None)
-    given = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
-    return Seat(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, device_numbers(given))
+    allocated = device_numbers(allocated_gpus(environ))
+    return Seat(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated)
+
+
+def allocated_gpus(environ: Mapping[str, str]) -> str:
+    """The GPUs that Slurm gave on this node. In a step the job's list is that of the batch host, not of this one."""
+    return environ.get("SLURM_STEP_GPUS" if in_a_step(environ) else "SLURM_JOB_GPUS", "")
 
 
 def device_numbers(text: str) -> tuple[int, ...]:

@@ -88,10 +88,10 @@ class FileBoard:
         self._write(self._name, json.dumps([[door.address, door.port, door.nonce] for door in doors]))
 
     def doors(self) -> list[Door]:
-        self._look_again()
         try:
             return [Door(*door) for door in json.loads((self._directory / self._name).read_text())]
         except (OSError, ValueError):
+            self._look_again()
             return []
 
     def leave_note(self, rank: int, text: str) -> None:

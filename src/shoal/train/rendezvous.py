@@ -218,6 +218,7 @@ def _come(env: Env, board: Board, patience: Patience) -> Meeting:
             if isinstance(outcome, Meeting):
                 return outcome
             attempts.append(outcome)
+            patience.explain(lost)
             if patience.over:
                 break
         if attempts and patience.waited > patience.explain_after / 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Sequence
@@ -123,6 +124,20 @@ def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("environ", "numbers"),
+    [
+        ({"SLURM_JOB_GPUS": "0"}, (0,)),
+        ({"SLURM_JOB_GPUS": "0", "SLURM_STEP_GPUS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, (1,)),
+        ({"SLURM_JOB_GPUS": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ()),
+        ({}, ()),
+    ],
+    ids=["a batch script", "a step", "a step that only knows the batch host's", "no Slurm"],
+)
+def test_the_allocation_is_that_of_this_node(environ: dict[str, str], numbers: tuple[int, ...]) -> None:
+    assert take_seat(ENV, [Gpu("GPU-a", 1)], environ).allocated == numbers
+
+
 @pytest.mark.parametrize(("text", "numbers"), [("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ())])
 def test_slurms_list_of_gpus_is_read(text: str, numbers: tuple[int, ...]) -> None:
     assert device_numbers(text) == numbers
@@ -171,7 +186,7 @@ def test_the_drivers_table_gives_the_device_number_of_a_uuid(tmp_path: Path) -> 
     assert uuid_minors(tmp_path) == {"GPU-77": 5}
 
 
-def prove(store: torch.distributed.Store, rank: int, world_size: int, visible: str) -> Binding:
+def prove(store: object, rank: int, world_size: int, visible: str) -> Binding:
     env: Env = replace(ENV, rank=rank, local_rank=rank, world_size=world_size)
     return prove_binding(env, store, {"CUDA_VISIBLE_DEVICES": visible}, timeout=20)
 
@@ -184,12 +199,35 @@ def test_every_rank_gets_the_same_table_over_the_store() -> None:
     assert [seat.rank for seat in tables[0].seats] == [0, 1]
 
 
+def test_every_rank_hears_why_the_layout_is_refused() -> None:
+    store = torch.distributed.HashStore()
+    one = json.dumps({"rank": 1, "node": "gpu1", "local_rank": 1, "index": 0, "visible": 1, "uuid": "GPU-x"})
+    zero = json.dumps({"rank": 0, "node": "gpu1", "local_rank": 0, "index": 0, "visible": 1, "uuid": "GPU-x"})
+    with ThreadPoolExecutor() as pool:
+        refused = [pool.submit(prove, _Claims(store, rank, text), rank, 2, "") for rank, text in ((0, zero), (1, one))]
+        texts = {str(future.exception()) for future in refused}
+    assert [text.partition("\n")[0] for text in texts] == ["ranks 0 and 1 are on the same GPU of gpu1: GPU-x"]
+
+
+class _Claims:
+    """The job's store, in which this rank's GPU is another than this machine has."""
+
+    def __init__(self, store: torch.distributed.Store, rank: int, seat: str) -> None:
+        self.store, self.key, self.seat = store, f"binding/{rank}", seat
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, json.dumps(json.loads(self.seat) | {"allocated": []}) if key == self.key else value)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+
 def test_a_rank_that_says_nothing_about_its_gpu_is_named() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(BindingError) as error:
         prove_binding(replace(ENV, world_size=2), store, {}, timeout=0.2)
     assert str(error.value) == (
-        "1 ranks did not say which GPU they have within 0.2 s\n"
-        "  found: nothing from 1\n"
+        "1 of 2 ranks did not say which GPU they have within 0.2 s\n"
+        "  found: nothing from rank 1\n"
         "  fix: look at the logs of these ranks; nvidia-smi on their nodes may hang"
     )
