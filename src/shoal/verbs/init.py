@@ -5,14 +5,20 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from shoal.errors import SpecError, UsageError
+from shoal.hostlist import expand
 from shoal.spec.load import load_text
 from shoal.spec.members import default_spec
 from shoal.spec.model import parse_host
+from shoal.spec.words import printable
 
+FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "git.sr.ht", "dev.azure.com", "huggingface.co")
+"""Where an SSH config goes for git. `User git` gives the others away."""
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
 
@@ -37,18 +43,18 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
     """
     if hosts is not None and ssh_config is not None:
         raise UsageError("both hosts and an SSH config are given", hint="give one of them")
+    left_out: dict[str, str] = {}
     if ssh_config is not None:
-        hosts = ssh_hosts(ssh_config)
+        hosts, left_out = ssh_hosts(ssh_config)
         if not hosts:
-            raise UsageError(
-                f"{ssh_config} names no host", hint="`Host` lines with wildcards do not count; use --hosts"
-            )
+            none = f"{ssh_config} names no host" + (" that could run jobs" if left_out else "")
+            raise UsageError(none, hint="wildcards, jump hosts and git servers do not count; use --hosts")
     if hosts is None:
         text = _sandbox(cluster)
     elif not hosts:
         raise UsageError("no hosts are given", hint="name them: --hosts gpu01,gpu02")
     else:
-        text = _given(hosts, cluster)
+        text = _given(hosts, cluster, left_out)
     try:
         load_text(text, "shoal.yaml")
     except SpecError as error:
@@ -57,28 +63,66 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
     return text
 
 
-def ssh_hosts(config: Path) -> list[str]:
-    """Every host that an SSH config and its includes name outright: no wildcards, no negations, each once."""
-    return list(dict.fromkeys(_aliases(config, config.parent, MAX_INCLUDES)))
+@dataclass
+class _Block:
+    """What an SSH config says from one `Host` or `Match` line to the next."""
+
+    aliases: list[str]
+    settings: dict[str, list[str]] = field(default_factory=dict)
 
 
-def _aliases(config: Path, base: Path, depth: int) -> list[str]:
+def ssh_hosts(config: Path) -> tuple[list[str], dict[str, str]]:
+    """Every host that an SSH config and its includes name outright: no wildcards, no negations, each once.
+
+    Beside them, the hosts that are there for another purpose, each with that purpose.
+    """
+    blocks = _blocks(config, config.parent, MAX_INCLUDES)
+    names = list(dict.fromkeys(alias for block in blocks for alias in block.aliases))
+    doors = {door for block in blocks for door in _doors(block)}
+    purposes = {alias: "git" for block in blocks for alias in block.aliases if _is_forge(alias, block)}
+    purposes |= {name: "a jump host" for name in names if name in doors}
+    return [name for name in names if name not in purposes], {
+        name: purposes[name] for name in names if name in purposes
+    }
+
+
+def _doors(block: _Block) -> set[str]:
+    """The hosts through which this block's hosts are reached."""
+    jumps = ",".join(block.settings.get("proxyjump", ())).split(",")
+    command = block.settings.get("proxycommand", [])
+    words = [*jumps, *(command if command[:1] == ["ssh"] else [])]
+    return {parse_host(word.removeprefix("ssh://"))["name"] for word in words if word}
+
+
+def _is_forge(alias: str, block: _Block) -> bool:
+    """Whether the host takes git's commands and no logins."""
+    names = {alias.lower(), *(name.lower() for name in block.settings.get("hostname", ()))}
+    return block.settings.get("user") == ["git"] or any(
+        name == forge or name.endswith(f".{forge}") for name in names for forge in FORGES
+    )
+
+
+def _blocks(config: Path, base: Path, depth: int) -> list[_Block]:
     try:
         text = config.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"cannot read {config}: {error.strerror}", hint="name an SSH config file") from None
-    found: list[str] = []
+    blocks = [_Block([])]
     for line in text.splitlines():
         match = re.fullmatch(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*?)\s*", line)
         if match is None:
             continue
         keyword, words = match[1].lower(), _words(match[2])
-        if keyword == "host":
-            found += [word for word in words if not re.search(r"[*?!]", word)]
+        if keyword in ("host", "match"):
+            literal = [word for word in words if not re.search(r"[*?!]", word)]
+            blocks.append(_Block(literal if keyword == "host" else []))
         elif keyword == "include" and depth > 0:
             for included in _included(words, base):
-                found += _aliases(included, base, depth - 1)
-    return found
+                blocks += _blocks(included, base, depth - 1)
+            blocks.append(_Block([], blocks[-1].settings))
+        else:
+            blocks[-1].settings.setdefault(keyword, words)  # as SSH does, the first of a kind counts
+    return blocks
 
 
 def _words(text: str) -> list[str]:
@@ -98,10 +142,12 @@ def _included(patterns: Sequence[str], base: Path) -> list[Path]:
     return files
 
 
-def _given(hosts: list[str], cluster: str) -> str:
-    controller, *nodes = [_entry(host, number) for number, host in enumerate(hosts, start=1)]
+def _given(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
+    controller, *nodes = _entries(hosts)
     lines = [
         *_head(cluster),
+        *(f"# Left out of the SSH config: {printable(name)} ({purpose})." for name, purpose in left_out.items()),
+        *([""] if left_out else []),
         "# The host that runs slurmctld. `compute: true` lets jobs run on it as well.",
         "controller:",
         f"  host: {controller}",
@@ -166,14 +212,41 @@ def _tail(nodeset: str) -> list[str]:
     ]
 
 
-def _entry(host: str, number: int) -> str:
-    """A host as it stands in the file. One that is given as an address needs a name that Slurm can use."""
-    parts = parse_host(host)
+def _entries(hosts: list[str]) -> list[str]:
+    """The hosts as they stand in the file. One that is given as an address is called after its place among them."""
+    named = [() if _is_address(host) else _names(host) for host in hosts]
+    taken = {name for names in named for name in names}
+    entries, place = [], 0
+    for host, names in zip(hosts, named, strict=True):
+        if names:
+            place += len(names)
+            entries.append(_quoted(host))
+            continue
+        place += 1
+        name = next(name for number in count(place) if (name := f"node{number}") not in taken)
+        taken.add(name)
+        entries.append(_with_address(host, name))
+    return entries
+
+
+def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(parts["name"].strip("[]"))
+        ipaddress.ip_address(parse_host(host)["name"].strip("[]"))
     except ValueError:
-        return _quoted(host)
-    name, address = f"node{number}", parts.pop("name").strip("[]")
+        return False
+    return True
+
+
+def _names(host: str) -> tuple[str, ...]:
+    try:
+        return tuple(expand(parse_host(host)["name"])) or (host,)
+    except ValueError:  # not a hostlist: the spec's own check says why
+        return (host,)
+
+
+def _with_address(host: str, name: str) -> str:
+    parts = parse_host(host)
+    address = parts.pop("name").strip("[]")
     rest = "".join(f", {key}: {_quoted(str(value))}" for key, value in parts.items() if key == "user")
     rest += f", port: {parts['port']}" if "port" in parts else ""
     return f"{{name: {name}, address: {_quoted(address)}{rest}}}"

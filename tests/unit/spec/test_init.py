@@ -32,6 +32,16 @@ HOSTS = {
         ["root@10.0.0.1:22", "u@[fe80::1]"],
         [("node1", {"controller"}, "10.0.0.1"), ("node2", {"compute"}, "fe80::1")],
     ),
+    "an address is called after its place among all hosts": (
+        ["desk", "gpu[01-03]", "10.0.0.5", "node6", "10.0.0.6"],
+        [
+            ("desk", {"controller"}, None),
+            *((f"gpu0{number}", {"compute"}, None) for number in (1, 2, 3)),
+            ("node5", {"compute"}, "10.0.0.5"),
+            ("node6", {"compute"}, None),
+            ("node7", {"compute"}, "10.0.0.6"),
+        ],
+    ),
     "a name that YAML would read otherwise": (
         ["ctl", "true", "1e3x"],
         [("ctl", {"controller"}, None), ("true", {"compute"}, None), ("1e3x", {"compute"}, None)],
@@ -73,10 +83,42 @@ def test_every_literal_alias_of_an_ssh_config_is_a_host(tmp_path: Path) -> None:
     (tmp_path / "more" / "b.conf").write_text("Host rack01 gpu01\nInclude more/b.conf\n")
     config = tmp_path / "config"
     config.write_text(CONFIG)
-    assert ssh_hosts(config) == ["desktop", "gpu01", "gpu02", "front", "rack01"]
+    assert ssh_hosts(config) == (["desktop", "gpu01", "gpu02", "front", "rack01"], {})
     spec, findings = load_text_all(init_text(None, config, "reef"), "s.yaml")
     assert findings == []
     assert [member.name for member in members(spec)] == ["desktop", "gpu01", "gpu02", "front", "rack01"]
+
+
+def test_jump_hosts_and_git_servers_of_an_ssh_config_are_left_out_and_named(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host door\n  HostName door.example.org\nHost github.com\n  User git\nHost work\n  HostName ssh.github.com\n"
+        "Host desk gpu01\n  ProxyJump me@door:2222,inner\nHost inner\nHost old\n  ProxyCommand ssh -W %h:%p last\n"
+        "Host last\nHost repo\n  User git\nHost *\n  User me\n"
+    )
+    left_out = {
+        "door": "a jump host",
+        "github.com": "git",
+        "work": "git",
+        "inner": "a jump host",
+        "last": "a jump host",
+        "repo": "git",
+    }
+    assert ssh_hosts(config) == (["desk", "gpu01", "old"], left_out)
+    text = init_text(None, config, "reef")
+    assert (
+        "# Left out of the SSH config: door (a jump host).\n# Left out of the SSH config: github.com (git).\n" in text
+    )
+    spec, findings = load_text_all(text, "s.yaml")
+    assert findings == []
+    assert [member.name for member in members(spec)] == ["desk", "gpu01", "old"]
+    config.write_text("Host github.com\n")
+    with pytest.raises(UsageError) as caught:
+        init_text(None, config, "reef")
+    assert str(caught.value) == (
+        f"{config} names no host that could run jobs\n"
+        "  fix: wildcards, jump hosts and git servers do not count; use --hosts"
+    )
 
 
 def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -89,7 +131,7 @@ def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) ->
             None,
             wildcards,
             "reef",
-            f"{wildcards} names no host\n  fix: `Host` lines with wildcards do not count; use --hosts",
+            f"{wildcards} names no host\n  fix: wildcards, jump hosts and git servers do not count; use --hosts",
         ),
         (
             None,
