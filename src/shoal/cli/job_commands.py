@@ -98,6 +98,8 @@ def run(
         if script is not None:
             options.update(script=script, args=tuple(args or ()))
         spec = load_job(job, options) if job is not None else job_of(options)
+        if wait and spec.array:
+            raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
         context = session.open(file, cluster)
         limit = max_size * 1024 * 1024
         if dry_run:
@@ -111,7 +113,7 @@ def run(
 
 
 def jobs(file: File = None, cluster: Cluster = None, json: Json = False) -> None:
-    """Show the jobs that wait, run or have just ended, with progress and why they failed."""
+    """Show jobs, how far they are, and why they failed."""
     with Session(json) as session:
         from shoal.verbs.jobs import jobs as verb
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
 
@@ -214,8 +214,3 @@ class Shipped:
 
 def job_root(spec: JobSpec, cluster: str) -> str:
     return spec.directory or f"{JOBS_DIRECTORY}/{cluster}"
-
-
-def fields_of(model: type[JobSpec] = JobSpec) -> dict[str, Any]:
-    """The fields and their descriptions: the command line shows the same texts as the file's reference."""
-    return {name: field.description or "" for name, field in model.model_fields.items()}

@@ -190,7 +190,8 @@ def _never_started(record: JobRecord, batch: Sequence[str]) -> Reason:
     if not said:
         why = f" ({record.reason})" if record.reason else ""
         return Reason("unknown", f"no rank of the job has started; it ended with {code}{why}", node=record.batch_host)
-    text = f"no rank of the job has started: {said[-1].strip()[:300]}"
+    first = next((text for text in said if "error:" in text), said[-1])
+    text = f"no rank of the job has started: {first.strip()[:300]}"
     return Reason("start", text, node=record.batch_host, details=said, fix=_START_FIX if "execve" in text else "")
 
 

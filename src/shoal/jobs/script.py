@@ -41,8 +41,8 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
     yield f"--cpus-per-task={_cpus_per_task(job, launcher)}"
     if job.gpus_per_node:
         # Of the node, not of the task: every rank sees all GPUs of its job, as peers need each other's memory, and
-        # takes that of its LOCAL_RANK. `--gpu-bind=none` would say the same, but it unsets CUDA_VISIBLE_DEVICES, and a job
-        # would see its neighbour's GPUs where no cgroup hides them.
+        # takes that of its LOCAL_RANK. `--gpu-bind=none` says so too, but it unsets CUDA_VISIBLE_DEVICES: where no
+        # cgroup hides them, a job would see its neighbour's GPUs.
         yield f"--gpus-per-node={job.gpus_per_node}"
     for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist"):
         value = getattr(spec, name)
@@ -81,12 +81,12 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
     yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
     yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    for name, value in spec.env.items():
+        yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={root}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
     # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
     yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
-    yield f"export OMP_NUM_THREADS={job.cpus_per_rank}"
-    for name, value in spec.env.items():
-        yield f"export {name}={shlex.quote(value)}"
+    yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
 
 
 def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:

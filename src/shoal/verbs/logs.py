@@ -7,7 +7,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.errors import HostError, SlurmError, UsageError
@@ -98,20 +98,26 @@ async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
     while record.active:
         await asyncio.sleep(pause)
         pause = min(2.0, pause * 1.2)
-        record = await find_record(controller, record.id) or record
+        # Slurm forgets a job minutes after its end: whoever was away for so long cannot be told how it ended.
+        record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
     return record
 
 
 async def find_record(controller: Host, job: str) -> JobRecord | None:
     """The job as Slurm has it, None when Slurm does not know it (any more)."""
+    records = await find_records(controller, job)
+    if len(records) > 1 or any(record.id != record.number for record in records if "_" not in job):
+        tasks = ", ".join(record.id for record in records[:8])
+        raise UsageError(f"job {job} is an array", hint=f"name one of it: {tasks}")
+    return records[0] if records else None
+
+
+async def find_records(controller: Host, job: str) -> list[JobRecord]:
+    """The job, or every task of an array, as Slurm has it; nothing when Slurm does not know it (any more)."""
     result = await controller.run(show_command(job), timeout=60)
     if result.status != 0 and "nvalid job id" not in result.error_text:
         raise SlurmError(f"`scontrol show job` on {controller.name} failed: {result.error_text.strip()}")
-    records = parse_records(result.text) if result.status == 0 else []
-    # Of an array asked for as a whole, those that still run come first.
-    return next((r for r in records if r.id == job), None) or next(
-        (r for r in records if r.active), records[-1] if records else None
-    )
+    return parse_records(result.text) if result.status == 0 else []
 
 
 async def read(fleet: Fleet, nodes: list[str], job: str, root: str, tail: int = 0) -> JobLogs:

@@ -1,0 +1,245 @@
+"""Jobs on a real cluster: a controller and two nodes with two simulated GPUs each. The hosts have Python and no torch.
+
+The tests share one cluster and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.cluster import Cluster
+
+from shoal.jobs.model import EXIT_REQUEUE
+from shoal.verbs.context import open_context
+from shoal.verbs.job import Job
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: j-jobs
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, gpus: 2, memory: 1G}
+"""
+
+HELLO = """\
+import os, sys, time
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+print("hello", *(os.environ[name] for name in names), os.environ["SLURMD_NODENAME"], sys.argv[1:], flush=True)
+time.sleep(float(os.environ["RANK"]) / 2)
+print("bye", os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.getcwd(), file=sys.stderr)
+"""
+FAIL = """\
+import os, time
+rank = int(os.environ["RANK"])
+if rank == 2:
+    time.sleep(1)
+    raise ValueError("bad data in shard 7")
+time.sleep(60)
+"""
+SLOW = """\
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda number, frame: print("warned", flush=True))
+print("started", flush=True)
+time.sleep(float(sys.argv[1]))
+time.sleep(float(sys.argv[1]))
+"""
+AGAIN = f"""\
+import os, sys
+turn = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+print("turn", turn, os.path.exists("left"))
+open("left", "w")
+sys.exit({EXIT_REQUEUE} if turn == 0 else 0)
+"""
+
+
+class Jobs(Cluster):
+    """A cluster with a working tree to run scripts of."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, SPEC)
+        self.tree = directory / "tree"
+        self.tree.mkdir()
+        scripts = {"hello.py": HELLO, "fail.py": FAIL, "slow.py": SLOW, "again.py": AGAIN}
+        for name, text in scripts.items():
+            (self.tree / name).write_text(text)
+        (self.tree / "go.sh").write_text("#!/bin/sh\necho from a shell $RANK\n")
+        (self.tree / "go.sh").chmod(0o755)
+        (self.tree / ".gitignore").write_text("secret.txt\n")
+        (self.tree / "secret.txt").write_text("not to be sent")
+        subprocess.run(["git", "-C", str(self.tree), "init", "-q"], check=True)
+
+    def shoal(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        here = os.getcwd()
+        os.chdir(self.tree)
+        try:
+            return super().shoal(*arguments, **more)
+        finally:
+            os.chdir(here)
+
+    def submit(self, *words: str) -> str:
+        return str(self.json("run", *words)["id"])
+
+    def state(self, job: str) -> str:
+        return self.on("controller", "squeue", "-h", "-j", job, "-o", "%T", status=None).strip()
+
+    def lines(self, job: str, *words: str) -> list[str]:
+        return [line["text"] for line in self.json("logs", *words, job)["lines"] if line["rank"] >= 0]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = Jobs(tmp_path_factory.mktemp("jobs"))
+    made.shoal("down", "--force")
+    try:
+        made.json("up", timeout=600)
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+def test_two_nodes_run_one_rank_a_gpu_and_show_what_they_print(cluster: Jobs) -> None:
+    done = cluster.shoal("run", "--wait", "-N2", "hello.py", "two words", "$HOME")
+    lines = done.stdout.splitlines()
+    for rank in range(4):
+        node, local = f"fish{rank // 2 + 1}", rank % 2
+        assert f"[{rank}] hello {rank} {local} 4 0,1 {node} ['two words', '$HOME']" in lines
+    byes = [line for line in lines if "] bye " in line]
+    assert [line[:3] for line in byes] == ["[0]", "[1]", "[2]", "[3]"], "in the order of time, over both nodes"
+    assert len({line.split(" ", 2)[2] for line in byes}) == 1, "one address and port for all"
+    assert "completed" in done.stderr
+
+
+def test_the_code_is_sent_once_and_ignored_files_never(cluster: Jobs) -> None:
+    result = cluster.json("run", "--wait", "hello.py")
+    assert result["sent"] == 0 and result["record"]["state"] == "COMPLETED"
+    tree = cluster.on("fish1", "ls", "-A", f"/var/lib/shoal/jobs/j-jobs/{result['id']}/tree").split()
+    assert "hello.py" in tree and "secret.txt" not in tree
+
+
+def test_what_the_dry_run_prints_is_what_slurm_has(cluster: Jobs) -> None:
+    options = ("-N2", "--time", "10", "--launcher", "spawn", "--export", "NOTE=it's $5", "hello.py", "a b")
+    shown = cluster.shoal("run", "--dry-run", *options).stdout
+    job = cluster.submit(*options)
+    assert cluster.on("controller", "scontrol", "write", "batch_script", job, "-").rstrip() == shown.rstrip()
+    cluster.shoal("logs", "--follow", job)
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("spawn", 4), ("python", 1)])
+def test_the_same_script_runs_under_every_launcher(cluster: Jobs, launcher: str, ranks: int) -> None:
+    nodes = ("-N2",) if ranks > 1 else ()
+    result = cluster.json("run", "--wait", "--launcher", launcher, *nodes, "hello.py")
+    hellos = sorted(line["text"] for line in result["lines"] if line["text"].startswith("hello"))
+    assert hellos == [f"hello {r} {r % 2} {ranks} 0,1 fish{r // 2 + 1} []" for r in range(ranks)]
+
+
+def test_pmix_numbers_the_ranks(cluster: Jobs) -> None:
+    if "pmix" not in cluster.on("controller", "sh", "-c", "srun --mpi=list 2>&1"):
+        pytest.skip("this Slurm has no PMIx plugin")
+    result = cluster.json("run", "--wait", "--launcher", "mpirun", "-N2", "hello.py", status=None)
+    hellos = [line["text"] for line in result["lines"] if line["text"].startswith("hello")]
+    assert len(hellos) == 4, result["reason"]
+
+
+def test_a_program_that_is_no_python_runs_too(cluster: Jobs) -> None:
+    result = cluster.json("run", "--wait", "--gpus-per-node", "0", "go.sh")
+    assert [line["text"] for line in result["lines"]] == ["from a shell 0"]
+
+
+def test_logs_of_one_rank(cluster: Jobs) -> None:
+    job = cluster.submit("-N2", "hello.py")
+    cluster.shoal("logs", "-f", job)
+    assert [line.split()[0] for line in cluster.lines(job, "--rank", "3")] == ["hello", "bye"]
+    assert len(cluster.lines(job)) == 8
+
+
+def test_a_failing_script_is_explained_by_the_first_rank_that_failed(cluster: Jobs) -> None:
+    done = cluster.shoal("run", "--wait", "-N2", "fail.py", status=1)
+    assert "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7" in done.stderr
+    assert "Traceback (most recent call last):" in done.stderr
+    assert "ValueError: bad data in shard 7" in cluster.shoal("jobs").stdout
+
+
+def test_a_python_that_the_nodes_do_not_have_is_explained(cluster: Jobs) -> None:
+    done = cluster.shoal("run", "--wait", "--python", "/nope/python", "hello.py", status=1)
+    assert "no rank of the job has started" in done.stderr and "/nope/python" in done.stderr
+
+
+def test_what_cannot_run_is_refused_before_it_is_queued(cluster: Jobs) -> None:
+    before = cluster.on("controller", "squeue", "-h", "-o", "%i")
+    for words, said in (
+        (("-N3", "hello.py"), "the job asks for 3 nodes; partition main has 2 (fish[1-2])"),
+        (("--gpus-per-node", "8", "hello.py"), "no node it may use has more than 2"),
+        (("--partition", "mian", "hello.py"), "did you mean `main`?"),
+        (("nope.py",), "there is no nope.py"),
+        (("secret.txt",), "git ignores secret.txt"),
+    ):
+        assert said in cluster.shoal("run", *words, status=2).stderr
+    assert cluster.on("controller", "squeue", "-h", "-o", "%i") == before
+
+
+def test_cancel_ends_a_running_job(cluster: Jobs) -> None:
+    job = cluster.submit("slow.py", "60")
+    cluster.wait("it runs", lambda: cluster.lines(job) == ["started"] * 2)
+    assert cluster.shoal("cancel", job).stdout == f"cancelled {job}\n"
+    cluster.wait("it has ended", lambda: cluster.state(job) == "", 90)
+    assert "cancelled" in cluster.shoal("jobs").stdout
+    assert cluster.shoal("cancel", job).stdout == f"had ended already: {job}\n"
+
+
+def test_sbatch_takes_arrays_and_dependencies(cluster: Jobs) -> None:
+    first = cluster.submit("--array", "0-1%1", "--gpus-per-node", "1", "--job-name", "many", "hello.py")
+    second = cluster.submit("--dependency", "singleton", "--job-name", "many", "hello.py")
+    third = cluster.submit("--dependency", f"afterok:{second}", "hello.py")
+    assert cluster.shoal("logs", "-f", third).stdout.count("hello") == 2
+    assert [line.split()[0] for line in cluster.lines(f"{first}_1")] == ["hello", "bye"]
+    assert "is an array" in cluster.shoal("logs", first, status=2).stderr
+
+
+def test_every_other_option_is_taken_by_sbatch(cluster: Jobs) -> None:
+    options = ("--nodelist", "fish2", "--exclusive", "--mem", "200M", "--time", "5", "--signal", "USR2@30")
+    more = ("--output", "/tmp/all-%j.log", "--error", "/tmp/all-%j.err", "--cpus-per-task", "1", "--no-requeue")
+    result = cluster.json("run", "--wait", *options, *more, "hello.py")
+    assert result["record"]["nodes"] == "fish2" and result["record"]["time_limit"] == "00:05:00"
+    printed = cluster.on("fish2", "cat", f"/tmp/all-{result['id']}.log")
+    assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
+
+
+def test_a_job_from_python(cluster: Jobs) -> None:
+    job = Job("hello.py", nodes=2, context=open_context(cluster.file), tree=cluster.tree).submit()
+    assert job.wait().state == "COMPLETED"
+    assert [line.text.split()[0] for line in job.logs(rank=1)] == ["hello", "bye"]
+    assert job.reason() is None
+
+
+def test_a_node_that_fails_is_named(cluster: Jobs) -> None:
+    job = cluster.submit("--nodelist", "fish2", "--no-requeue", "slow.py", "60")
+    cluster.wait("it runs", lambda: cluster.lines(job) == ["started"] * 2)
+    cluster.on("controller", "scontrol", "update", "nodename=fish2", "state=down", "reason=test")
+    try:
+        cluster.wait("it has ended", lambda: cluster.state(job) == "")
+        reason = cluster.json("logs", job)["reason"]
+        assert (reason["kind"], reason["text"]) == ("node failure", "a node of the job failed: fish2")
+        assert "fish2 is down" in cluster.shoal("run", "-N2", "hello.py", status=2).stderr
+    finally:
+        cluster.on("controller", "scontrol", "update", "nodename=fish2", "state=resume")
+    cluster.wait("fish2 is back", lambda: "DOWN" not in cluster.states()["fish2"])
+
+
+def test_the_time_limit_is_warned_of_and_named(cluster: Jobs) -> None:
+    """A job that asks for another turn meanwhile waits for Slurm's pause of two minutes before it starts again."""
+    again = cluster.submit("--nodelist", "fish1", "again.py")
+    job = cluster.submit("--nodelist", "fish2", "--time", "1", "--signal", "USR1@40", "--no-requeue", "slow.py", "300")
+    cluster.wait("it has ended", lambda: cluster.state(job) == "", 300)
+    result = cluster.json("logs", job)
+    assert [line["text"] for line in result["lines"] if line["rank"] == 0][:2] == ["started", "warned"]
+    assert result["reason"]["text"] == (
+        "the job reached its time limit of 00:01:00; it was warned before, and did not ask to be queued again"
+    )
+    cluster.wait("the other one has had its second turn", lambda: cluster.state(again) == "", 300)
+    assert cluster.lines(again, "--rank", "0") == ["turn 0 False", "turn 1 True"]

@@ -1,0 +1,123 @@
+"""The working tree that is sent: which files, under which hash, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.jobs.bundle import Bundle, runtime, working_tree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "train.py").write_text("print(1)\n")
+    (root / "go.sh").write_text("#!/bin/sh\n")
+    (root / "go.sh").chmod(0o755)
+    (root / ".gitignore").write_text("*.bin\n/out/\n")
+    (root / "big.bin").write_bytes(b"x" * 5000)
+    return root
+
+
+def git(root: Path) -> None:
+    for words in (["init", "-q"], ["add", ".gitignore", "go.sh"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+
+
+def names(bundle: Bundle) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(bundle.data)) as tar:
+        return tar.getnames()
+
+
+def test_tracked_files_and_those_that_git_does_not_ignore_are_sent(tree: Path) -> None:
+    git(tree)
+    bundle = working_tree(tree, "src/train.py")
+    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
+    assert bundle.workdir == "."
+
+
+def test_from_a_subdirectory_the_whole_tree_is_sent_and_the_job_starts_there(tree: Path) -> None:
+    git(tree)
+    bundle = working_tree(tree / "src", "train.py")
+    assert names(bundle) == [".gitignore", "go.sh", "src/train.py"]
+    assert bundle.workdir == "src"
+
+
+def test_a_file_that_was_deleted_and_not_committed_is_not_missed(tree: Path) -> None:
+    git(tree)
+    (tree / "go.sh").unlink()
+    assert names(working_tree(tree, "src/train.py")) == [".gitignore", "src/train.py"]
+
+
+def test_without_git_everything_but_caches_and_hidden_directories_is_sent(tree: Path) -> None:
+    for name in (".venv/x.py", "__pycache__/y.pyc"):
+        (tree / name).parent.mkdir()
+        (tree / name).write_text("")
+    assert names(working_tree(tree, "src/train.py")) == [".gitignore", "big.bin", "go.sh", "src/train.py"]
+
+
+def test_equal_trees_have_equal_hashes_and_a_changed_byte_or_mode_another(tree: Path, tmp_path: Path) -> None:
+    first = working_tree(tree, "src/train.py")
+    (tree / "src" / "train.py").touch()
+    assert working_tree(tree, "src/train.py").hash == first.hash
+    (tree / "go.sh").chmod(0o644)
+    other = working_tree(tree, "src/train.py")
+    assert other.hash != first.hash
+    (tree / "src" / "train.py").write_text("print(2)\n")
+    assert working_tree(tree, "src/train.py").hash not in (first.hash, other.hash)
+
+
+def test_links_stay_links(tree: Path) -> None:
+    (tree / "link.py").symlink_to("src/train.py")
+    with tarfile.open(fileobj=io.BytesIO(working_tree(tree, "link.py").data)) as tar:
+        assert tar.getmember("link.py").linkname == "src/train.py"
+
+
+def refused(tree: Path, script: str, limit: int = 1 << 20) -> tuple[str, str]:
+    with pytest.raises(UsageError) as caught:
+        working_tree(tree, script, limit)
+    return caught.value.message.replace(str(tree), "TREE"), caught.value.hint
+
+
+def test_a_tree_that_is_too_large_names_its_largest_files(tree: Path) -> None:
+    (tree / "data").mkdir()
+    (tree / "data" / "a.npy").write_bytes(b"x" * 3 * 1024 * 1024)
+    message, hint = refused(tree, "src/train.py", 2 * 1024 * 1024)
+    assert message == (
+        "the working tree TREE is 3.0 MiB, more than the 2.0 MiB that are sent with a job; the largest files:"
+        " data/a.npy (3.0 MiB), big.bin (0.0 MiB), .gitignore (0.0 MiB), go.sh (0.0 MiB), src/train.py (0.0 MiB)"
+    )
+    assert hint == "put data into .gitignore and on the nodes' storage, or raise --max-size"
+
+
+def test_a_script_that_would_not_be_there_is_refused(tree: Path, tmp_path: Path) -> None:
+    git(tree)
+    (tree / "x.bin").write_text("")
+    (tmp_path / "outside.py").write_text("")
+    assert refused(tree, "nope.py") == ("there is no nope.py in TREE", "name a script of your working tree")
+    assert refused(tree, "src") == ("src is a directory", "name the script in it")
+    assert refused(tree, "x.bin")[0] == "git ignores x.bin, so it would not be sent"
+    assert refused(tree, "../outside.py")[0] == "../outside.py is outside of your working tree TREE"
+    (tree / "plain.txt").write_text("")
+    assert refused(tree, "plain.txt") == (
+        "plain.txt is neither a Python script nor executable",
+        "name it .py, or `chmod +x plain.txt`",
+    )
+
+
+def test_the_runtime_brings_the_runner_and_the_training_library(tmp_path: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(runtime().data)) as tar:
+        assert {"runner.py", "shoal/__init__.py", "shoal/hostlist.py", "shoal/train/contract.py"} <= set(tar.getnames())
+        tar.extractall(tmp_path, filter="data")
+    code = "import shoal, shoal.train.contract; print(shoal.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/shoal/__init__.py\n", "")

@@ -1,0 +1,104 @@
+"""`job.yaml` and the options: what may stand there, and every finding about what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.jobs.job_clusters import job
+
+from shoal.errors import SpecError
+from shoal.jobs.load import job_of, load_job, load_job_text
+
+FILE = """\
+script: train.py
+args: ["--lr", "0.1"]
+launcher: torchrun
+nodes: 2
+time: 01:30:00
+env: {OMP_NUM_THREADS: 4}
+"""
+
+
+def test_a_file_holds_the_same_fields_as_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(FILE)
+    assert load_job(path) == job(
+        args=("--lr", "0.1"), launcher="torchrun", nodes=2, time="01:30:00", env={"OMP_NUM_THREADS": "4"}
+    )
+
+
+def test_options_replace_what_the_file_says() -> None:
+    found = load_job_text(FILE, "job.yaml", {"nodes": 4, "script": "other.py"})
+    assert (found.nodes, found.script, found.launcher) == (4, "other.py", "torchrun")
+
+
+def test_every_finding_is_told_with_its_place_and_the_nearest_name() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_job_text("script: a.py\ngpu_per_node: 2\nnodes: 0\nsignal: B:USR1@60\n", "job.yaml")
+    assert str(caught.value).splitlines() == [
+        'job.yaml:2:1: unknown key, found "gpu_per_node", did you mean `gpus_per_node`?',
+        "job.yaml:3:8 nodes: out of range, found 0, give one from 1 to 65533",
+        'job.yaml:4:9 signal: `B:` sends the signal to the batch shell alone, found "B:USR1@60", leave it out: USR1@60',
+    ]
+
+
+def test_a_job_without_a_script_is_refused() -> None:
+    with pytest.raises(SpecError, match="no script is named"):
+        job_of({"nodes": 2})
+
+
+def test_an_unknown_field_from_python_names_the_nearest() -> None:
+    with pytest.raises(SpecError) as caught:
+        job(gpus=2)
+    assert 'unknown field, found "gpus"' in str(caught.value)
+
+
+WRONG: dict[str, Any] = {
+    "launcher": (
+        "ssh",
+        '--launcher: unknown launcher, found "ssh", choose one of srun, torchrun, spawn, mpirun, python',
+    ),
+    "mem": ("3X", '--mem: not a size, found "3X", write a number and K, M, G or T: 512M, 16G; 0 is the whole node'),
+    "array": ("1..3", '--array: not a range of an array, found "1..3", as 0-9%2'),
+    "dependency": (
+        "afterok:x",
+        '--dependency: not a dependency, found "afterok:x", write it like afterok:17, afterany:17:18 or singleton',
+    ),
+    "nodelist": ("gpu[1", "--nodelist: not a hostlist"),
+    "signal": (
+        "USR1",
+        '--signal: not a signal, found "USR1", write it like USR1@120: the signal, and how many seconds before the end',
+    ),
+    "job_name": ("a b", '--job-name: not a name, found "a b", use letters, digits, `-`, `_`, `.` and `+`'),
+    "constraint": ("a b", "--constraint: not a constraint"),
+    "output": ("/tmp/x\n#SBATCH --uid=0", "--output: not a path"),
+    "partition": ("main --uid=0", "--partition: not a name"),
+    "directory": ("relative/path", "--directory: not a directory"),
+    "python": ("-c", "--python: not a Python"),
+    "env": ({"SLURM_X": "1"}, "Slurm and Shoal set this variable themselves"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_in_plain_words(name: str) -> None:
+    value, text = WRONG[name]
+    with pytest.raises(SpecError) as caught:
+        job(**{name: value})
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array"]
+)
+@pytest.mark.parametrize("text", ["a b", "a\nb", "a#b", 'a"b', "a'b", "a\\b", "$(id)", "`id`", ""])
+def test_nothing_that_could_end_its_line_or_word_gets_into_an_sbatch_option(name: str, text: str) -> None:
+    with pytest.raises(SpecError):
+        job(**{name: text})
+
+
+def test_the_jobs_name_is_the_scripts() -> None:
+    assert job("src/my train.py").name == "my_train"
+    assert job("run.sh", job_name="x").name == "x"
+    assert job("...py").name == "job"

@@ -1,0 +1,241 @@
+"""run, jobs, logs and cancel over a cluster in memory: what is asked of which host, and in which order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.jobs.job_clusters import job
+
+import shoal
+from shoal.errors import Partly, SlurmError, UsageError
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import Call, FakeConnector, FakeHost
+from shoal.jobs.logs import LogLine
+from shoal.spec.load import load_text
+from shoal.verbs.cancel import cancel
+from shoal.verbs.context import Context
+from shoal.verbs.job import Job
+from shoal.verbs.jobs import jobs
+from shoal.verbs.logs import follow, logs
+from shoal.verbs.run import dry_run, run
+
+SPEC = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
+"""
+NODE = "NodeName={} CPUTot=4 CPUAlloc=0 RealMemory=14700 Gres=gpu:t4:2 Partitions=main State=IDLE Version=22.05.8\n"
+PARTITION = "PartitionName=main Default=YES Nodes=n[1-2] State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"
+RECORD = "JobId=17 JobName=train UserId=root(0) JobState={} Reason=None Restarts=0 ExitCode={} TimeLimit=UNLIMITED"
+RECORD += " NodeList=n[1-2] BatchHost=n1 NumNodes=2 WorkDir=/jobs\n"
+END = {"rank": 3, "node": "n2", "restart": 0, "start": 1.0, "end": 2.0, "status": 1}
+
+
+class Reef:
+    """A controller and two nodes, each with its own disk, or with one that they share."""
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
+        self.disks: dict[str, dict[str, bytes]] = {}
+        self.states = ["FAILED"]
+        self.files: dict[str, str] = {}
+        controller = {("scontrol",): self._scontrol, ("sbatch",): b"17;reef\n", ("scancel",): b""}
+        self.controller = FakeHost(Target("c1"), controller)
+        self.nodes = {name: FakeHost(Target(name), self._node(name)) for name in ("n1", "n2")}
+        self.context = Context(
+            load_text(SPEC, "shoal.yaml"), connector=FakeConnector(self.controller, *self.nodes.values())
+        )
+
+    def _scontrol(self, call: Call) -> bytes | Result:
+        if call.argv[-1] == "node":
+            return (NODE.format("n1") + NODE.format("n2")).encode()
+        if call.argv[-1] == "partition":
+            return PARTITION.encode()
+        if call.argv[-1] not in ("17", "job"):
+            return Result(1, stderr=b"slurm_load_jobs error: Invalid job id specified\n")
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return RECORD.format(state, "1:0" if state == "FAILED" else "0:0").encode()
+
+    def _node(self, name: str) -> dict[tuple[str, ...], Any]:
+        disk = self.disks.setdefault("all" if self.shared else name, {})
+
+        def shell(call: Call) -> bytes | Result:
+            words = call.argv[4:]
+            if call.stdin:
+                disk[words[0]] = call.stdin
+                return b""
+            root, code, lib = words
+            found = [name if not self.shared else "one", "shared" if f"{root}/.shared" in disk else ""]
+            found += ["code" if f"{root}/code/{code}.tar" in disk else "", "lib" if f"{root}/lib/{lib}" in disk else ""]
+            return "\n".join(found).encode()
+
+        def touch(call: Call) -> bytes:
+            disk[call.argv[1]] = b""
+            return b""
+
+        async def python(program: Any) -> int:
+            await program.print(self.files.get(name, "").encode())
+            if program.call.argv[-1] == "follow":
+                await program.readline()
+            return 0
+
+        return {("sh",): shell, ("touch",): touch, ("python3",): python, ("cat",): b'{"step": 12, "loss": 0.5}\n'}
+
+    def sent(self) -> dict[str, list[str]]:
+        return {
+            name: sorted(path for path in disk if not path.endswith(".shared")) for name, disk in self.disks.items()
+        }
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    return tmp_path
+
+
+async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
+    reef = Reef()
+    shown = await dry_run(reef.context, job(nodes=2), tree)
+    assert all(host.calls == [] for host in reef.nodes.values()), "a dry run touches no node"
+    submitted = await run(reef.context, job(nodes=2), tree)
+    [call] = [call for call in reef.controller.calls if call.argv[0] == "sbatch"]
+    assert call.stdin.decode() == shown.script == submitted.script
+    assert not call.root, "the job is the login user's, not root's"
+    assert (submitted.id, submitted.world_size, submitted.code) == ("17", 4, shown.tree.hash)
+
+
+async def test_every_node_gets_the_code_once(tree: Path) -> None:
+    reef = Reef()
+    first = await run(reef.context, job(nodes=2), tree)
+    paths = [f"/var/lib/shoal/jobs/reef/code/{first.code}.tar", *[p for p in reef.sent()["n1"] if "/reef/lib/" in p]]
+    assert reef.sent() == {"n1": sorted(paths), "n2": sorted(paths)} and first.sent > 0
+    assert (await run(reef.context, job(nodes=2), tree)).sent == 0
+
+
+async def test_on_shared_storage_one_copy_serves_all_nodes_and_jobs_are_told(tree: Path) -> None:
+    reef = Reef(shared=True)
+    own = await run(Reef().context, job(nodes=2, directory="/shared"), tree)
+    both = await run(reef.context, job(nodes=2, directory="/shared"), tree)
+    assert both.sent * 2 == own.sent
+    assert "/shared/.shared" in reef.disks["all"]
+    assert "[ -e /shared/.shared ] && export SHOAL_STORE_DIR=$SHOAL_JOB_DIR\n" in both.script
+
+
+async def test_nothing_is_queued_when_a_node_cannot_get_the_code(tree: Path) -> None:
+    reef = Reef()
+    reef.nodes["n2"].unreachable = True
+    with pytest.raises(Partly) as caught:
+        await run(reef.context, job(), tree)
+    assert caught.value.message == ("the code did not reach n2, so nothing was queued: n2: does not answer within 10 s")
+    assert not any(call.argv[0] == "sbatch" for call in reef.controller.calls)
+
+
+async def test_nothing_is_sent_when_the_job_cannot_run(tree: Path) -> None:
+    reef = Reef()
+    for wrong in (job(nodes=3), job(gpus_per_node=9), job("nope.py")):
+        with pytest.raises(UsageError):
+            await run(reef.context, wrong, tree)
+    assert reef.sent() == {"n1": [], "n2": []}
+
+
+async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
+    reef = Reef()
+    reef.controller.answers = {
+        **reef.controller.answers,
+        ("sbatch",): Result(1, stderr=b"sbatch: error: Invalid qos\n"),
+    }
+    with pytest.raises(SlurmError) as caught:
+        await run(reef.context, job(qos="x"), tree)
+    assert str(caught.value) == ("sbatch refused the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
+
+
+def failing() -> Reef:
+    reef = Reef()
+    reef.files = {
+        "n1": "rank-0.0.log\t1.0 a\nrank-0.0.log\t3.0 c\n",
+        "n2": f"rank-3.0.log\t2.0 ValueError: bad\nrank-3.0.end\t{json.dumps(END)}\n",
+    }
+    return reef
+
+
+async def test_logs_are_merged_and_the_failure_explained() -> None:
+    result = await logs(failing().context, "17")
+    assert [(line.rank, line.text) for line in result.lines] == [(0, "a"), (3, "ValueError: bad"), (0, "c")]
+    assert result.reason is not None
+    assert result.reason.text == "rank 3 on n2 failed first, with exit status 1: ValueError: bad"
+
+
+async def test_logs_of_a_node_that_does_not_answer_are_missed_and_the_others_shown() -> None:
+    reef = failing()
+    reef.nodes["n2"].unreachable = True
+    result = await logs(reef.context, "17")
+    assert [line.text for line in result.lines] == ["a", "c"]
+    assert list(result.failures) == ["n2"]
+
+
+async def test_logs_are_found_after_slurm_has_forgotten_the_job() -> None:
+    reef = failing()
+    result = await logs(reef.context, "18")
+    assert len(result.lines) == 3 and result.record is None
+    assert "/var/lib/shoal/jobs/reef/18" in reef.nodes["n1"].calls[0].argv
+    reef.files = {}
+    with pytest.raises(UsageError, match="there is no job 18"):
+        await logs(reef.context, "18")
+
+
+@pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])
+async def test_what_is_no_job_is_refused_before_any_host_is_asked(number: str) -> None:
+    reef = Reef()
+    with pytest.raises(UsageError, match="is no job"):
+        await logs(reef.context, number)
+    assert reef.controller.calls == []
+
+
+async def test_following_ends_with_the_job() -> None:
+    reef = failing()
+    reef.states = ["RUNNING", "RUNNING", "FAILED"]
+    seen: list[LogLine] = []
+    result = await follow(reef.context, "17", seen.append)
+    assert [line.text for line in seen] == ["a", "ValueError: bad", "c"]
+    assert result.record is not None and result.record.state == "FAILED"
+    assert result.reason is not None and result.reason.rank == 3
+
+
+async def test_jobs_show_progress_and_why_they_failed() -> None:
+    reef = failing()
+    [view] = (await jobs(reef.context)).jobs
+    assert view.reason is not None and view.reason.node == "n2"
+    reef.states = ["RUNNING"]
+    [view] = (await jobs(reef.context)).jobs
+    assert (view.progress, view.reason) == ({"step": 12, "loss": 0.5}, None)
+
+
+async def test_cancel_ends_what_runs_and_leaves_what_has_ended() -> None:
+    reef = Reef()
+    assert (await cancel(reef.context, ["17"])).ended == ("17",)
+    assert not any(call.argv[0] == "scancel" for call in reef.controller.calls)
+    reef.states = ["RUNNING"]
+    assert (await cancel(reef.context, ["17"])).cancelled == ("17",)
+    assert reef.controller.argvs[-1] == ("scancel", "17")
+    with pytest.raises(UsageError, match="there is no job 99; nothing was cancelled"):
+        await cancel(reef.context, ["17", "99"])
+
+
+def test_a_job_from_python(tree: Path) -> None:
+    reef = failing()
+    made = shoal.Job("train.py", ["--lr", "0.1"], nodes=2, context=reef.context, tree=tree)
+    assert isinstance(made, Job)
+    with pytest.raises(UsageError, match="not submitted yet"):
+        made.wait()
+    assert made.submit().id == "17"
+    assert made.wait().state == "FAILED"
+    assert [line.text for line in made.logs(rank=0)] == ["a", "c"]
+    reason = made.reason()
+    assert reason is not None and reason.kind == "script"
+    made.cancel()
+    with pytest.raises(UsageError, match="this is job 17 already"):
+        made.submit()

@@ -1,0 +1,108 @@
+"""Lines of many ranks on many nodes, merged; and the reader that brings them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from shoal.jobs import reader
+from shoal.jobs.logs import BATCH, LogReader, RankEnd, merge
+
+END = {"rank": 1, "node": "n1", "restart": 0, "start": 1.0, "end": 2.0, "status": 1, "signals": ["SIGTERM"]}
+
+
+def taken(*lines: tuple[str, str]) -> LogReader:
+    found = LogReader()
+    for node, text in lines:
+        found.take(node, text.encode())
+    return found
+
+
+def test_lines_of_all_ranks_come_in_the_order_of_time() -> None:
+    found = taken(
+        ("n1", "rank-0.0.log\t1.0 a"),
+        ("n1", "rank-0.0.log\t3.0 c"),
+        ("n2", "rank-1.0.log\t2.0 b"),
+        ("n1", "rank-0.1.log\t9.0 again"),
+        ("n1", "batch\t4.0 srun: error"),
+    )
+    lines = found.result().lines
+    assert [(line.rank, line.restart, line.text) for line in lines] == [
+        *((0, 0, "a"), (1, 0, "b"), (0, 0, "c")),
+        *((BATCH, 0, "srun: error"), (0, 1, "again")),
+    ]
+
+
+def test_a_clock_that_is_set_back_does_not_mix_up_the_lines_of_a_rank() -> None:
+    found = taken(("n1", "rank-0.0.log\t5.0 first"), ("n1", "rank-0.0.log\t1.0 second"))
+    assert [line.text for line in merge(found.lines)] == ["first", "second"]
+
+
+def test_a_file_that_two_nodes_show_on_shared_storage_counts_once() -> None:
+    found = taken(("n1", "rank-0.0.log\t1.0 a"), ("n2", "rank-0.0.log\t1.0 a"))
+    assert len(found.result().lines) == 1
+
+
+def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
+    found = taken(
+        ("n1", f"rank-1.0.end\t{json.dumps(END)}"),
+        ("n1", "rank-2.0.end\t{broken"),
+        ("n1", "rank-3.0.end\t{}"),
+        ("n1", "no tab"),
+        ("n1", "rank-x.log\t1.0 a"),
+        ("n1", 'progress\t1.0 {"step": 3}'),
+    )
+    result = found.result()
+    assert result.ends == (RankEnd(1, "n1", 0, 1.0, 2.0, 1, False, ("SIGTERM",)),)
+    assert (result.lines, result.progress) == ((), {"step": 3})
+
+
+def read(directory: Path, *more: str) -> list[str]:
+    line = [sys.executable, "-I", "-S", reader.__file__, str(directory), str(directory) + ".out", *(more or ("0",))]
+    return subprocess.run(line, capture_output=True, text=True, check=True, input="").stdout.splitlines()
+
+
+def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
+    job = tmp_path / "17"
+    job.mkdir()
+    (job / "rank-0.0.log").write_text("1.0 a\n2.0 b\n3.0 unfinished")
+    (job / "rank-0.0.end").write_text(json.dumps(END) + "\n")
+    (job / "tree.lock").write_text("not a log\n")
+    (tmp_path / "17.out").write_text("srun: error\n")
+    lines = read(job)
+    assert lines[0].startswith("batch\t") and lines[0].endswith(" srun: error")
+    assert lines[1:] == [
+        f"rank-0.0.end\t{json.dumps(END)}",
+        "rank-0.0.log\t1.0 a",
+        "rank-0.0.log\t2.0 b",
+        "rank-0.0.log\t3.0 unfinished",
+    ]
+
+
+def test_the_reader_of_a_job_that_never_was_says_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path / "99") == []
+
+
+def test_a_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.0.log").write_text("".join(f"{n}.0 line {n}\n" for n in range(100)))
+    lines = read(tmp_path, "40")
+    assert lines[-1] == "rank-0.0.log\t99.0 line 99"
+    assert all(line.split("\t")[1].split()[1] == "line" for line in lines) and 1 < len(lines) < 5
+
+
+def test_following_shows_what_is_written_later_and_ends_when_told(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.0.log"
+    log.write_text("1.0 a\n2.0 half")
+    line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "0", "follow"]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
+    with log.open("a") as file:
+        file.write(" done\n")
+    assert process.stdout.readline() == "rank-0.0.log\t2.0 half done\n"
+    with log.open("a") as file:
+        file.write("3.0 last")
+    rest, _ = process.communicate("\n", timeout=60)
+    assert rest == "rank-0.0.log\t3.0 last\n"

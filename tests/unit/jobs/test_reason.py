@@ -1,0 +1,219 @@
+"""Why a job failed, from what was observed: the first rank by time, not those that died after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.reason import explain_failure, last_traceback
+from shoal.jobs.record import JobRecord, parse_records
+
+CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
+FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "fail.py", line 7, in <module>',
+    "    inner()",
+    "ValueError: bad data in shard 7",
+)
+SRUN = (
+    "srun: error: fish2: task 2: Exited with exit code 1",
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.0",
+    "slurmstepd-fish1: error: *** STEP 7.0 ON fish1 CANCELLED AT 2026-11-15T04:06:23 ***",
+)
+
+
+def printed(rank: int, *lines: str, restart: int = 0, at: float = 1.0) -> list[LogLine]:
+    return [LogLine(at + number / 100, rank, restart, text) for number, text in enumerate(lines)]
+
+
+def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
+    return RankEnd(rank, f"fish{rank // 2 + 1}", more.pop("restart", 0), 0.0, at, status, **more)
+
+
+def test_slurms_records_are_read_as_it_writes_them() -> None:
+    records = parse_records(CAPTURED)
+    assert [(r.id, r.number, r.state, r.name, r.restarts) for r in records] == [
+        ("7", "7", "FAILED", "fail", 0),
+        ("10", "10", "COMPLETED", "again", 1),
+        ("12_0", "14", "RUNNING", "slow", 0),
+        ("12_2-3%2", "12", "PENDING", "slow", 0),
+        ("13", "13", "PENDING", "slow", 0),
+        ("16", "16", "RUNNING", "slow", 0),
+    ]
+    failed = records[0]
+    assert (failed.exit_code, failed.exit_signal, failed.reason) == (143, 0, "NonZeroExitCode")
+    assert (failed.nodes, failed.batch_host, failed.node_count) == ("fish[1-2]", "fish1", 2)
+    assert (failed.work_dir, failed.output) == ("/var/lib/shoal/jobs/reef", "/var/lib/shoal/jobs/reef/7.out")
+    assert (records[4].reason, records[4].nodes, records[4].node_count) == ("Dependency", "", 1)
+    assert [r.active for r in records] == [False, False, True, True, True, True]
+    assert [r.failed for r in records] == [True, False, False, False, False, False]
+
+
+def test_a_jobs_name_cannot_pass_for_anything_else() -> None:
+    evil = CAPTURED.splitlines()[0].replace("JobName=fail", "JobName=x JobState=COMPLETED NodeList=evil")
+    [record] = parse_records(evil)
+    assert (record.name, record.state, record.nodes) == ("x JobState=COMPLETED NodeList=evil", "FAILED", "fish[1-2]")
+
+
+def test_a_job_that_did_not_fail_has_no_reason() -> None:
+    assert explain_failure(JobRecord("1", "COMPLETED"), JobLogs()) is None
+    assert explain_failure(JobRecord("1", "RUNNING"), JobLogs()) is None
+
+
+def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
+    lines = [
+        *printed(2, "start 2", *TRACEBACK, at=2.0),
+        *printed(0, "Traceback (most recent call last):", "RuntimeError: Connection closed by peer", at=2.5),
+        *printed(BATCH, *SRUN, at=3.0),
+    ]
+    # Rank 1 was ended by srun before rank 0 had noticed, and says so first.
+    ends = (ended(1, -15, 1.9), ended(2, 1, 2.1), ended(0, 1, 2.6), ended(3, 143, 2.7))
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), ends))
+    assert reason is not None
+    assert (reason.kind, reason.rank, reason.node, reason.details) == ("script", 2, "fish2", TRACEBACK)
+    assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
+
+
+def test_of_a_requeued_job_the_last_turn_counts() -> None:
+    lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
+    ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
+    reason = explain_failure(JobRecord("7", "FAILED", restarts=1), JobLogs(tuple(lines), ends))
+    assert reason is not None and reason.details == ("OSError: disk full",)
+
+
+def test_exceptions_raised_from_others_are_shown_with_them() -> None:
+    chain = (
+        *TRACEBACK,
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        *("Traceback (most recent call last):", "RuntimeError: cannot load"),
+    )
+    assert last_traceback(("noise", *chain)) == chain
+    assert last_traceback((*TRACEBACK, "went on", *TRACEBACK)) == TRACEBACK
+    assert last_traceback(("a", "b")) == ("a", "b")
+    assert len(last_traceback(("Traceback (most recent call last):", *("x",) * 100))) == 40
+
+
+CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
+    "killed for memory by the kernel": (
+        FAILED,
+        JobLogs((), (ended(1, 1, 5.0), ended(3, -9, 4.0, out_of_memory=True))),
+        "out of memory",
+        3,
+        "rank 3 on fish2 was killed: the memory was used up",
+    ),
+    "no memory on the GPU": (
+        FAILED,
+        JobLogs(tuple(printed(2, TRACEBACK[0], CUDA)), (ended(2, 1, 2.0),)),
+        "out of memory",
+        2,
+        f"rank 2 on fish2 found no more memory on its GPU: {CUDA}",
+    ),
+    "Slurm says out of memory": (
+        JobRecord("7", "OUT_OF_MEMORY", nodes="fish1"),
+        JobLogs(
+            tuple(printed(BATCH, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")), (ended(1, -9, 2.0),)
+        ),
+        "out of memory",
+        1,
+        "rank 1 on fish1 was killed: the job's memory was used up",
+    ),
+    "time limit after a warning": (
+        JobRecord("7", "TIMEOUT", time_limit="00:01:00"),
+        JobLogs((), (ended(0, -15, 60.0, signals=("SIGUSR1", "SIGTERM")),)),
+        "time limit",
+        None,
+        "the job reached its time limit of 00:01:00; it was warned before, and did not ask to be queued again",
+    ),
+    "node failure": (
+        JobRecord("7", "NODE_FAIL", nodes="fish[1-2]"),
+        JobLogs(
+            tuple(
+                printed(BATCH, "slurmstepd: error: *** JOB 7 ON fish1 CANCELLED AT 2026 DUE TO NODE FAILURE fish2 ***")
+            )
+        ),
+        "node failure",
+        None,
+        "a node of the job failed: fish2",
+    ),
+    "node failure that Slurm does not name": (
+        JobRecord("7", "NODE_FAIL", nodes="fish2"),
+        JobLogs(),
+        "node failure",
+        None,
+        "a node of the job failed: fish2",
+    ),
+    "rendezvous": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    1, TRACEBACK[0], "torch.distributed.DistNetworkError: The client socket has timed out after 15s"
+                )
+            ),
+            (ended(1, 1, 2.0),),
+        ),
+        "rendezvous",
+        1,
+        "the ranks did not find each other; rank 1 on fish1 gave up first: torch.distributed.DistNetworkError: "
+        "The client socket has timed out after 15s",
+    ),
+    "crash": (
+        FAILED,
+        JobLogs((), (ended(0, -11, 1.0), ended(1, -15, 2.0))),
+        "script",
+        0,
+        "rank 0 on fish1 was ended by SIGSEGV",
+    ),
+    "no such Python": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    BATCH,
+                    "slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
+                    "srun: error: fish1: tasks 0-1: Exited with exit code 2",
+                )
+            )
+        ),
+        "start",
+        None,
+        "no rank of the job has started: slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
+    ),
+    "no such program in the tree": (
+        FAILED,
+        JobLogs(tuple(printed(0, "shoal: cannot start ./go: [Errno 8] Exec format error")), (ended(0, 127, 1.0),)),
+        "start",
+        0,
+        "rank 0 on fish1: cannot start ./go: [Errno 8] Exec format error",
+    ),
+    "nothing is known": (
+        JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"),
+        JobLogs(),
+        "unknown",
+        None,
+        "no rank of the job has started; it ended with exit status 2 (NonZeroExitCode)",
+    ),
+    "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
+    "preempted": (
+        JobRecord("7", "PREEMPTED"),
+        JobLogs(),
+        "cancelled",
+        None,
+        "the job was preempted by one of a higher partition",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reason_is_worked_out(case: str) -> None:
+    record, logs, kind, rank, text = CASES[case]
+    reason = explain_failure(record, logs)
+    assert reason is not None
+    assert (reason.kind, reason.rank, reason.text) == (kind, rank, text)

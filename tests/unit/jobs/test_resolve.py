@@ -1,0 +1,158 @@
+"""What a job leaves out, and what is refused before anything is queued."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job, resolved
+
+from shoal.errors import UsageError
+from shoal.jobs.resolve import resolve
+
+
+def test_two_nodes_without_more_use_all_gpus_of_two_nodes() -> None:
+    found = resolved(nodes=2)
+    assert (found.partition, found.nodes, found.gpus_per_node, found.ranks_per_node) == ("main", 2, 4, 4)
+    assert (found.cpus_per_rank, found.world_size) == (4, 8)
+    assert found.hosts == ("gpu1", "gpu2", "old1")
+
+
+def test_three_nodes_use_as_many_gpus_as_all_three_have() -> None:
+    found = resolved(nodes=3)
+    assert (found.gpus_per_node, found.ranks_per_node) == (1, 1)
+
+
+def test_half_the_gpus_leave_half_the_cpus_to_the_next_job() -> None:
+    found = resolved(gpus_per_node=2)
+    assert (found.ranks_per_node, found.cpus_per_rank) == (2, 4)
+    assert resolved(gpus_per_node=2, exclusive=True).cpus_per_rank == 8
+
+
+def test_without_gpus_there_is_one_process_with_one_cpu() -> None:
+    found = resolved(partition="cpu")
+    assert (found.gpus_per_node, found.ranks_per_node, found.cpus_per_rank) == (0, 1, 1)
+    assert resolved(partition="cpu", ntasks_per_node=4, cpus_per_task=8).world_size == 4
+
+
+def test_a_nodelist_says_how_many_nodes() -> None:
+    found = resolved(nodelist="gpu[1-2]")
+    assert (found.nodes, found.hosts) == (2, ("gpu1", "gpu2"))
+
+
+def test_the_python_launcher_starts_one_process_whatever_gpus_there_are() -> None:
+    found = resolved(launcher="python")
+    assert (found.gpus_per_node, found.ranks_per_node, found.world_size) == (4, 1, 1)
+
+
+def test_a_constraint_that_only_slurm_can_read_is_left_to_slurm() -> None:
+    assert resolved(constraint="[a|b]").hosts == ("gpu1", "gpu2", "old1")
+    assert resolved(constraint="a&fast").hosts == ("gpu1",)
+
+
+def test_a_node_that_is_down_is_neither_sent_the_code_nor_given_the_job() -> None:
+    nodes = [replace(node, state=("DOWN", "NOT_RESPONDING")) if node.name == "gpu2" else node for node in NODES]
+    found = resolve(job(), nodes, PARTITIONS)
+    assert (found.hosts, found.exclude) == (("gpu1", "old1"), ("gpu2",))
+    with pytest.raises(UsageError) as caught:
+        resolve(job(nodes=3), nodes, PARTITIONS)
+    assert caught.value.message == ("the job asks for 3 nodes; partition main has 2 (gpu1,old1), and gpu2 is down")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown partition": (
+        {"partition": "mian"},
+        "there is no partition 'mian'",
+        "did you mean `main`?",
+    ),
+    "closed partition": ({"partition": "closed"}, "partition closed is down", "choose another with --partition"),
+    "too many nodes": (
+        {"nodes": 4},
+        "the job asks for 4 nodes; partition main has 3 (gpu[1-2],old1)",
+        "say --nodes 3 or fewer",
+    ),
+    "more nodes than the partition allows": (
+        {"nodes": 2, "partition": "short"},
+        "the job asks for 2 nodes; partition short has 1 (old1)",
+        "say --nodes 1 or fewer",
+    ),
+    "more GPUs than any node has": (
+        {"gpus_per_node": 8},
+        "the job asks for 8 GPUs a node; no node it may use has more than 4 (gpu1: 4, gpu2: 4, old1: 1)",
+        "say --gpus-per-node 4, or leave it out to use all",
+    ),
+    "more GPUs than so many nodes have": (
+        {"gpus_per_node": 4, "nodes": 3},
+        "the job asks for 3 nodes with 4 GPUs each; only gpu[1-2] has them",
+        "say --gpus-per-node 1, or --nodes 2",
+    ),
+    "two ranks on one GPU": (
+        {"ntasks_per_node": 8},
+        "8 processes a node would share 4 GPUs: two of them on one",
+        "say --ntasks-per-node 4, or --gpus-per-node 0 for none at all",
+    ),
+    "more CPUs than any node has": (
+        {"cpus_per_task": 8},
+        "4 processes with 8 CPUs each need 32 CPUs a node; no node it may use has more than 16",
+        "say --cpus-per-task 4",
+    ),
+    "more processes than CPUs": (
+        {"ntasks_per_node": 20, "gpus_per_node": 0},
+        "20 processes a node need a CPU each; no node it may use has more than 16",
+        "say --ntasks-per-node 16",
+    ),
+    "more memory than any node has": (
+        {"mem": "1T"},
+        "the job asks for 1T of memory a node; no node it may use has more than 64000M",
+        "say --mem 64000M, or --mem 0 for all of a node's",
+    ),
+    "longer than the partition allows": (
+        {"time": "01:00:00", "partition": "short"},
+        "the job asks for a time limit of 01:00:00; partition short allows 00:30:00",
+        "say --time 00:30:00, or choose another partition",
+    ),
+    "a warning before the start": (
+        {"time": "2", "signal": "USR1@120"},
+        "--signal USR1@120 warns 120 s before the end, and --time 2 is no longer than that",
+        "say --signal USR1@60",
+    ),
+    "a nodelist longer than nodes": (
+        {"nodes": 1, "nodelist": "gpu[1-2]"},
+        "--nodelist gpu[1-2] names 2 nodes and --nodes says 1",
+        "say --nodes 2",
+    ),
+    "a node of another partition": (
+        {"nodelist": "cpu1"},
+        "partition main has no node cpu1",
+        "it has gpu[1-2],old1",
+    ),
+    "features that no node has": (
+        {"constraint": "a&b"},
+        "no node of partition main has the features a&b",
+        "they have: a, fast",
+    ),
+    "python on two nodes": (
+        {"launcher": "python", "nodes": 2},
+        "the python launcher starts one process, and --nodes says 2",
+        "leave out --nodes, or use --launcher srun or torchrun",
+    ),
+    "python with many tasks": (
+        {"launcher": "python", "ntasks_per_node": 2},
+        "the python launcher starts one process, and --ntasks-per-node says 2",
+        "leave it out, or use --launcher srun or torchrun",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_with_what_to_do(case: str) -> None:
+    options, message, hint = REFUSED[case]
+    with pytest.raises(UsageError) as caught:
+        resolved(**options)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_a_cluster_without_a_default_partition_wants_one_named() -> None:
+    with pytest.raises(UsageError, match="no default partition"):
+        resolve(job(), NODES, PARTITIONS[1:])

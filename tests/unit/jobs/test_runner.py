@@ -1,0 +1,232 @@
+"""The program on the nodes, run for real on this machine: logs, signals, how a rank ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.jobs import reader, runner
+from shoal.jobs.model import EXIT_REQUEUE
+
+RUNNER = str(Path(runner.__file__))
+
+
+class Node:
+    """A job's directory and the variables that the batch script sets."""
+
+    def __init__(self, place: Path, script: str) -> None:
+        self.directory = place / "17"
+        source = place / "script.py"
+        source.write_text(script)
+        with tarfile.open(place / "code.tar", "w") as tar:
+            tar.add(source, "sub/script.py")
+        self.env = {
+            "PATH": os.environ["PATH"],
+            "SHOAL_JOB_DIR": str(self.directory),
+            "SHOAL_CODE": str(place / "code.tar"),
+            "SHOAL_WORKDIR": "sub",
+            "SHOAL_EXIT_REQUEUE": str(EXIT_REQUEUE),
+            "PYTHONUNBUFFERED": "1",
+            **{"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_NNODES": "1"},
+            **{"SLURM_NTASKS": "2", "SLURMD_NODENAME": "n1"},
+        }
+
+    def start(self, *mode: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        mode = mode or ("rank", "--rank-from", "SLURM_PROCID")
+        script = command or (sys.executable, "script.py")
+        line = [sys.executable, "-I", "-S", RUNNER, *mode, "--", *script]
+        return subprocess.Popen(line, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *mode: str, command: tuple[str, ...] = ()) -> int:
+        process = self.start(*mode, command=command)
+        self.printed, _ = process.communicate(timeout=60)
+        return process.returncode
+
+    def text(self, name: str = "rank-1.0.log") -> list[str]:
+        path = self.directory / name
+        return [line.split(" ", 1)[1] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def end(self, name: str = "rank-1.0.end") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / name).read_text())
+        return found
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Callable[[str], Node]:
+    return lambda script: Node(tmp_path, script)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+MakeNode = Callable[[str], Node]
+
+
+def test_output_and_errors_go_to_the_log_with_time_stamps_in_their_order(node: MakeNode) -> None:
+    made = node("import sys\nprint('one')\nprint('two', file=sys.stderr)\nprint('three', end='')")
+    before = time.time()
+    assert made.run() == 0
+    assert made.text() == ["one", "two", "three"]
+    stamps = [float(line.split()[0]) for line in (made.directory / "rank-1.0.log").read_text().splitlines()]
+    assert stamps == sorted(stamps) and before <= stamps[0] <= stamps[-1] <= time.time()
+    assert made.printed == ""
+
+
+def test_torchs_variables_are_there_whoever_launched(node: MakeNode) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    made = node(f"import os\nprint([os.environ[name] for name in {names}])")
+    made.run()
+    assert made.text() == ["['1', '2', '1', '2', '0']"]
+
+
+def test_the_script_starts_where_the_person_stood_in_a_tree_of_its_own(node: MakeNode) -> None:
+    made = node("import os\nprint(os.getcwd())\nopen('left.txt', 'w')")
+    made.run()
+    assert made.text() == [f"{made.directory}/tree/sub"]
+    made.env["SLURM_RESTART_COUNT"] = "1"
+    made.run()
+    assert (made.directory / "tree" / "sub" / "left.txt").exists(), "a restarted job finds what it left"
+    assert made.text("rank-1.1.log") == made.text("rank-1.0.log")
+
+
+def test_how_a_rank_ended_is_kept(node: MakeNode) -> None:
+    made = node("import sys\nsys.exit(3)")
+    assert made.run() == 3
+    end = made.end()
+    assert (end["rank"], end["node"], end["restart"], end["status"], end["out_of_memory"]) == (1, "n1", 0, 3, False)
+    assert end["start"] <= end["end"]
+
+
+def test_a_rank_that_was_killed_says_by_which_signal(node: MakeNode) -> None:
+    made = node("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    assert made.run() == 128 + signal.SIGSEGV
+    assert made.end()["status"] == -signal.SIGSEGV
+
+
+def test_a_program_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
+    made = node("")
+    assert made.run(command=("/no/such/python", "script.py")) == 127
+    assert made.text() == [
+        "shoal: cannot start /no/such/python: [Errno 2] No such file or directory: '/no/such/python'"
+    ]
+
+
+def test_the_status_that_asks_for_another_turn_leaves_a_note_and_is_no_failure(node: MakeNode) -> None:
+    made = node(f"import sys\nsys.exit({EXIT_REQUEUE})")
+    assert made.run() == 0
+    assert (made.directory / "requeue.0").read_text() == "1\n"
+    assert made.end()["status"] == EXIT_REQUEUE
+
+
+HANDLES = """
+import signal, sys, time
+def note(number, frame):
+    print("got", signal.Signals(number).name)
+    sys.exit(5)
+signal.signal(signal.{0}, note)
+print("ready")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM"])
+def test_a_signal_reaches_a_script_that_handles_it(node: MakeNode, name: str) -> None:
+    made = node(HANDLES.format(name))
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready"])
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert made.text() == ["ready", f"got {name}"]
+    assert made.end()["signals"] == [name]
+
+
+def test_a_script_that_knows_nothing_of_warnings_goes_on(node: MakeNode) -> None:
+    made = node("import sys, time, pathlib\nprint('ready')\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)")
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready"])
+    process.send_signal(signal.SIGUSR1)
+    (made.directory / "tree" / "sub" / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_what_a_script_leaves_running_does_not_hold_its_end_up(node: MakeNode) -> None:
+    made = node("import subprocess\nsubprocess.Popen(['sleep', '5'])\nprint('done')")
+    assert made.run() == 0
+    assert made.text() == ["done"]
+
+
+def test_with_an_output_file_lines_are_printed_as_well(node: MakeNode) -> None:
+    made = node("print('hello')")
+    made.env["SHOAL_ECHO"] = "1"
+    made.run()
+    assert made.printed == "hello\n"
+
+
+def test_spawn_starts_the_ranks_of_its_node(node: MakeNode) -> None:
+    made = node("import os\nprint(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GROUP_RANK')))")
+    made.env.update(SLURM_NODEID="1", SLURM_NNODES="2")
+    assert made.run("spawn", "--nproc", "2") == 0
+    assert (made.text("rank-2.0.log"), made.text("rank-3.0.log")) == (["2 0 4 1"], ["3 1 4 1"])
+
+
+def test_with_spawn_the_first_rank_that_fails_ends_the_others(node: MakeNode) -> None:
+    made = node("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(4)\ntime.sleep(60)")
+    assert made.run("spawn", "--nproc", "2") == 4
+    assert made.end("rank-0.0.end")["status"] == -signal.SIGTERM
+
+
+def test_with_spawn_a_signal_reaches_every_rank(node: MakeNode) -> None:
+    made = node(HANDLES.format("SIGUSR1").replace("sys.exit(5)", f"sys.exit({EXIT_REQUEUE})"))
+    process = made.start("spawn", "--nproc", "2")
+    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert (made.directory / "requeue.0").exists()
+
+
+TORCHRUN = f"""
+import os, signal, subprocess, sys
+print({{name: os.environ[name] for name in ("PET_RDZV_CONF", "PET_LOCAL_ADDR", "PET_SIGNALS_TO_HANDLE")}})
+line = [sys.executable, "-I", "-S", {RUNNER!r}, "rank", "--rank-from", "RANK", "--", sys.executable, "script.py"]
+workers = [subprocess.Popen(line, env=dict(os.environ, RANK=str(r)), start_new_session=True) for r in range(2)]
+sys.exit(max(worker.wait() for worker in workers))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_the_agents_ranks_get_the_signal_though_torchrun_does_not(node: MakeNode, name: str, tmp_path: Path) -> None:
+    made = node(HANDLES.format(name).replace("sys.exit(5)", "sys.exit(0)"))
+    launcher = tmp_path / "torchrun.py"
+    launcher.write_text(TORCHRUN)
+    process = made.start("agent", command=(sys.executable, str(launcher)))
+    wait_for(lambda: [made.text("rank-0.0.log"), made.text("rank-1.0.log")] == [["ready"], ["ready"]])
+    process.send_signal(getattr(signal, name))
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "'PET_RDZV_CONF': 'is_host=true', 'PET_LOCAL_ADDR': 'n1'" in printed
+    assert made.text("rank-1.0.log") == ["ready", f"got {name}"]
+
+
+def test_what_runs_on_nodes_imports_the_standard_library_only() -> None:
+    for program in (runner.__file__, reader.__file__):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({program!r}, run_name='x')"]
+        )
+        assert done.returncode == 0
