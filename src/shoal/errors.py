@@ -12,7 +12,8 @@
     │   ├── CommandFailed                 a command ended with a non-zero status
     │   ├── TimedOut                      a command did not end in time; the host itself answers
     │   ├── ConnectionLost                the host went away while we worked
-    │   └── AgentFailed                   the agent could not converge the host
+    │   ├── AgentFailed                   the agent could not converge the host
+    │   └── ControllerFailed              nothing goes on without it; carries what befell every other host
     ├── ProviderError            exit 1   a provider cannot give us what we asked for
     ├── SlurmError               exit 1   Slurm said no
     │   └── VersionWindow                 hosts whose Slurm versions cannot talk to each other
@@ -23,6 +24,8 @@ bug and exits 70.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class ShoalError(Exception):
@@ -102,8 +105,23 @@ class AgentFailed(HostError):
     """The agent ran and could not bring the host to the state we asked for."""
 
 
+class ControllerFailed(HostError):
+    """The controller dropped out, and other hosts too. `failures` has the error of each, the controller's first."""
+
+    def __init__(self, controller: str, failures: Mapping[str, HostError]) -> None:
+        first = failures[controller]
+        self.failures = {controller: first, **failures}
+        others = [error for name, error in failures.items() if name != controller]
+        told = "".join(f"\nand {error.message}" + f" ({error.hint})" * bool(error.hint) for error in others)
+        super().__init__(controller, first.cause + told, hint=first.hint)
+
+
 class ProviderError(ShoalError):
-    """A provider cannot give us what we asked for."""
+    """A provider cannot give us what we asked for. `hosts` says why, by name, when the other hosts are there."""
+
+    def __init__(self, message: str, *, hint: str = "", hosts: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.hosts = dict(hosts or {})
 
 
 class SlurmError(ShoalError):

@@ -39,7 +39,8 @@ async def test_there_is_nothing_before_and_nothing_after(made: Provider) -> None
 
 async def test_hosts_come_in_the_order_they_were_asked_for_and_can_be_reached(made: Provider) -> None:
     instances = await made.create(CLUSTER, WANTED, quiet)
-    assert [(one.name, one.state, one.site) for one in instances] == [("n1", "running", "a"), ("n2", "running", "b")]
+    assert [(one.name, one.state) for one in instances] == [("n1", "running"), ("n2", "running")]
+    assert [one.shape for one in instances] == [request.shape for request in WANTED]
     for one in instances:
         assert isinstance(one.target, Target)
         assert one.target.name == one.name

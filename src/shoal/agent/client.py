@@ -30,7 +30,7 @@ class Ask:
     """Where one is not installed, the version that could be is told; lists are fetched if there are none."""
     users: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    files: Mapping[str, Literal["hash", "text"]] = field(default_factory=dict)
+    files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
     services: tuple[str, ...] = ()
 
 
@@ -65,6 +65,13 @@ class Report:
     items: tuple[ItemResult, ...]
     changed: int
     failed: int
+
+    def raise_failed(self, host: str, again: str) -> None:
+        """Raises AgentFailed for the first item that failed, if one did. `again` is the command to run once mended."""
+        failed = next((item for item in self.items if item.status == "failed"), None)
+        if failed is not None:
+            hint = f"{_remedy(failed.key, host)}, then run `{again}` again"
+            raise AgentFailed(host, f"{failed.key}: {failed.detail}", hint=hint)
 
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew
@@ -251,6 +258,16 @@ class AgentSession:
             )
         text = f"the agent ended unexpectedly with status {result.status}"
         return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
+
+
+def _remedy(key: str, host: str) -> str:
+    """Where to look when an item fails."""
+    kind, _, name = key.partition(" ")
+    if kind == "service":
+        return f"look at `shoal ssh {host} journalctl -u {name}`"
+    if kind == "packages":
+        return f"see what `shoal ssh {host} apt-get install {name}` says"
+    return f"mend it on the host (`shoal ssh {host}`)"
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from shoal.errors import ProviderError
 from shoal.providers.api import Capability, Faults, Instance, Progress, Provider, Request
 
-__all__ = ["PROVIDERS", "Capability", "Faults", "Instance", "Progress", "Provider", "Request", "provider"]
+__all__ = ["PROVIDERS", "Capability", "Faults", "Instance", "Progress", "Provider", "Request", "names", "provider"]
 
 PROVIDERS = {
     "fake": "shoal.providers.fake:FakeProvider",
@@ -20,6 +20,11 @@ GROUP = "shoal.providers"
 """The entry point group by which an installed package adds a provider."""
 
 
+def names() -> tuple[str, ...]:
+    """Every provider that may have made hosts: those of the table, but for the one in memory, and those installed."""
+    return tuple(sorted({*PROVIDERS, *(entry.name for entry in entry_points(group=GROUP))} - {"fake"}))
+
+
 def provider(name: str) -> Provider:
     """The provider of that name. Raises ProviderError with the names there are."""
     others = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -28,7 +33,12 @@ def provider(name: str) -> Provider:
         made: Provider = getattr(import_module(module), attribute)()
         return made
     if name in others:
-        made = others[name].load()()
+        try:
+            made = others[name].load()()
+        except Exception as error:  # somebody else's package may fail in any way
+            raise ProviderError(
+                f"provider {name} cannot be loaded: {error}", hint=f"mend or remove {others[name].value}"
+            ) from error
         return made
     known = ", ".join(sorted({*PROVIDERS, *others}))
     raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -36,7 +36,8 @@ class Instance:
     state: str
     """`running`, `starting` (made, and SSH has not answered yet), `stopped` or `frozen`."""
     target: Target
-    site: str = "a"
+    shape: Shape = field(default_factory=Shape)
+    """What it was made as. It stays so: a host of another shape is another host."""
 
 
 Progress = Callable[[str, float], None]
@@ -52,12 +53,17 @@ class Provider(Protocol):
         """What stands in the way of making these hosts on this machine, with what to install. Changes nothing."""
 
     async def instances(self, cluster: str) -> list[Instance]:
-        """Every instance of the cluster, whatever its state. Raises ProviderError when it cannot know."""
+        """Every instance of the cluster, whatever its state. Raises ProviderError when it cannot know.
+
+        Asked of every provider in each run, so that nothing is left running unseen: quick, and without any rights,
+        where the cluster has nothing there.
+        """
 
     async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
         """Make the hosts that are not there yet, start those that are stopped, and return when SSH answers on each.
 
-        Idempotent by name: called again after a kill, it finishes what was begun.
+        Idempotent by name: called again after a kill, it finishes what was begun. A host that fails stops no other;
+        the ProviderError that tells of it at the end has its name and the reason in `hosts`.
         """
 
     async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:

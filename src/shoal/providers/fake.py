@@ -89,7 +89,7 @@ class FakeProvider:
                 hosts[request.name] = replace(hosts[request.name], state="running")
             progress(f"host {request.name} is up", count / len(requests))
         if failed:
-            raise ProviderError("; ".join(f"host {name}: {why}" for name, why in failed.items()))
+            raise ProviderError("; ".join(f"host {name}: {why}" for name, why in failed.items()), hosts=failed)
         return [hosts[request.name] for request in requests]
 
     async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:
@@ -104,4 +104,4 @@ class FakeProvider:
     def _new(self, request: Request) -> Instance:
         self._made += 1
         target = Target(name=request.name, address=f"192.0.2.{self._made}", port=22, user="root")
-        return Instance(name=request.name, state="running", target=target, site=request.shape.site)
+        return Instance(name=request.name, state="running", target=target, shape=request.shape)

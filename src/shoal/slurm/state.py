@@ -22,6 +22,9 @@ JOBS_COMMAND = (
     _RECORD + _FIELD.join(("%i", "%T", "%u", "%P", "%N", "%r", "%M", "%l", "%D", "%j")),
 )
 
+ACTIVE_STATES = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING"})
+"""Jobs that hold nodes and have work to lose. One that waits holds none; one that is COMPLETING has done its work."""
+
 STATE_WORDS = {
     # sinfo's short and long words, as scontrol has them
     "ALLOC": ("ALLOCATED",),

@@ -71,7 +71,7 @@ def instance(layout: Layout, host: HostRecord) -> Instance:
     target = Target(
         name=host.name, address=host.address, port=22, user="root", identity=layout.identity, host_key=host.host_key
     )
-    return Instance(name=host.name, state=state(layout, host.name), target=target, site=host.shape.site)
+    return Instance(name=host.name, state=state(layout, host.name), target=target, shape=host.shape)
 
 
 def state(layout: Layout, name: str) -> str:

@@ -33,7 +33,10 @@ class SandboxProvider:
 
     async def instances(self, cluster: str) -> list[Instance]:
         layout = Layout(self.cache, cluster)
-        return [machine.instance(layout, host) for host in layout.hosts().values()]
+        try:
+            return [machine.instance(layout, host) for host in layout.hosts().values()]
+        except PermissionError as error:
+            raise ProviderError(f"cannot read {error.filename}: {error.strerror}", hint="run it with sudo") from None
 
     async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
         _refuse_errors(self.check(requests))
@@ -121,16 +124,19 @@ class SandboxProvider:
             progress(f"host {host.name} is up", done / len(waiting))
 
         outcomes = await asyncio.gather(*(bring_up(host) for host in waiting), return_exceptions=True)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in failed:
-            if not isinstance(error, ProviderError):
-                raise error
+        failed: dict[str, str] = {}
+        for host, outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, ProviderError):
+                failed[host.name] = outcome.message
+            elif isinstance(outcome, BaseException):
+                raise outcome
         if failed:
-            told = [str(error.message) for error in failed if isinstance(error, ProviderError)]
+            told = list(failed.values())
             rest = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
             raise ProviderError(
                 f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join([*told[:TOLD], *rest]),
                 hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts anew",
+                hosts=failed,
             )
 
 
