@@ -66,7 +66,7 @@ def show_up(console: Console, result: UpResult) -> None:
     for name, reason in result.unready:
         console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {_free(reason)}")
     for name in result.staying:
-        console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `shoal up` again when they have ended")
+        console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
     show_failures(console, {name: error for name, error in result.failures.items()})
     parts = []
     for word, names in (("created", result.created), ("changed", result.changed), ("removed", result.removed)):
@@ -81,6 +81,7 @@ def show_up(console: Console, result: UpResult) -> None:
 
 
 def show_down(console: Console, result: DownResult) -> None:
+    show_findings(console, result.findings)
     show_failures(console, {name: error for name, error in result.failures.items()})
     if result.deleted:
         console.print(f"removed {compress(result.deleted)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.agent.client import ItemEvent, Report
-from shoal.errors import AgentFailed, SlurmError, TimedOut
+from shoal.errors import SlurmError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
@@ -78,8 +78,7 @@ async def _converge(
     """All stages on the named hosts; a host that fails drops out, a controller that fails ends the run."""
     if not names:
         return []
-    agent = await fleet.agent(controller)
-    secrets = {"munge": await agent.secret(MUNGE_KEY, make=MUNGE_KEY_BYTES)}
+    secrets = {"munge": await _munge_key(fleet, controller)}
     changed: list[str] = []
     plans = {host.name: host for host in hosts}
     for stage in Stage:
@@ -93,9 +92,19 @@ async def _converge(
 
             reports = await fleet.each(due, converge, on_done=ending(phase))
         changed += [name for name, report in reports.items() if report.changed]
-        if controller in fleet.failures:
-            raise fleet.failures[controller]
+        fleet.require(controller)
     return changed
+
+
+async def _munge_key(fleet: Fleet, controller: str) -> bytes:
+    """The key that all hosts share. It is made on the controller."""
+
+    async def ask(name: str) -> bytes:
+        return await (await fleet.agent(name)).secret(MUNGE_KEY, make=MUNGE_KEY_BYTES)
+
+    keys = await fleet.each([controller], ask)
+    fleet.require(controller)
+    return keys[controller]
 
 
 def ending(phase: Phase) -> Callable[[Outcome[Any]], None]:
@@ -111,9 +120,7 @@ async def _apply_stage(fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict
             phase.say(host.name, event.text)
 
     report = await agent.apply(host.document(stage), secrets, tell)
-    failed = next((item for item in report.items if item.status == "failed"), None)
-    if failed is not None:
-        raise AgentFailed(host.name, f"{failed.key}: {failed.detail}", hint="mend it and run `shoal up` again")
+    report.raise_failed(host.name, "shoal up")
     return report
 
 

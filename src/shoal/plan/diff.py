@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.agent.client import ItemResult, Report
 from shoal.agent.document import Document
 from shoal.errors import SlurmError, VersionWindow
+from shoal.hostlist import compress
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
@@ -18,6 +19,7 @@ from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import Stage, documents
 from shoal.roles.in_force import SLURM_CONF, in_force
 from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
+from shoal.slurm.state import ACTIVE_STATES
 from shoal.slurm.versions import window_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
@@ -34,6 +36,10 @@ class Wanted:
     now: Cluster
     later: Cluster | None
     leaving: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    """Hosts that an earlier run configured and the file no longer names."""
+    new: bool = False
+    """Whether the controller is new to us."""
 
 
 def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted:
@@ -45,7 +51,9 @@ def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted
     now = assemble(spec, observed.facts, reached, before, leaving)
     _refuse_skew(now)
     later = assemble(spec, observed.facts, reached, before) if leaving else None
-    return Wanted(now, later, leaving)
+    names = {member.name for member in members}
+    left = tuple(name for name in {**before.nodes, **before.addresses} if name not in names)
+    return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses))
 
 
 async def make_plan(
@@ -56,15 +64,18 @@ async def make_plan(
     orphans: Sequence[tuple[str, Instance]] = (),
     on_done: Callable[[Outcome[Any]], None] | None = None,
 ) -> Plan:
-    """Ask each host, in one round trip, how it differs from what it should be."""
+    """Ask each host how it differs from what it should be: in one round trip, or in two while a node leaves."""
     goal = wanted(spec, observed, reached)
     stages = _stages(goal.now)
+    later = _stages(goal.later) if goal.later is not None else {}
 
-    async def dry_run(name: str) -> Report:
+    async def dry_run(name: str) -> tuple[Report, Report]:
         agent = await fleet.agent(name)
-        return await agent.check(_all(stages[name]))
+        now = await agent.check(_all(stages[name]))
+        return now, await agent.check(_all(later[name])) if name in later else now
 
-    reports = await fleet.each(stages, dry_run, on_done)
+    answers = await fleet.each(stages, dry_run, on_done)
+    reports = {name: now for name, (now, _) in answers.items()}
     ends_jobs, loses = _loses(goal.now, observed)
     # On a login host the file is only read by commands.
     costs = {goal.now.controller.name: _conf_cost(goal.now, ends_jobs)}
@@ -72,17 +83,20 @@ async def make_plan(
         HostPlan(name, stages[name], _changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
-    after: tuple[HostPlan, ...] = ()
-    if goal.later is not None:
-        after = tuple(HostPlan(name, planned) for name, planned in _stages(goal.later).items() if name in reports)
+    after = tuple(
+        HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
+        for host in hosts
+        if (name := host.name) in later
+    )
     return Plan(
         cluster=spec.cluster,
         drain=goal.leaving,
         delete=tuple((provider, instance.name) for provider, instance in orphans),
+        unasked=_unasked(goal, orphans),
         hosts=hosts,
         after_drain=after,
         loses=loses,
-        findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports)),
+        findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports), *_left_behind(goal, orphans)),
         unreached=dict(fleet.failures),
     )
 
@@ -109,6 +123,27 @@ def clock_findings(observed: Observed) -> list[Finding]:
         for name, fact in observed.facts.items()
         if abs(fact.clock_offset) > CLOCK_LIMIT
     ]
+
+
+def _left_behind(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
+    """Hosts that go and that nobody deletes: we no longer know the way to them, and what we put there stays."""
+    deleted = {instance.name for _, instance in orphans}
+    return [
+        Finding(
+            "warning",
+            "leaves the cluster, and slurmd and the munge key stay on it",
+            fix=f"put it back into the file and run `shoal node remove {name}`",
+            host=name,
+        )
+        for name in goal.left
+        if name not in deleted
+    ]
+
+
+def _unasked(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> tuple[str, ...]:
+    """Hosts to be deleted that were a cluster before this controller became one."""
+    mine = goal.now.controller.provider
+    return tuple(instance.name for provider, instance in orphans if goal.new and provider != mine)
 
 
 def _stuck(reports: Mapping[str, Report]) -> list[Finding]:
@@ -161,7 +196,7 @@ def _loses(cluster: Cluster, observed: Observed) -> tuple[bool, tuple[str, ...]]
         return False, ()
     jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
     if loses_jobs(old, slurm_conf(cluster.conf)):
-        return True, tuple(job.id for job in jobs if job.state == "RUNNING")
+        return True, tuple(job.id for job in jobs if job.state in ACTIVE_STATES)
     inside = in_force(cluster.facts[cluster.controller.name]).partitions.values()
     gone = {name for names in inside for name in names} - {partition.name for partition in cluster.conf.partitions}
     lost = tuple(job.id for job in jobs if set(job.partition.split(",")) <= gone)
@@ -173,9 +208,11 @@ def _conf_cost(cluster: Cluster, ends_jobs: bool) -> Cost:
     old = _slurm_conf(cluster)
     if old is None:
         return Cost.NOTHING
-    if ends_jobs:
-        return Cost.JOBS
-    return Cost.RESTART if change_cost(old, slurm_conf(cluster.conf)) == "restart" else Cost.NOTHING
+    return Cost.JOBS if ends_jobs else _step_cost(old, slurm_conf(cluster.conf))
+
+
+def _step_cost(old: str, new: str) -> Cost:
+    return Cost.RESTART if change_cost(old, new) == "restart" else Cost.NOTHING
 
 
 def _slurm_conf(cluster: Cluster) -> str | None:
@@ -188,6 +225,25 @@ def _changes(name: str, report: Report, conf_cost: Cost) -> tuple[Change, ...]:
         Change(name, item.key, _action(item), _cost(item.key, item.action, conf_cost), item.diff)
         for item in report.items
         if item.status != "ok"
+    )
+
+
+def _later_changes(
+    goal: Wanted, host: HostPlan, later: tuple[tuple[Stage, Document], ...], report: Report
+) -> tuple[Change, ...]:
+    """What changes on a host once the leaving nodes are empty, beyond what has changed by then."""
+    assert goal.later is not None
+    cost = Cost.NOTHING
+    if host.name == goal.now.controller.name:
+        cost = _step_cost(slurm_conf(goal.now.conf), slurm_conf(goal.later.conf))
+    now = {item.key: item for item in _all(host.stages)}
+    done = {change.what for change in host.changes}
+    done &= {item.key for item in _all(later) if now.get(item.key) == item}
+    when = f"once {compress(goal.leaving)} is empty"
+    return tuple(
+        replace(change, action=f"{change.action}, {when}")
+        for change in _changes(host.name, report, cost)
+        if change.what not in done
     )
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from shoal.agent.client import AgentSession
-from shoal.errors import HostError
+from shoal.errors import ControllerFailed, HostError
 from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.fanout import Outcome, fan_out
 
@@ -58,6 +58,12 @@ class Fleet:
             else:
                 answers[name] = outcome.value  # type: ignore[assignment]
         return answers
+
+    def require(self, name: str) -> None:
+        """Raises when a host that nothing goes on without has dropped out, and says what befell the others."""
+        if name not in self.failures:
+            return
+        raise self.failures[name] if len(self.failures) == 1 else ControllerFailed(name, self.failures)
 
     async def close(self) -> None:
         await asyncio.gather(*(agent.close() for agent in self._agents.values()), return_exceptions=True)

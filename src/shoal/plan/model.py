@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from shoal.agent.document import Document
 from shoal.errors import HostError
+from shoal.plan.shapes import words
 from shoal.providers.api import Request
 from shoal.roles.documents import Stage
 from shoal.spec.finding import Finding
@@ -62,9 +63,11 @@ class Plan:
     """Nodes that leave: drained, waited for, then taken out."""
     delete: tuple[tuple[str, str], ...] = ()
     """Instances to be removed, as (provider, name)."""
+    unasked: tuple[str, ...] = ()
+    """Those of them that another controller ran: this one cannot say which jobs end with them."""
     hosts: tuple[HostPlan, ...] = ()
     after_drain: tuple[HostPlan, ...] = ()
-    """The controller and login hosts once the drained nodes are out of the configuration."""
+    """The hosts once the drained nodes are out of the configuration, and what that changes."""
     loses: tuple[str, ...] = ()
     """Jobs that the changes would end."""
     findings: tuple[Finding, ...] = ()
@@ -74,12 +77,16 @@ class Plan:
     @property
     def changes(self) -> tuple[Change, ...]:
         made = tuple(
-            Change(request.name, "host", f"create on {provider}: {_shape(request)}")
+            Change(request.name, "host", f"create on {provider}: {words(request.shape)}")
             for provider, request in self.create
         )
         drained = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
-        deleted = tuple(Change(name, "host", f"delete from {provider}") for provider, name in self.delete)
-        return made + drained + tuple(change for host in self.hosts for change in host.changes) + deleted
+        deleted = tuple(
+            Change(name, "host", f"delete from {provider}", self._cost_of_deleting(name))
+            for provider, name in self.delete
+        )
+        on_hosts = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
+        return made + drained + on_hosts + deleted
 
     @property
     def cost(self) -> Cost:
@@ -89,16 +96,7 @@ class Plan:
     def empty(self) -> bool:
         return not self.changes
 
-
-def _shape(request: Request) -> str:
-    shape = request.shape
-    parts = [shape.image]
-    if shape.cpus:
-        parts.append(f"{shape.cpus} CPUs")
-    if shape.memory_mb:
-        parts.append(f"{shape.memory_mb} MB")
-    if shape.gpus:
-        parts.append(f"{shape.gpus} simulated GPUs")
-    if shape.site != "a":
-        parts.append(f"site {shape.site}")
-    return ", ".join(parts)
+    def _cost_of_deleting(self, name: str) -> Cost:
+        if name in self.unasked:
+            return Cost.JOBS
+        return Cost.DRAIN if name in self.drain else Cost.NOTHING

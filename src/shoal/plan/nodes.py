@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import SlurmError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, parse_jobs, parse_nodes
+from shoal.slurm.state import ACTIVE_STATES, JOBS_COMMAND, NODES_COMMAND, JobState, parse_jobs, parse_nodes
 
 LEAVING = "shoal: leaving the cluster"
 """The reason on nodes that the spec no longer names. Nodes drained for any other reason are left to whoever did it."""
@@ -33,11 +33,13 @@ async def resume(host: Host, names: Sequence[str]) -> list[str]:
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:
-    """The ids of the jobs that run on a node, jobs that are just ending included."""
-    result = await host.run((*JOBS_COMMAND, "--nodelist", node, "--states", "R,S,CF,CG"), timeout=30)
-    if result.status != 0:
-        raise SlurmError(f"squeue on {host.name} failed: {result.error_text.strip()}", hint="run `shoal up` again")
-    return [job.id for job in parse_jobs(result.text)]
+    """The ids of the jobs that hold a node, jobs that are just ending included."""
+    return [job.id for job in await _jobs(host, "--nodelist", node) if job.state in ACTIVE_STATES | {"COMPLETING"}]
+
+
+async def active_jobs(host: Host) -> list[str]:
+    """The ids of the jobs that would lose their work if the cluster went away now."""
+    return [job.id for job in await _jobs(host) if job.state in ACTIVE_STATES]
 
 
 async def unready(host: Host, names: Sequence[str]) -> dict[str, str]:
@@ -57,6 +59,16 @@ async def unready(host: Host, names: Sequence[str]) -> dict[str, str]:
         elif NOT_READY & set(node.state) or LEAVING in node.reason:
             missing[name] = node.reason or "+".join(node.state).lower()
     return missing
+
+
+async def _jobs(host: Host, *options: str) -> list[JobState]:
+    result = await host.run((*JOBS_COMMAND, *options), timeout=30)
+    if result.status != 0:
+        raise SlurmError(
+            f"squeue on {host.name} failed: {result.error_text.strip()}",
+            hint=f"look at `shoal ssh {host.name} journalctl -u slurmctld`",
+        )
+    return parse_jobs(result.text)
 
 
 async def _update(host: Host, names: Sequence[str], *settings: str) -> None:

@@ -1,6 +1,6 @@
 """Changes to the user's file that leave everything else in it as it is: comments, blanks, quotes, order.
 
-The text is cut at the places where the parser saw the value. Then it is loaded again, and written only when it
+The text is cut at the places where the parser saw the value. Then it is loaded again, and refused unless it
 names exactly the hosts it should.
 """
 
@@ -15,21 +15,20 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from shoal import hostlist
 from shoal.errors import SpecError, UsageError
-from shoal.spec.load import load_text, read_text
+from shoal.spec.load import load_text
 from shoal.spec.members import members
 from shoal.spec.model import HostSet, Spec, parse_host
 
 
-def remove_host(path: Path, name: str) -> None:
-    """Take one host out of the file. Raises UsageError, with what to do instead, when the file cannot do without it."""
-    text = read_text(path)
+def without_host(text: str, name: str, path: Path) -> str:
+    """The text of the file without one host. Raises UsageError, with what to do instead, where that cannot be."""
     spec = load_text(text, str(path))
     place, entry = _set_of(spec, name, path)
     root = YAML(pure=True).compose(text)
     node = _at(root, place)
     changed = _fewer(text, node, entry, name, place) if entry.provider else _without(text, node, entry, name, place)
     _check(changed, spec, name, path)
-    write(path, changed)
+    return changed
 
 
 def write(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.errors import HostError, SlurmError, TimedOut, VersionWindow
 from shoal.hostlist import compress
 from shoal.plan.apply import ending
@@ -9,12 +11,13 @@ from shoal.plan.diff import make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
+from shoal.providers.api import Instance
 from shoal.roles.in_force import SLURM_CONF
-from shoal.slurm.conf import is_ours
+from shoal.slurm.read import is_ours
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
 from shoal.verbs.status import look_at_slurmctld
-from shoal.verbs.up import reached_addresses
+from shoal.verbs.up import reached_addresses, survey
 
 LEAST_FREE_MB = 1024
 
@@ -24,6 +27,8 @@ async def check(context: Context) -> list[Finding]:
     findings = list(context.warnings)
     for name in context.provider_names():
         findings += context.providers(name).check(requests(context.members, name))
+    stock = await survey(context)
+    findings += stock.findings
     made = await context.instances()
     absent = [m.name for m in context.members if m.provider and m.name not in made]
     if absent:
@@ -31,11 +36,11 @@ async def check(context: Context) -> list[Finding]:
     present = [m for m in context.members if m.name not in absent]
     if present:
         async with await context.fleet(present) as fleet:
-            findings += await _look(context, fleet)
+            findings += await _look(context, fleet, stock.orphans)
     return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.level))
 
 
-async def _look(context: Context, fleet: Fleet) -> list[Finding]:
+async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, ending(phase))
@@ -43,7 +48,7 @@ async def _look(context: Context, fleet: Fleet) -> list[Finding]:
     if controller not in observed.facts:
         return findings
     try:
-        plan = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
+        plan = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
     except VersionWindow as window:
         return [*findings, *(finding for finding in window.findings if isinstance(finding, Finding))]
     except SlurmError as error:

@@ -13,6 +13,7 @@ from shoal.hosts.api import Connector, Target
 from shoal.hosts.ssh import SshConnector
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase, Progress, Silence
+from shoal.providers import names as all_providers
 from shoal.providers import provider as find_provider
 from shoal.providers.api import Instance, Provider, Request
 from shoal.spec.finding import Finding
@@ -26,6 +27,16 @@ DEFAULT_FILE = Path("shoal.yaml")
 
 
 @dataclass(frozen=True)
+class Holdings:
+    """All that providers have for a cluster, whether or not the file still names them."""
+
+    found: tuple[tuple[str, Instance], ...]
+    """Each instance with the name of its provider."""
+    findings: tuple[Finding, ...] = ()
+    """Providers that could not be asked."""
+
+
+@dataclass(frozen=True)
 class Context:
     """One cluster as one run of a command sees it."""
 
@@ -34,6 +45,8 @@ class Context:
     warnings: tuple[Finding, ...] = ()
     progress: Progress = field(default_factory=Silence)
     providers: Callable[[str], Provider] = find_provider
+    registry: Callable[[], Iterable[str]] = all_providers
+    """The names of all providers there are."""
     connector: Connector | None = None
     """How hosts are reached; None is SSH with this cluster's known host keys."""
 
@@ -68,14 +81,32 @@ class Context:
         return [_target(self.cluster, member, made) for member in chosen]
 
     async def instances(self) -> dict[str, tuple[str, Instance]]:
-        """Every instance that the spec's providers have for this cluster, by name."""
+        """The members that their providers have made, by name."""
+        at = {member.name: member.provider for member in self.members}
         found: dict[str, tuple[str, Instance]] = {}
         for name in self.provider_names():
             for instance in await self.providers(name).instances(self.cluster):
-                found[instance.name] = (name, instance)
+                if at.get(instance.name) == name:
+                    found[instance.name] = (name, instance)
         return found
 
+    async def holdings(self) -> Holdings:
+        """Everything that any provider has for this cluster: what the file forgot still runs, and may cost money."""
+        found: list[tuple[str, Instance]] = []
+        findings: list[Finding] = []
+        named = self.provider_names()
+        for name in sorted({*named, *self.registry()}):
+            try:
+                found += [(name, instance) for instance in await self.providers(name).instances(self.cluster)]
+            except ProviderError as error:
+                if name in named:
+                    raise
+                what = f"cannot ask {name} whether it has hosts of cluster {self.cluster}"
+                findings.append(Finding("warning", what, error.message, error.hint))
+        return Holdings(tuple(found), tuple(findings))
+
     def provider_names(self) -> list[str]:
+        """The providers that the file names."""
         return sorted({member.provider for member in self.members if member.provider})
 
     def choose(self, hosts: str | None, nodeset: str | None = None) -> list[Member]:

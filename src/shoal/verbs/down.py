@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.agent.client import Report
-from shoal.errors import AgentFailed, HostError, ProviderError, ShoalError
+from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
+from shoal.hosts.api import Host
 from shoal.plan.apply import ending
-from shoal.plan.observe import slurm_view
+from shoal.plan.nodes import active_jobs
 from shoal.roles.documents import farewell
+from shoal.roles.in_force import SLURM_CONF
+from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.context import Context, state_directory, telling
+from shoal.verbs.context import Context, Holdings, state_directory, telling
 
 
 @dataclass(frozen=True)
@@ -23,36 +26,59 @@ class DownResult:
     released: tuple[str, ...] = ()
     """Hosts on which Slurm was stopped and our configuration taken away."""
     failures: Mapping[str, HostError] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
 
 async def down(context: Context, *, force: bool = False) -> DownResult:
-    """Stop Slurm and remove what Shoal made. Refused while jobs run, unless forced."""
+    """Stop Slurm and remove what Shoal made. Refused while jobs run or nobody can say, unless forced."""
+    holdings = await context.holdings()
     if not force:
-        await _refuse_running_jobs(context)
+        await _refuse_running_jobs(context, holdings)
     lent = [member for member in context.members if member.provider is None]
     released, failures = await release(context, lent)
-    deleted = await _delete(context)
+    deleted = await _delete(context, holdings)
     if not failures:
         shutil.rmtree(state_directory(context.cluster), ignore_errors=True)
-    return DownResult(context.cluster, deleted, released, failures)
+    return DownResult(context.cluster, deleted, released, failures, holdings.findings)
 
 
-async def _refuse_running_jobs(context: Context) -> None:
+async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:
+    if _switched_off(context, holdings):
+        return
     try:
-        async with await context.fleet([context.controller]) as fleet:
-            view = await slurm_view(await fleet.host(context.controller.name))
-    except (HostError, ProviderError):
-        return  # Without a controller there is nobody to ask and no job that could end well.
-    running = [job for job in view.jobs if job.state == "RUNNING"]
+        fleet = await context.fleet([context.controller])
+    except ProviderError:
+        return  # The controller was never made, so no job ever started.
+    async with fleet:
+        try:
+            running = await _running_jobs(await fleet.host(context.controller.name))
+        except (HostError, SlurmError) as error:
+            raise ShoalError(
+                f"cannot ask whether jobs run: {error.message}", hint="mend that first, or say --force to end them"
+            ) from error
     if running:
         raise ShoalError(
-            f"cluster {context.cluster} has {len(running)} running job(s): {', '.join(job.id for job in running)}",
+            f"cluster {context.cluster} has {len(running)} running job(s): {', '.join(running)}",
             hint="wait for them, cancel them, or say --force",
         )
 
 
-async def release(context: Context, lent: Sequence[Member]) -> tuple[tuple[str, ...], dict[str, HostError]]:
-    """Bring hosts that we did not make back to a state without us."""
+def _switched_off(context: Context, holdings: Holdings) -> bool:
+    """Whether every host is one that a provider made and that does not run, as after a reboot of this machine."""
+    lent = any(member.provider is None for member in context.members)
+    return not lent and all(instance.state == "stopped" for _, instance in holdings.found)
+
+
+async def _running_jobs(host: Host) -> list[str]:
+    """The jobs that would be lost. A host without slurm.conf was never up, or is given back: there is nobody to ask."""
+    configured = await host.run(("test", "-e", SLURM_CONF), timeout=30)
+    return await active_jobs(host) if configured.status == 0 else []
+
+
+async def release(
+    context: Context, lent: Sequence[Member], again: str = "shoal down"
+) -> tuple[tuple[str, ...], dict[str, HostError]]:
+    """Bring hosts that we did not make back to a state without us. `again` is the command that goes on after errors."""
     if not lent:
         return (), {}
     async with await context.fleet(lent) as fleet:
@@ -61,20 +87,16 @@ async def release(context: Context, lent: Sequence[Member]) -> tuple[tuple[str, 
             async def say_farewell(name: str) -> Report:
                 agent = await fleet.agent(name)
                 report = await agent.apply(farewell(), {}, lambda event: phase.say(name, event.text))
-                failed = next((item for item in report.items if item.status == "failed"), None)
-                if failed is not None:
-                    raise AgentFailed(name, f"{failed.key}: {failed.detail}", hint="mend it and run `shoal down` again")
+                report.raise_failed(name, again)
                 return report
 
             done = await fleet.each(fleet.targets, say_farewell, on_done=ending(phase))
         return tuple(done), dict(fleet.failures)
 
 
-async def _delete(context: Context) -> tuple[str, ...]:
-    deleted: list[str] = []
-    for name in context.provider_names():
-        provider = context.providers(name)
-        deleted += [instance.name for instance in await provider.instances(context.cluster)]
+async def _delete(context: Context, holdings: Holdings) -> tuple[str, ...]:
+    """Remove what providers have. Those that the file names also clear up what a killed run left around hosts."""
+    for name in sorted({*context.provider_names(), *(provider for provider, _ in holdings.found)}):
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
-            await provider.destroy(context.cluster, telling(phase))
-    return tuple(deleted)
+            await context.providers(name).destroy(context.cluster, telling(phase))
+    return tuple(instance.name for _, instance in holdings.found)

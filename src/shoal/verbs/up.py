@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.errors import HostError, ShoalError
+from shoal.errors import HostError, ProviderError, ShoalError
+from shoal.hostlist import compress
 from shoal.plan.apply import Applied, Patience, apply, ending
 from shoal.plan.diff import creation_plan, make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
+from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, cannot_make, telling
@@ -29,6 +31,8 @@ class UpResult:
     unready: tuple[tuple[str, str], ...] = ()
     failures: Mapping[str, HostError] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    again: str = "shoal up"
+    """The command that goes on from here when something is left to do."""
 
     @property
     def unchanged(self) -> bool:
@@ -39,28 +43,39 @@ class UpResult:
         return not (self.failures or self.unready or self.staying)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """How what providers have made differs from what the spec asks of them."""
+
+    missing: tuple[tuple[str, Request], ...] = ()
+    """Hosts that are still to be made or started, each with the name of its provider."""
+    orphans: tuple[tuple[str, Instance], ...] = ()
+    """Instances that the spec no longer names."""
+    findings: tuple[Finding, ...] = ()
+
+
 async def plan(context: Context) -> Plan:
     """The changes that `up` would make. Changes nothing."""
-    missing, orphans = await _instances(context)
-    absent = {request.name for _, request in missing}
+    stock = await survey(context)
+    absent = {request.name for _, request in stock.missing}
     if context.controller.name in absent:
-        return creation_plan(context.cluster, missing, orphans)
+        return replace(creation_plan(context.cluster, stock.missing, stock.orphans), findings=stock.findings)
     async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
         observed = await _look(context, fleet)
-        planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), orphans)
-        return replace(planned, create=tuple(missing))
+        planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), stock.orphans)
+        return replace(planned, create=stock.missing, findings=(*stock.findings, *planned.findings))
 
 
 async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
     """Make missing hosts, bring all hosts to what the spec says, and wait until Slurm sees every node."""
-    missing, orphans = await _instances(context)
-    if missing:
-        await _create(context, missing)
-    async with await context.fleet() as fleet:
+    stock = await survey(context)
+    not_made = await _create(context, stock.missing)
+    async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
+        fleet.failures.update(not_made)
         observed = await _look(context, fleet)
         with context.progress.phase("compare", len(fleet.live)) as phase:
             planned = await make_plan(
-                context.spec, observed, fleet, reached_addresses(fleet), orphans, on_done=ending(phase)
+                context.spec, observed, fleet, reached_addresses(fleet), stock.orphans, on_done=ending(phase)
             )
         _refuse_job_loss(planned, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
@@ -68,30 +83,36 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
             cluster=context.cluster,
-            created=tuple(request.name for _, request in missing),
+            created=tuple(request.name for _, request in stock.missing if request.name not in not_made),
             changed=applied.changed,
             removed=removed,
             staying=applied.staying,
             unready=applied.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *planned.findings),
+            findings=(*context.warnings, *stock.findings, *planned.findings),
         )
 
 
-async def _instances(context: Context) -> tuple[list[tuple[str, Request]], list[tuple[str, Instance]]]:
-    """Hosts that are still to be made, and instances that the spec no longer names."""
-    made = await context.instances()
-    members = {member.name: member for member in context.members}
-    missing = [
+async def survey(context: Context) -> Survey:
+    """Ask every provider what it has for this cluster."""
+    holdings = await context.holdings()
+    ours = {(member.provider, member.name) for member in context.members}
+    made = {instance.name: instance for provider, instance in holdings.found if (provider, instance.name) in ours}
+    missing = tuple(
         (member.provider, Request(member.name, member.shape))
-        for member in members.values()
-        if member.provider and (member.name not in made or made[member.name][1].state in ("stopped", "starting"))
-    ]
-    orphans = [found for name, found in made.items() if name not in members or members[name].provider != found[0]]
-    return missing, orphans
+        for member in context.members
+        if member.provider and (member.name not in made or made[member.name].state in ("stopped", "starting"))
+    )
+    orphans = tuple(
+        (provider, instance) for provider, instance in holdings.found if (provider, instance.name) not in ours
+    )
+    shapes = shape_findings(context.members, {name: instance.shape for name, instance in made.items()})
+    return Survey(missing, orphans, (*holdings.findings, *shapes))
 
 
-async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
+async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:
+    """Make hosts. Those that could not be made are told, each with the reason; they do not stop the others."""
+    failed: dict[str, HostError] = {}
     for name in dict.fromkeys(provider for provider, _ in missing):
         provider = context.providers(name)
         wanted = [request for at, request in missing if at == name]
@@ -99,15 +120,23 @@ async def _create(context: Context, missing: list[tuple[str, Request]]) -> None:
         if problems:
             raise cannot_make(name, problems)
         with context.progress.phase(f"{name} hosts", 1) as phase:
-            await provider.create(context.cluster, wanted, telling(phase))
+            try:
+                await provider.create(context.cluster, wanted, telling(phase))
+            except ProviderError as error:
+                if not error.hosts:
+                    raise
+                failed |= {
+                    host: HostError(host, f"{name} could not make it: {why}", hint=error.hint)
+                    for host, why in error.hosts.items()
+                }
+    return failed
 
 
 async def _look(context: Context, fleet: Fleet) -> Observed:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, ending(phase))
-    if controller in fleet.failures:
-        raise fleet.failures[controller]
+    fleet.require(controller)
     return observed
 
 
@@ -124,6 +153,12 @@ def reached_addresses(fleet: Fleet) -> dict[str, str]:
 
 
 def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
+    if planned.unasked and not allowed:
+        raise ShoalError(
+            f"{compress(planned.unasked)} would be deleted, and the new controller cannot say which jobs run there; "
+            "nothing was changed",
+            hint="`shoal down` the cluster as it was first, give this one another name, or say --allow-job-loss",
+        )
     if planned.cost is Cost.JOBS and planned.loses and not allowed:
         raise ShoalError(
             f"this change would end jobs ({', '.join(planned.loses)}); nothing was changed",
@@ -134,6 +169,10 @@ def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
 async def _remove(context: Context, planned: Plan, applied: Applied) -> tuple[str, ...]:
     for name in dict.fromkeys(provider for provider, _ in planned.delete):
         gone = [host for at, host in planned.delete if at == name]
+        provider = context.providers(name)
         with context.progress.phase(f"{name} hosts removed", 1) as phase:
-            await context.providers(name).delete(context.cluster, gone, telling(phase))
+            if name in context.provider_names():
+                await provider.delete(context.cluster, gone, telling(phase))
+            else:  # then `down` will not think of it either
+                await provider.destroy(context.cluster, telling(phase))
     return tuple(dict.fromkeys((*planned.drain, *(host for _, host in planned.delete))))

@@ -105,12 +105,12 @@ class FakeSlurm:
             return Result(1, stderr=self.broken.encode())
         wanted = call.argv[call.argv.index("--nodelist") + 1] if "--nodelist" in call.argv else None
         assert call.argv[: len(JOBS_COMMAND)] == JOBS_COMMAND
+        found = {job: nodes for job, nodes in self.jobs.items() if wanted is None or wanted in expand(nodes)}
+        states = {job: self.job_states.get(job, "RUNNING") for job in found}
+        rest = ("None", "0:10", "UNLIMITED", "1", "train")
         return "".join(
-            "\x1e"
-            + "\x1f".join((job, self.job_states.get(job, "RUNNING"), "root", "main", nodes, "None", "0:10", "UNLIMITED", "1", "train"))
-            + "\n"
-            for job, nodes in self.jobs.items()
-            if wanted is None or wanted in expand(nodes)
+            "\x1e" + "\x1f".join((job, states[job], "root", "main", nodes, *rest)) + "\n"
+            for job, nodes in found.items()
         ).encode()
 
     def _node(self, name: str) -> str:

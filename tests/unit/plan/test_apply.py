@@ -10,11 +10,11 @@ import pytest
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 
 from shoal.agent.fake import FakeAgent
-from shoal.errors import AgentFailed, HostError, SlurmError
+from shoal.errors import AgentFailed, ControllerFailed, HostError, SlurmError
 from shoal.hosts.fake import Call
 from shoal.plan.apply import Applied, Patience, apply
 from shoal.plan.diff import make_plan
-from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
+from shoal.plan.nodes import LEAVING, active_jobs, drain, jobs_on, resume, unready
 from shoal.plan.observe import observe, slurm_view
 from shoal.plan.progress import Phase, Silence
 from shoal.spec.members import members
@@ -113,7 +113,8 @@ async def test_a_host_that_fails_drops_out_and_the_others_finish() -> None:
     done, failures = await bring(world, heard=heard)
     assert str(failures["n1"]) == (
         "n1: packages munge slurm-client slurmd nftables: no space left on /var\n"
-        "  fix: mend it and run `shoal up` again"
+        "  fix: see what `shoal ssh n1 apt-get install munge slurm-client slurmd nftables` says, "
+        "then run `shoal up` again"
     )
     assert "n1" not in done.changed
     assert "service slurmd" in world.agents["n2"].items
@@ -139,6 +140,21 @@ async def test_a_controller_that_fails_ends_the_run_before_the_nodes() -> None:
     world.agents["c1"].failing.clear()
     done, failures = await bring(world)
     assert (done.unready, failures) == ((), {})
+
+
+async def test_a_controller_that_fails_does_not_hide_what_befell_the_others() -> None:
+    world = lab()
+    world.agents["c1"].failing["service slurmctld"] = "slurmctld did not start: fatal: bad config"
+    world.agents["n2"].failing["user slurm"] = "the id 64030 belongs to user bob"
+    with pytest.raises(ControllerFailed) as caught:
+        await bring(world)
+    assert str(caught.value) == (
+        "c1: service slurmctld: slurmctld did not start: fatal: bad config\n"
+        "and n2: user slurm: the id 64030 belongs to user bob "
+        "(mend it on the host (`shoal ssh n2`), then run `shoal up` again)\n"
+        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`, then run `shoal up` again"
+    )
+    assert list(caught.value.failures) == ["c1", "n2"]
 
 
 async def test_a_leaving_node_is_drained_and_taken_out_once_it_is_empty() -> None:
@@ -264,6 +280,26 @@ async def test_slurm_is_asked_through_the_controller() -> None:
     assert not (await slurm_view(host)).running
     with pytest.raises(SlurmError, match="squeue on c1 failed: down"):
         await jobs_on(host, "n1")
+
+
+@pytest.mark.parametrize(
+    ("state", "holds", "loses"),
+    [
+        ("RUNNING", True, True),
+        ("SUSPENDED", True, True),
+        ("CONFIGURING", True, True),
+        ("COMPLETING", True, False),
+        ("PENDING", False, False),
+    ],
+)
+async def test_a_job_holds_its_node_until_it_is_gone_and_has_work_to_lose_until_it_ends(
+    state: str, holds: bool, loses: bool
+) -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
+    assert (await jobs_on(world.hosts["c1"], "n1") == ["7"]) is holds
+    assert (await active_jobs(world.hosts["c1"]) == ["7"]) is loses
 
 
 async def test_nodes_that_take_jobs_already_are_not_resumed() -> None:

@@ -23,6 +23,7 @@ from shoal.spec.members import members
 from shoal.spec.model import Spec
 
 PATIENCE = Patience(nodes=0, drain=0)
+WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 
 
 async def planned(world: World, spec: Spec | None = None) -> Plan:
@@ -96,7 +97,49 @@ async def test_a_node_that_leaves_is_drained_and_keeps_its_line_until_it_is_empt
     assert plan.cost is Cost.DRAIN
     assert all(not host.changes for host in plan.hosts)
     assert [host.name for host in plan.after_drain] == ["c1", "n1"]
-    assert plan.changes == (Change("n2", "node", "drain, then remove", Cost.DRAIN),)
+    assert plan.changes[0] == Change("n2", "node", "drain, then remove", Cost.DRAIN)
+
+
+async def test_a_plan_also_shows_what_changes_once_a_leaving_node_is_empty() -> None:
+    world = await applied(lab())
+    plan = await planned(world, spec_of(WITHOUT_N2))
+    after = plan.changes[1:]
+    assert {change.host for change in after} == {"c1", "n1"}
+    assert ("c1", f"file {SLURM_CONF}", f"make file {SLURM_CONF}, once n2 is empty") in [
+        (change.host, change.what, change.action) for change in after
+    ]
+    assert all(change.action.endswith(", once n2 is empty") for change in after)
+
+
+async def test_what_changes_at_once_is_not_told_again_for_later() -> None:
+    world = await applied(lab())
+    text = WITHOUT_N2 + "slurm: {options: {KillWait: 60}}\n"
+    plan = await planned(world, spec_of(text))
+    assert [(change.what, change.action) for change in plan.changes if change.what in ("service slurmctld",)] == [
+        ("service slurmctld", "restart service slurmctld")
+    ]
+    told = [change.action for change in plan.changes if (change.host, change.what) == ("c1", f"file {SLURM_CONF}")]
+    assert told == [f"make file {SLURM_CONF}", f"make file {SLURM_CONF}, once n2 is empty"]
+
+
+async def test_a_host_that_nobody_deletes_leaves_with_a_warning() -> None:
+    world = await applied(lab(LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\n"))
+    plan = await planned(world, spec_of(WITHOUT_N2))
+    assert [str(finding) for finding in plan.findings] == [
+        f"{name}: leaves the cluster, and slurmd and the munge key stay on it, "
+        f"put it back into the file and run `shoal node remove {name}`"
+        for name in ("n2", "door")
+    ]
+    kept = LAB.replace("controller: {", "controller: {compute: true, ")
+    assert (await planned(await applied(lab(kept)), spec_of(LAB))).findings == ()
+
+
+async def test_deleting_a_host_costs_what_taking_its_node_out_costs() -> None:
+    plan = Plan("reef", drain=("fish2",), delete=(("sandbox", "fish2"), ("sandbox", "door1")))
+    assert [(change.host, change.cost) for change in plan.changes if change.what == "host"] == [
+        ("fish2", Cost.DRAIN),
+        ("door1", Cost.NOTHING),
+    ]
 
 
 async def test_a_controller_that_computes_no_more_is_drained_too() -> None:
@@ -191,7 +234,7 @@ def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> 
     orphan = ("sandbox", Instance("fish9", "running", Target("fish9")))
     plan = creation_plan("reef", [("sandbox", request)], [orphan])
     assert plan.changes == (
-        Change("fish1", "host", "create on sandbox: debian13, 2 CPUs, 2048 MB, 1 simulated GPUs, site b"),
+        Change("fish1", "host", "create on sandbox: debian13, 2 CPUs, 2048 MB, 1 simulated GPU, site b"),
         Change("fish9", "host", "delete from sandbox"),
     )
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.spec.edit import remove_host
-from shoal.spec.load import load
+from shoal.spec.edit import without_host, write
+from shoal.spec.load import load, read_text
 from shoal.spec.members import members
 
 TEXT = """\
@@ -39,6 +39,11 @@ nodesets:
   one: {provider: sandbox, count: 1}
   lone: {hosts: [d]}
 """
+
+
+def remove_host(path: Path, name: str) -> None:
+    write(path, without_host(read_text(path), name, path))
+
 
 EDITS = {
     "gpu01": ("    - gpu01     # slow\n", ""),

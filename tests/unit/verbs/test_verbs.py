@@ -31,14 +31,6 @@ from shoal.verbs.up import UpResult, plan, up
 AT_ONCE = Patience(nodes=0, drain=0)
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where host keys are kept, away from those of the person who runs the tests."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "state" / "shoal" / "reef").mkdir(parents=True)
-    return tmp_path / "state" / "shoal" / "reef"
-
-
 def kept(state: Path) -> bool:
     return state.exists()
 
@@ -483,7 +475,8 @@ async def test_down_with_a_host_away_releases_the_others_and_keeps_the_keys(stat
     result = await down(context)
     assert result.released == ("c1",)
     assert {name: str(error) for name, error in result.failures.items()} == {
-        "n1": "n1: service slurmd: slurmd does not stop\n  fix: mend it and run `shoal down` again",
+        "n1": "n1: service slurmd: slurmd does not stop\n"
+        "  fix: look at `shoal ssh n1 journalctl -u slurmd`, then run `shoal down` again",
         "n2": "n2: does not answer within 10 s\n  fix: is the host up?",
     }
     assert kept(state)
