@@ -359,3 +359,15 @@ def test_after_close_nothing_is_recorded_and_nothing_breaks(start: Start, tmp_pa
     track.data("a", b"")
     assert track.close()
     assert (tmp_path / "tracking/metrics.jsonl").stat().st_size == size
+
+
+def test_a_forked_child_that_ends_does_not_end_the_run(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from shoal.train.tracking import tracker\n"
+        "track = tracker(directory=sys.argv[1], system_every=0)\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit()\n"
+        "os.waitpid(child, 0); track.log({'loss': 1}, step=1); track.close('SCHEDULED')\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env={**os.environ, "SHOAL_RUN_ID": "x"})
+    assert [r["status"] for r in records(tmp_path / "metrics.jsonl") if "status" in r] == ["RUNNING", "SCHEDULED"]

@@ -107,6 +107,7 @@ class Tracker:
         self._again_until = max((step for _, step, _ in self._again), default=-1)
         self._complaints: set[str] = set()
         self._closed = False
+        self._pid = os.getpid()
         self._system: SystemMetrics | None = None
         if env and system_every > 0:
             system = spools[-1]
@@ -246,6 +247,8 @@ class Tracker:
             self.data("job.sbatch", done.stdout)
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a forked child ends, not the run
+            return
         self.close("FAILED" if getattr(sys, "last_value", None) is not None else "FINISHED")
 
 
