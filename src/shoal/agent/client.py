@@ -232,7 +232,11 @@ class AgentSession:
                     hint="install a newer python3 on the host, or use a newer release of its distribution",
                 )
             if event["event"] == "error":
-                raise AgentFailed(self._host.name, event["text"])
+                raise AgentFailed(
+                    self._host.name,
+                    event["text"],
+                    hint=f"mend it on the host (`shoal ssh {self._host.name}`), then run the command again",
+                )
             yield event
         raise await self._ended()
 
@@ -257,7 +261,11 @@ class AgentSession:
                 hint="if memory ran out (`journalctl -k` on the host), give it more; then run `shoal up` again",
             )
         text = f"the agent ended unexpectedly with status {result.status}"
-        return AgentFailed(self._host.name, f"{text}\n{said}" if said else text)
+        return AgentFailed(
+            self._host.name,
+            f"{text}\n{said}" if said else text,
+            hint="run the command again; should it end so again, report it with these lines",
+        )
 
 
 def _remedy(key: str, host: str) -> str:

@@ -1,9 +1,10 @@
-"""Progress for a person: a bar for each phase on a terminal, one line for each phase elsewhere."""
+"""Progress for a person: a bar for each phase on a terminal; elsewhere a line for each, and more while it is long."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,20 +15,28 @@ from rich.table import Column
 from shoal.plan.progress import Phase
 from shoal.spec.words import printable
 
+MOST_SAID = 3
+"""Of so many hosts a line in a pipe tells what they are doing."""
+
 
 class TerminalProgress:
-    """Bars on a terminal. What a host says last stands behind the bar."""
+    """Bars on a terminal. What a host says last stands behind the bar.
 
-    def __init__(self, console: Console) -> None:
+    In a pipe, a phase that takes longer than `every` seconds says where it is, and again after as many.
+    """
+
+    def __init__(self, console: Console, every: float = 10.0) -> None:
         self._console = console
+        self._every = every
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Phase]:
         begun = time.monotonic()
         if not self._console.is_terminal:
             phase = PlainPhase(title, total)
-            yield phase
-            self._console.print(phase.line(time.monotonic() - begun), highlight=False, markup=False)
+            with _repeated(self._every, lambda: self._print(phase.so_far(time.monotonic() - begun))):
+                yield phase
+            self._print(phase.line(time.monotonic() - begun))
             return
         bars = Bars(
             TextColumn("{task.description:<26}", table_column=Column(min_width=26)),
@@ -44,22 +53,63 @@ class TerminalProgress:
             yield bar
         self._console.print(bar.line(time.monotonic() - begun), highlight=False)
 
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _repeated(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Do something every so many seconds while the block runs. Outside of an event loop nothing runs long."""
+    timer: asyncio.TimerHandle | None = None
+
+    def again() -> None:
+        nonlocal timer
+        action()
+        timer = loop.call_later(seconds, again)
+
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        yield
+        return
+    timer = loop.call_later(seconds, again)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
 
 class PlainPhase:
-    """Counts, and says nothing until the end."""
+    """Counts, and remembers what each host said last until it is done."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title
         self.total = total
         self.failed: list[str] = []
+        self._count = f"0/{total}"
+        self._finished = 0
+        self._said: dict[str, str] = {}
 
-    def say(self, host: str, text: str) -> None: ...
+    def say(self, host: str, text: str) -> None:
+        self._said[host] = f"{host}: {text}"
 
     def done(self, host: str, error: str = "") -> None:
+        self._finished += 1
+        self._count = f"{self._finished}/{self.total}"
+        self._said.pop(host, None)
         if error:
             self.failed.append(host)
 
-    def at(self, fraction: float, text: str = "") -> None: ...
+    def at(self, fraction: float, text: str = "") -> None:
+        self._count = f"{fraction:.0%}"
+        self._said[""] = text
+
+    def so_far(self, seconds: float) -> str:
+        said = [text for text in self._said.values() if text]
+        more = f"; {len(said) - MOST_SAID} more" if len(said) > MOST_SAID else ""
+        return printable(
+            f"  {self.title:<26} {self._count:<8} {seconds:6.1f} s  {'; '.join(said[:MOST_SAID])}{more}"
+        ).rstrip()
 
     def line(self, seconds: float) -> str:
         mark = f"failed on {', '.join(self.failed)}" if self.failed else "done"

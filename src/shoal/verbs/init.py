@@ -81,9 +81,8 @@ def ssh_hosts(config: Path) -> tuple[list[str], dict[str, str]]:
     doors = {door for block in blocks for door in _doors(block)}
     purposes = {alias: "git" for block in blocks for alias in block.aliases if _is_forge(alias, block)}
     purposes |= {name: "a jump host" for name in names if name in doors}
-    return [name for name in names if name not in purposes], {
-        name: purposes[name] for name in names if name in purposes
-    }
+    left_out = {name: purposes[name] for name in names if name in purposes}
+    return [name for name in names if name not in left_out], left_out
 
 
 def _doors(block: _Block) -> set[str]:
@@ -117,9 +116,10 @@ def _blocks(config: Path, base: Path, depth: int) -> list[_Block]:
             literal = [word for word in words if not re.search(r"[*?!]", word)]
             blocks.append(_Block(literal if keyword == "host" else []))
         elif keyword == "include" and depth > 0:
+            current = blocks[-1]
             for included in _included(words, base):
                 blocks += _blocks(included, base, depth - 1)
-            blocks.append(_Block([], blocks[-1].settings))
+            blocks.append(current)  # what follows belongs to the block that the include stands in
         else:
             blocks[-1].settings.setdefault(keyword, words)  # as SSH does, the first of a kind counts
     return blocks

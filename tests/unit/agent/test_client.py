@@ -48,7 +48,23 @@ async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
         async with await AgentSession.open(host) as session:
             await session.facts()
     assert str(caught.value) == (
-        "n1: the agent ended unexpectedly with status 1\nTraceback (most recent call last):\nMemoryError"
+        "n1: the agent ended unexpectedly with status 1\nTraceback (most recent call last):\nMemoryError\n"
+        "  fix: run the command again; should it end so again, report it with these lines"
+    )
+
+
+async def test_what_the_agent_could_not_do_is_told_with_where_to_mend_it() -> None:
+    async def full(program: FakeProgram) -> int:
+        await program.print(b'{"event":"error","text":"/var/lib/shoal: No space left on device"}\n')
+        await program.read()
+        return 0
+
+    with pytest.raises(AgentFailed) as caught:
+        async with await AgentSession.open(FakeHost("n1", {("python3",): full})) as session:
+            await session.secret("/key")
+    assert str(caught.value) == (
+        "n1: /var/lib/shoal: No space left on device\n"
+        "  fix: mend it on the host (`shoal ssh n1`), then run the command again"
     )
 
 

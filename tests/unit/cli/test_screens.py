@@ -307,6 +307,41 @@ def test_without_a_terminal_each_phase_is_one_line() -> None:
     assert console.file.getvalue().startswith("  connect and look           failed on n2")  # type: ignore[attr-defined]
 
 
+async def lines_in(console: Console, least: int) -> list[str]:
+    """What was printed, once there is as much of it."""
+    for _ in range(1000):
+        lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        if len(lines) >= least:
+            return lines
+        await asyncio.sleep(0.01)
+    raise AssertionError("too little was printed")
+
+
+async def test_without_a_terminal_a_long_phase_says_where_it_is() -> None:
+    console = Console(file=StringIO(), width=200)
+    with TerminalProgress(console, every=0.01).phase("packages", 6) as phase:
+        phase.done("n1")
+        for number in range(2, 7):
+            phase.say(f"n{number}", "[waits] for apt\x1b[2J")
+        await lines_in(console, 2)
+    lines = await lines_in(console, 3)
+    assert re.fullmatch(
+        r"  packages                   1/6         \d\.\d s  n2: \[waits\] for apt\\x1b\[2J; n3: .*; n4: .*; 2 more",
+        lines[0],
+    )
+    assert lines[-1].startswith("  packages                   done")
+    await asyncio.sleep(0.05)
+    assert await lines_in(console, 1) == lines
+
+
+async def test_work_that_is_not_counted_in_hosts_says_how_much_is_done() -> None:
+    console = Console(file=StringIO(), width=200)
+    with TerminalProgress(console, every=0.01).phase("sandbox hosts", 1) as phase:
+        phase.at(0.4, "image debian12: unpack")
+        first, *_ = await lines_in(console, 1)
+    assert re.fullmatch(r"  sandbox hosts              40%         \d\.\d s  image debian12: unpack", first)
+
+
 def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100, no_color=True)
     with TerminalProgress(console).phase("nodes", 1) as phase:
