@@ -41,6 +41,8 @@ class Seat:
     minor: int | None = None
     allocated: tuple[int, ...] = ()
     """The device numbers Slurm gave this step or job on this node; empty where it does not say."""
+    granted: int = 0
+    """How many GPUs Slurm gave on this node; 0 where it does not say."""
 
     @property
     def gpu(self) -> str:
@@ -120,7 +122,8 @@ def take_seat(env: Env, gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Seat
     index = 0 if len(gpus) == 1 else env.local_rank
     taken = gpus[index] if index < len(gpus) else Gpu("", None)
     allocated = device_numbers(allocated_gpus(environ))
-    return Seat(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated)
+    granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
+    return Seat(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated, granted)
 
 
 def allocated_gpus(environ: Mapping[str, str]) -> str:
@@ -171,6 +174,13 @@ def find_fault(seats: Sequence[Seat], env: Env) -> BindingError | None:
                 found=f"Slurm gave it {given}\n{table}",
                 fix=f"remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n{fix}",
             )
+        if not seat.allocated and 0 < seat.granted < seat.visible:
+            return BindingError(
+                f"rank {seat.rank} sees {seat.visible} GPUs on {seat.node}, and Slurm gave it {seat.granted},"
+                " not saying which",
+                found=f"SLURM_GPUS_ON_NODE={seat.granted}, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n{table}",
+                fix=f"remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n{fix}",
+            )
     return None
 
 
@@ -179,8 +189,9 @@ def right_flags(env: Env, ranks: int) -> str:
     if env.launcher in ("torchrun", "spawn"):
         start = f"torchrun --nproc-per-node={ranks}" if env.launcher == "torchrun" else f"spawn(nprocs={ranks})"
         return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node=1, and {start}"
-    # --gpu-bind=none: all ranks of a node see all its GPUs, which NCCL needs to copy between them directly.
-    return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node={ranks} --gpu-bind=none"
+    # All ranks of a node then see all its GPUs, which NCCL needs to copy between them directly. Without --gpu-bind:
+    # --gpus-per-task hides the others' GPUs, and `none` makes Slurm 22.05 leave CUDA_VISIBLE_DEVICES out.
+    return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node={ranks}"
 
 
 def _seat(text: str | bytes) -> Seat:

@@ -44,11 +44,12 @@ def cuda_gpus() -> tuple[Gpu, ...]:
 
 def device_file_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[Gpu, ...]:
     """What CUDA would see: it numbers the device files it can open, then picks those of CUDA_VISIBLE_DEVICES."""
-    wanted = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if not wanted:
-        return ()
+    if "CUDA_VISIBLE_DEVICES" not in environ and "SLURM_GPUS_ON_NODE" not in environ:
+        return ()  # device files are no sign that this process is to use them
     usable = usable_minors(devices)
-    uuids = smi_uuids() if usable else {}
+    every = ",".join(str(index) for index in range(len(usable)))
+    wanted = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if part.strip()]
+    uuids = smi_uuids() if usable and wanted else {}
     by_uuid = {uuid: minor for minor, uuid in uuids.items()}
     found = []
     for part in wanted:

@@ -60,14 +60,14 @@ BAD = {
         "ranks 0 and 1 are on the same GPU of gpu1: GPU-a (/dev/nvidia0)\n"
         f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "         1     gpu1  1           GPU-a (/dev/nvidia0)\n"
-        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     ),
     "two ranks on one device without a UUID": (
         [seat(0, "", 3, visible=1), seat(1, "", 3, visible=1)],
         "ranks 0 and 1 are on the same GPU of gpu1: gpu1:/dev/nvidia3\n"
         f"  found: {HEAD}0     gpu1  0           gpu1:/dev/nvidia3\n"
         "         1     gpu1  1           gpu1:/dev/nvidia3\n"
-        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     ),
     "another job's GPU": (
         [seat(0, "GPU-a", 0, allocated=(1,))],
@@ -75,14 +75,22 @@ BAD = {
         "  found: Slurm gave it /dev/nvidia1\n"
         f"         {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "  fix: remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n"
-        "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1 --gpu-bind=none",
+        "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1",
+    ),
+    "all GPUs of a node in sight of a job that has one, as --gpu-bind=none does on Slurm 22.05": (
+        [replace(seat(0, "GPU-a", 0, visible=4), granted=1)],
+        "rank 0 sees 4 GPUs on gpu1, and Slurm gave it 1, not saying which\n"
+        "  found: SLURM_GPUS_ON_NODE=1, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n"
+        f"         {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
+        "  fix: remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n"
+        "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1",
     ),
     "a rank left without one": (
         [seat(0, "GPU-a", 0), seat(1, "", visible=0)],
         "rank 1 has no GPU: it is local rank 1 on gpu1 and sees no GPU\n"
         f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "         1     gpu1  1           none\n"
-        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2 --gpu-bind=none",
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     ),
 }
 
@@ -177,6 +185,8 @@ def test_device_files_are_numbered_as_cuda_numbers_what_it_can_open(devices: Pat
         "": (),
     }
     assert {text: device_file_gpus({"CUDA_VISIBLE_DEVICES": text}, devices) for text in seen} == seen
+    assert device_file_gpus({"SLURM_GPUS_ON_NODE": "1"}, devices) == (Gpu("GPU-2", 2), Gpu("GPU-3", 3))
+    assert device_file_gpus({}, devices) == ()
 
 
 def test_the_drivers_table_gives_the_device_number_of_a_uuid(tmp_path: Path) -> None:
