@@ -13,33 +13,59 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.train.binding import Binding, Seat, prove_binding
+    from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
     from shoal.train.dist import Dist, init, shutdown
     from shoal.train.env import Env, read_env
-    from shoal.train.errors import BindingError, EnvError, RendezvousError, TrainError
+    from shoal.train.errors import (
+        BindingError,
+        CheckpointError,
+        EnvError,
+        ParallelError,
+        RendezvousError,
+        TrainError,
+    )
     from shoal.train.multiprocess import spawn
+    from shoal.train.parallel import parallelize
+    from shoal.train.run import Run
+    from shoal.train.stop import Stop, Stopper, starting_workers, worker_signals
 
 __all__ = [
     "Binding",
     "BindingError",
+    "CheckpointError",
+    "Checkpointer",
     "Dist",
     "Env",
     "EnvError",
+    "ParallelError",
     "RendezvousError",
+    "Run",
+    "SaveResult",
     "Seat",
+    "Stop",
+    "Stopper",
     "TrainError",
+    "TrainState",
     "init",
+    "parallelize",
     "prove_binding",
     "read_env",
     "shutdown",
     "spawn",
+    "starting_workers",
+    "worker_signals",
 ]
 
 _HOMES = {
     "binding": ("Binding", "Seat", "prove_binding"),
+    "checkpoint": ("Checkpointer", "SaveResult", "TrainState"),
     "dist": ("Dist", "init", "shutdown"),
     "env": ("Env", "read_env"),
-    "errors": ("BindingError", "EnvError", "RendezvousError", "TrainError"),
+    "errors": ("BindingError", "CheckpointError", "EnvError", "ParallelError", "RendezvousError", "TrainError"),
     "multiprocess": ("spawn",),
+    "parallel": ("parallelize",),
+    "run": ("Run",),
+    "stop": ("Stop", "Stopper", "starting_workers", "worker_signals"),
 }
 """The module each name lives in."""
 

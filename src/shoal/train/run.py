@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
-from shoal.train.contract import EXIT_REQUEUE
+from shoal.train.contract import EXIT_REQUEUE, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.requeue import Answer, requeue
 from shoal.train.stop import Stop, Stopper
 
@@ -26,7 +26,7 @@ class Run:
     def __init__(
         self,
         state: TrainState,
-        directory: str | Path,
+        directory: str | Path | None = None,
         *,
         save_every: int = 0,
         keep_last: int = 3,
@@ -34,9 +34,12 @@ class Run:
         stopper: Stopper | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`save_every` steps; 0 saves only at a stop and at the end."""
+        """`save_every` steps; 0 saves only at a stop and at the end. Without `directory`, in that of the job."""
+        if not state.run_id:
+            state.run_id = environ.get(SHOAL_RUN_ID, "")
         self.state = state
-        self.checkpointer = Checkpointer(directory, keep_last=keep_last, asynchronous=asynchronous)
+        place = directory or Path(environ.get(SHOAL_JOB_DIR, "."), "checkpoints")
+        self.checkpointer = Checkpointer(place, keep_last=keep_last, asynchronous=asynchronous)
         self.save_every = save_every
         self._stopper = stopper or Stopper(environ=environ)
         self._environ = environ

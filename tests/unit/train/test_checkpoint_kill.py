@@ -21,7 +21,7 @@ WATCHED = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.scandir
 
 def _save_twice(rank: int, directory: str, victim: int, kill_at: int, asynchronous: bool) -> None:
     """Save step 1, then step 2, and die at the given operation on the directory during the second save."""
-    state = build("ddp")
+    state = build("fsdp")
     checkpointer = Checkpointer(directory, keep_last=1, asynchronous=asynchronous)
     train_step(state)
     assert checkpointer.save(1, state, wait=True).committed
@@ -47,7 +47,7 @@ def _die_at(count: int, directory: str) -> None:
 
 
 def _resume(rank: int, directory: str) -> None:
-    state = build("ddp", seed=9)
+    state = build("fsdp", seed=9)
     checkpointer = Checkpointer(directory)
     step = checkpointer.restore(state)
     restored = digest(state)

@@ -54,6 +54,15 @@ def test_a_run_that_has_ended_does_nothing_when_started_again(tmp_path: Path) ->
     assert digest(again) == final
 
 
+def test_the_job_says_where_its_checkpoints_are_and_which_run_it_is(tmp_path: Path) -> None:
+    state = build("plain")
+    state.run_id = ""
+    environ = {"SHOAL_JOB_DIR": str(tmp_path), "SHOAL_RUN_ID": "cluster-7"}
+    for _ in Run(state, environ=environ).steps(1):
+        train_step(state)
+    assert files.read_manifest(tmp_path / "checkpoints" / "step-1").run_id == "cluster-7"
+
+
 def test_a_signal_at_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
     state = build("plain")
     for step in Run(state, tmp_path, environ={}).steps(2):

@@ -115,6 +115,10 @@ class Checkpointer:
             return SaveResult(step, "pending", reason, stall_seconds=stall)
         return self._ended(self._write(flat, manifest, nonce, began, None))
 
+    def done(self) -> bool:
+        """Whether no save is under way on this rank. The only method that is not collective."""
+        return self._pending is None or self._pending.done()
+
     def wait(self) -> SaveResult | None:
         """Wait for the save that is under way. The newest save that has ended, if any has."""
         if self._pending is not None:
