@@ -14,8 +14,9 @@ WANTED = [Request("n1", Shape()), Request("n2", Shape())]
 async def test_a_failing_host_does_not_stop_the_others() -> None:
     fake = FakeProvider()
     fake.failing["n1"] = "no capacity"
-    with pytest.raises(ProviderError, match="host n1: no capacity"):
+    with pytest.raises(ProviderError, match="host n1: no capacity") as caught:
         await fake.create("reef", WANTED, lambda what, done: None)
+    assert caught.value.hosts == {"n1": "no capacity"}
     assert [one.name for one in await fake.instances("reef")] == ["n2"]
     del fake.failing["n1"]
     assert [one.name for one in await fake.create("reef", WANTED, lambda what, done: None)] == ["n1", "n2"]

@@ -1,0 +1,324 @@
+"""Hosts that leave: nothing of ours stays on them unmentioned, and nothing that a provider made runs on unseen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.plan.fake_world import LAB, World, lab
+from tests.unit.verbs.test_verbs import AT_ONCE, Sandbox, context_of, raised
+
+from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
+from shoal.plan.model import Cost
+from shoal.plan.progress import Silence
+from shoal.providers.api import Request
+from shoal.providers.fake import FakeProvider
+from shoal.spec.finding import Finding
+from shoal.spec.member import Shape
+from shoal.spec.members import default_spec
+from shoal.verbs.check import check
+from shoal.verbs.context import Context
+from shoal.verbs.down import DownResult, down
+from shoal.verbs.node import remove_node
+from shoal.verbs.up import plan, up
+
+WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
+GIVEN_BACK = (False, None)
+
+
+def left_on(world: World, host: str) -> tuple[bool, Any]:
+    """Whether slurmd runs there, and the content of the munge key."""
+    items = world.agents[host].items
+    return items["service slurmd"]["running"], items["file /etc/munge/munge.key"].get("content", "a key")
+
+
+async def lab_with_file(tmp_path: Path) -> tuple[World, Context, Path]:
+    world = lab()
+    await raised(world)
+    file = tmp_path / "shoal.yaml"
+    file.write_text(LAB)
+    return world, replace(context_of(world), file=file), file
+
+
+# ---- node remove
+
+
+async def test_a_node_with_jobs_stays_in_the_file_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    world, context, file = await lab_with_file(tmp_path)
+    world.slurm.jobs["7"] = "n2"
+    result = await remove_node(context, "n2", AT_ONCE)
+    assert (result.staying, result.again, result.findings) == (("n2",), "shoal node remove n2", ())
+    assert file.read_text() == LAB
+    world.slurm.jobs.clear()
+    result = await remove_node(context, "n2", AT_ONCE)
+    assert (result.removed, result.whole) == (("n2",), True)
+    assert left_on(world, "n2") == GIVEN_BACK
+    assert file.read_text() == WITHOUT_N2
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as a test can have one."""
+
+
+class KilledIn(Silence):
+    """Progress that ends the run where a phase begins."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+
+    def phase(self, title: str, total: int) -> Any:
+        if title == self._title:
+            raise Killed
+        return super().phase(title, total)
+
+
+@pytest.mark.parametrize("moment", ["connect and look", "jobs on leaving nodes", "controller", "hosts released"])
+async def test_killed_at_any_moment_the_next_run_takes_the_node_out(moment: str, tmp_path: Path) -> None:
+    world, context, file = await lab_with_file(tmp_path)
+    with pytest.raises(Killed):
+        await remove_node(replace(context, progress=KilledIn(moment)), "n2", AT_ONCE)
+    assert file.read_text() == LAB
+    world.look_again()
+    result = await remove_node(context, "n2", AT_ONCE)
+    assert (result.removed, result.whole) == (("n2",), True)
+    assert world.slurm.nodes == ["n1"]
+    assert left_on(world, "n2") == GIVEN_BACK
+    assert file.read_text() == WITHOUT_N2
+
+
+async def test_a_node_that_does_not_answer_stays_in_the_file_with_the_ways_out(tmp_path: Path) -> None:
+    world, context, file = await lab_with_file(tmp_path)
+    world.hosts["n2"].unreachable = True
+    result = await remove_node(context, "n2", AT_ONCE)
+    assert list(result.failures) == ["n2"]
+    assert [str(finding) for finding in result.findings] == [
+        "n2: is out of Slurm and still in the file, run `shoal node remove n2` again when it answers; "
+        "if it is gone for good, take it out of the file by hand"
+    ]
+    assert (world.slurm.nodes, file.read_text()) == (["n1"], LAB)
+
+
+async def test_what_others_write_into_the_file_meanwhile_stays(tmp_path: Path) -> None:
+    _, context, file = await lab_with_file(tmp_path)
+
+    class Edits(Silence):
+        def phase(self, title: str, total: int) -> Any:
+            file.write_text(LAB + "# a note\n")
+            return super().phase(title, total)
+
+    await remove_node(replace(context, progress=Edits()), "n2", AT_ONCE)
+    assert file.read_text() == WITHOUT_N2 + "# a note\n"
+
+
+async def test_a_lent_host_taken_out_of_the_file_by_hand_is_a_warning_in_plan_and_up() -> None:
+    world = lab()
+    await raised(world)
+    said = (
+        "n2: leaves the cluster, and slurmd and the munge key stay on it, "
+        "put it back into the file and run `shoal node remove n2`"
+    )
+    edited = context_of(world, WITHOUT_N2)
+    assert [str(finding) for finding in (await plan(edited)).findings] == [said]
+    result = await up(edited, AT_ONCE)
+    assert ([str(finding) for finding in result.findings], result.removed) == ([said], ("n2",))
+
+
+# ---- what providers have
+
+
+class Elsewhere:
+    """A lab whose cluster's name also has hosts at a provider that the file does not name."""
+
+    def __init__(self) -> None:
+        self.cloud = FakeProvider()
+        self.world = lab()
+
+    async def stray(self) -> None:
+        await self.cloud.create("reef", [Request("gpu1", Shape()), Request("gpu2", Shape())], lambda text, part: None)
+
+    def context(self, text: str | None = None) -> Context:
+        return context_of(self.world, text, providers=lambda name: self.cloud, registry=lambda: ("cloud",))
+
+
+async def test_hosts_of_a_provider_that_the_file_does_not_name_are_planned_away_and_deleted() -> None:
+    it = Elsewhere()
+    assert (await up(it.context(), AT_ONCE)).whole
+    it.world.look_again()
+    await it.stray()
+    assert (await plan(it.context())).delete == (("cloud", "gpu1"), ("cloud", "gpu2"))
+    assert [(f.level, f.what) for f in await check(it.context())] == [("info", "changes are due on gpu[1-2]")]
+    assert (await up(it.context(), AT_ONCE)).removed == ("gpu1", "gpu2")
+    assert it.cloud.clusters == {}
+
+
+async def test_down_deletes_hosts_of_a_provider_that_the_file_no_longer_names() -> None:
+    it = Elsewhere()
+    await it.stray()
+    result = await down(it.context())
+    assert result == DownResult("reef", deleted=("gpu1", "gpu2"), released=("c1", "n1", "n2"))
+    assert it.cloud.clusters == {}
+
+
+async def test_a_new_controller_does_not_delete_the_hosts_of_another_unasked() -> None:
+    it = Elsewhere()
+    await it.stray()
+    assert (await plan(it.context())).cost is Cost.JOBS
+    with pytest.raises(ShoalError) as caught:
+        await up(it.context(), AT_ONCE)
+    assert str(caught.value) == (
+        "gpu[1-2] would be deleted, and the new controller cannot say which jobs run there; nothing was changed\n"
+        "  fix: `shoal down` the cluster as it was first, give this one another name, or say --allow-job-loss"
+    )
+    assert len(it.cloud.clusters["reef"]) == 2
+    assert (await up(it.context(), AT_ONCE, allow_job_loss=True)).removed == ("gpu1", "gpu2")
+
+
+async def test_a_provider_that_the_file_does_not_name_and_that_cannot_be_asked_is_a_warning() -> None:
+    class Mute(FakeProvider):
+        async def instances(self, cluster: str) -> list[Any]:
+            raise ProviderError("no account", hint="log in to it")
+
+    it = Elsewhere()
+    it.cloud = Mute()
+    said = Finding("warning", "cannot ask cloud whether it has hosts of cluster reef", "no account", "log in to it")
+    result = await up(it.context(), AT_ONCE)
+    assert (result.findings, result.whole) == ((said,), True)
+    assert (await down(it.context())).findings == (said,)
+
+
+async def test_the_same_name_at_two_providers_is_two_hosts() -> None:
+    sandbox, cloud = Sandbox(), FakeProvider()
+    both = {"sandbox": sandbox.provider, "cloud": cloud}
+    context = replace(sandbox.context(), providers=lambda name: both[name], registry=lambda: tuple(both))
+    await up(context, AT_ONCE)
+    sandbox.world.look_again()
+    await cloud.create("reef", [Request("fish1", Shape())], lambda text, part: None)
+    planned = await plan(context)
+    assert (planned.create, planned.delete) == ((), (("cloud", "fish1"),))
+
+
+async def test_a_host_that_is_to_be_of_another_shape_is_a_warning_in_plan_up_and_check() -> None:
+    sandbox = Sandbox()
+    await up(sandbox.context(), AT_ONCE)
+    sandbox.world.look_again()
+    made = sandbox.provider.clusters["reef"]
+    made["fish2"] = replace(made["fish2"], shape=replace(made["fish2"].shape, gpus=1))
+    said = (
+        "fish2: was made with 1 GPU; the file now says 2 GPUs, "
+        "`shoal node remove` it, put it back into the file and run `shoal up` to remake it"
+    )
+    assert [str(finding) for finding in (await plan(sandbox.context())).findings] == [said]
+    assert [str(finding) for finding in (await up(sandbox.context(), AT_ONCE)).findings] == [said]
+    assert [str(finding) for finding in await check(sandbox.context())] == [said]
+    assert sandbox.provider.clusters["reef"]["fish2"].shape.gpus == 1
+
+
+# ---- hosts that cannot be made
+
+
+async def test_a_host_that_cannot_be_made_does_not_stop_the_others() -> None:
+    sandbox = Sandbox()
+    sandbox.provider.failing["fish2"] = "no capacity"
+    result = await up(sandbox.context(), AT_ONCE)
+    assert (result.created, result.changed) == (("controller", "fish1"), ("controller", "fish1"))
+    assert {name: str(error) for name, error in result.failures.items()} == {
+        "fish2": "fish2: sandbox could not make it: no capacity"
+    }
+    sandbox.world.look_again()
+    sandbox.provider.failing.clear()
+    again = await up(sandbox.context(), AT_ONCE)
+    assert (again.created, again.whole) == (("fish2",), True)
+
+
+async def test_a_controller_that_cannot_be_made_ends_the_run() -> None:
+    sandbox = Sandbox()
+    sandbox.provider.failing["controller"] = "no capacity"
+    with pytest.raises(HostError, match="controller: sandbox could not make it: no capacity"):
+        await up(sandbox.context(), AT_ONCE)
+    assert sandbox.world.applied() == []
+
+
+async def test_a_provider_that_can_make_nothing_ends_the_run() -> None:
+    class Closed(FakeProvider):
+        async def create(self, *args: Any) -> list[Any]:
+            raise ProviderError("closed for the night")
+
+    with pytest.raises(ProviderError, match="closed for the night"):
+        await up(Context(default_spec("reef"), providers=lambda name: Closed()), AT_ONCE)
+
+
+async def test_without_the_controller_every_failure_is_told() -> None:
+    world = lab()
+    world.hosts["c1"].unreachable = world.hosts["n2"].unreachable = True
+    for verb in (up, plan):
+        with pytest.raises(ControllerFailed) as caught:
+            await verb(context_of(world))
+        assert str(caught.value) == (
+            "c1: does not answer within 10 s\nand n2: does not answer within 10 s (is the host up?)\n"
+            "  fix: is the host up?"
+        )
+        assert list(caught.value.failures) == ["c1", "n2"]
+
+
+# ---- down, when it cannot ask
+
+
+async def test_down_is_refused_when_the_controller_does_not_answer() -> None:
+    world = lab()
+    context = await raised(world)
+    world.hosts["c1"].unreachable = True
+    with pytest.raises(ShoalError) as caught:
+        await down(context)
+    assert str(caught.value) == (
+        "cannot ask whether jobs run: c1: does not answer within 10 s\n"
+        "  fix: mend that first, or say --force to end them"
+    )
+    assert "service slurmd" in world.agents["n1"].items
+    assert (await down(context, force=True)).released == ("n1", "n2")
+
+
+async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.broken = "Unable to contact slurm controller"
+    with pytest.raises(ShoalError) as caught:
+        await down(context)
+    assert str(caught.value) == (
+        "cannot ask whether jobs run: squeue on c1 failed: Unable to contact slurm controller\n"
+        "  fix: mend that first, or say --force to end them"
+    )
+    assert (await down(context, force=True)).released == ("c1", "n1", "n2")
+
+
+async def test_down_needs_no_force_where_slurm_never_was_or_is_gone() -> None:
+    world = lab()
+    assert (await down(context_of(world))).released == ("c1", "n1", "n2")
+    await raised(world)
+    await down(context_of(world))
+    world.slurm.broken = "Unable to contact slurm controller"
+    assert (await down(context_of(world))).released == ("c1", "n1", "n2")
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "CONFIGURING"])
+async def test_down_is_refused_for_jobs_that_hold_nodes_and_do_not_run(state: str) -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.jobs, world.slurm.job_states = {"7": "n1"}, {"7": state}
+    with pytest.raises(ShoalError, match=r"cluster reef has 1 running job\(s\): 7"):
+        await down(context)
+    world.slurm.job_states = {"7": "COMPLETING"}
+    assert (await down(context)).released == ("c1", "n1", "n2")
+
+
+async def test_a_sandbox_that_is_switched_off_is_taken_away_without_force() -> None:
+    sandbox = Sandbox()
+    await up(sandbox.context(), AT_ONCE)
+    for host in ("fish1", "fish2"):
+        await sandbox.provider.faults.kill("reef", host)
+    sandbox.world.hosts["controller"].unreachable = Unreachable("controller", "no route")
+    with pytest.raises(ShoalError, match="cannot ask whether jobs run: controller: no route"):
+        await down(sandbox.context())
+    await sandbox.provider.faults.kill("reef", "controller")
+    assert (await down(sandbox.context())).deleted == ("controller", "fish1", "fish2")
