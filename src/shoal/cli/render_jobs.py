@@ -91,16 +91,29 @@ def show_ending(console: Console, record: JobRecord | None, reason: Reason | Non
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:
-    """What a training says of itself, in one line: `step 120/1000, loss 0.31, 5400 samples/s`."""
+    """What a training says of itself, in one line: `step 120/1000, loss 0.31, 5400 samples/s, 3 min left`."""
+    known = {key: value for key, value in progress.items() if isinstance(value, int | float)}
     parts = []
-    if "step" in progress:
-        total = progress.get("steps") or progress.get("total_steps")
-        parts.append(f"step {progress['step']}/{total}" if total else f"step {progress['step']}")
-    for key, value in progress.items():
-        if key in ("step", "steps", "total_steps", "time"):
-            continue
-        parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    if "step" in known:
+        total = f"/{known['total_steps']}" if "total_steps" in known else ""
+        parts.append(f"step {known['step']}{total}")
+    if progress.get("diverged") is True:
+        parts.append("loss is no number any more")
+    elif "loss" in known:
+        parts.append(f"loss {known['loss']:.4g}")
+    if "samples_per_second" in known:
+        parts.append(f"{known['samples_per_second']:.4g} samples/s")
+    if "mfu" in known:
+        parts.append(f"MFU {known['mfu']:.0%}")
+    if "eta_seconds" in known:
+        parts.append(f"{_duration(known['eta_seconds'])} left")
     return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _why(view: JobView) -> str:

@@ -21,8 +21,6 @@ from shoal.spec.words import Between, SlurmTime, choice, refusal
 
 JOBS_DIRECTORY = "/var/lib/shoal/jobs"
 """Where jobs live on the hosts, one directory a cluster below it."""
-EXIT_REQUEUE = 75
-"""A script that ends with this status has saved its work and asks to be queued again (EX_TEMPFAIL of sysexits.h)."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "mpirun", "python")
 
 _DEPENDENCY = re.compile(

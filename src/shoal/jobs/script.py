@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shoal.hostlist import compress
 from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
-from shoal.jobs.model import EXIT_REQUEUE, ResolvedJob, Shipped
+from shoal.jobs.model import ResolvedJob, Shipped
 from shoal.train import contract
 
 _FIRST_PORT, _PORTS = 10000, 20000
@@ -71,7 +71,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield f"export {contract.SHOAL_RUN_ID}={shlex.quote(shipped.cluster)}-$SHOAL_JOB"
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
     yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar SHOAL_CODE_HASH={shipped.code}"
-    yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={EXIT_REQUEUE}"
+    yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_LAUNCHER={spec.launcher} SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
     yield "    sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\) .*/\\1=\\2/p' | paste -sd, -)"

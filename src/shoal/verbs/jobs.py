@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import HostError
+from shoal.hostlist import expand
 from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
@@ -16,6 +17,8 @@ from shoal.verbs.context import Context
 from shoal.verbs.logs import nodes_of, read_tails
 from shoal.verbs.status import ask
 
+PROGRESS = "progress.json"
+"""The file in a job's directory that its training keeps: `shoal.train.progress` says which fields."""
 EXPLAINED = 5
 """Of so many failed jobs, the newest, the logs are read to say why."""
 
@@ -42,7 +45,7 @@ async def jobs(context: Context) -> JobsResult:
     async with await context.fleet() as fleet:
         records = parse_records(await ask(await fleet.host(context.controller.name), show_command()))
         failed = [record for record in records if record.failed and record.state != "CANCELLED"][-EXPLAINED:]
-        running = [record for record in records if record.state == "RUNNING" and record.batch_host in fleet.targets]
+        running = [record for record in records if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, running)
         reasons = {record.id: await _reason(context, fleet, record) for record in failed}
         failures = dict(fleet.failures)
@@ -56,19 +59,25 @@ async def _reason(context: Context, fleet: Fleet, record: JobRecord) -> Reason |
 
 
 async def _progress(fleet: Fleet, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
-    """What rank 0 of each running job last wrote into its `progress.json`."""
+    """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
     found: dict[str, Mapping[str, Any]] = {}
+    nodes = {record.id: [name for name in expand(record.nodes) if name in fleet.targets] for record in running}
 
     async def one(name: str) -> None:
         host = await fleet.host(name)
-        for record in (record for record in running if record.batch_host == name):
-            result = await host.run(["cat", f"{record.work_dir}/{record.id}/progress.json"], timeout=30)
+        for record in (record for record in running if name in nodes[record.id]):
+            result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS}"], timeout=30)
             try:
-                value = json.loads(result.text) if result.status == 0 else {}
+                value = json.loads(result.text) if result.status == 0 else None
             except ValueError:
                 continue
-            if isinstance(value, dict):
+            if isinstance(value, dict) and _updated(value) >= _updated(found.get(record.id, {})):
                 found[record.id] = value
 
-    await fleet.each(dict.fromkeys(record.batch_host for record in running), one)
+    await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), one)
     return found
+
+
+def _updated(progress: Mapping[str, Any]) -> float:
+    when = progress.get("updated", 0)
+    return float(when) if isinstance(when, int | float) else 0.0

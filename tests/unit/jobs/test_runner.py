@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.jobs import reader, runner
-from shoal.jobs.model import EXIT_REQUEUE
+from shoal.train.contract import EXIT_REQUEUE
 
 RUNNER = str(Path(runner.__file__))
 

@@ -1,0 +1,97 @@
+"""What a person sees of jobs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shoal.cli.render_jobs import progress_text, show_ending, show_jobs, show_line, show_submitted
+from shoal.errors import Unreachable
+from shoal.jobs.logs import BATCH, LogLine
+from shoal.jobs.reason import Reason
+from shoal.jobs.record import JobRecord
+from shoal.verbs.jobs import JobsResult, JobView
+from shoal.verbs.run import Submitted
+
+
+def screen() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=200), out
+
+
+def test_a_line_stands_behind_its_rank_and_its_restart() -> None:
+    console, out = screen()
+    for line in (LogLine(1, 3, 0, "a [b]\tc"), LogLine(1, 3, 2, "again"), LogLine(1, BATCH, 0, "srun: error")):
+        show_line(console, line)
+    assert out.getvalue() == "[3] a [b]\tc\n[3.2] again\n[-] srun: error\n"
+
+
+def test_a_line_can_begin_with_its_time() -> None:
+    console, out = screen()
+    show_line(console, LogLine(1.25, 0, 0, "a"), timestamps=True)
+    assert out.getvalue().endswith(":01.250000 [0] a\n")
+
+
+def test_the_list_shows_progress_or_the_reason() -> None:
+    console, out = screen()
+    running = JobRecord("17", "RUNNING", "train", "ann", nodes="n[1-2]", run_time="00:01:00", time_limit="UNLIMITED")
+    failed = JobRecord("18", "FAILED", "[red]x", "ann", restarts=2)
+    views = (
+        JobView(running, {"step": 12, "total_steps": 100, "loss": 0.51234, "state": "running"}),
+        JobView(failed, reason=Reason("script", "rank 2 on n2 failed first")),
+        JobView(JobRecord("19", "PENDING", reason="Resources", node_count=4)),
+    )
+    show_jobs(console, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")}))
+    said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert said == [
+        "✗ n9: does not answer",
+        "fix: is it up?",
+        "job name user state time limit nodes progress or reason",
+        "17 train ann running 00:01:00 unlimited n[1-2] step 12/100, loss 0.5123",
+        "18 [red]x ann failed, restart 2 0 rank 2 on n2 failed first",
+        "19 pending 4 Resources",
+    ]
+
+
+def test_without_jobs_it_says_so() -> None:
+    console, out = screen()
+    show_jobs(console, JobsResult("reef", ()))
+    assert out.getvalue() == "no jobs\n"
+
+
+def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None:
+    console, out = screen()
+    reason = Reason("script", "rank 2 failed first", 2, "n2", ("Traceback:", "ValueError: [x]\x1b[2J"), "look at it")
+    show_ending(console, JobRecord("17", "FAILED"), reason)
+    assert out.getvalue().splitlines() == [
+        "✗ job 17: failed: rank 2 failed first",
+        "    Traceback:",
+        "    ValueError: [x]\\x1b[2J",
+        "  fix: look at it",
+    ]
+
+
+def test_a_job_in_the_queue_says_how_to_see_it() -> None:
+    console, out = screen()
+    show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 2048, ""))
+    assert out.getvalue() == (
+        "✓ job 17 (train): 4 processes on 2 nodes of main; 2 KiB sent\n  `shoal logs -f 17` shows what it prints\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        ({}, ""),
+        ({"step": 3, "total_steps": None, "loss": None}, "step 3"),
+        ({"step": 3, "diverged": True, "loss": None}, "step 3, loss is no number any more"),
+        (
+            {"step": 3, "total_steps": 9, "loss": 1.0, "samples_per_second": 5400.4, "mfu": 0.41, "eta_seconds": 200},
+            "step 3/9, loss 1, 5400 samples/s, MFU 41%, 3 min left",
+        ),
+    ],
+)
+def test_progress_in_one_line(progress: dict[str, object], text: str) -> None:
+    assert progress_text(progress) == text
