@@ -18,7 +18,7 @@ def own_addresses(env: Env, interface: str = "") -> list[str]:
     if env.node_count == 1:
         return ["127.0.0.1"]
     local = [(name, address) for name, address in local_addresses() if not address.startswith("fe80:")]
-    best = [env.addresses[env.node]] if env.node in env.addresses else []
+    best = env.addresses_of(env.node) if env.node in env.addresses else []
     best += [address for name, address in local if name == interface]
     peers = [node for node in env.nodes if node != env.node][:_PEERS_ASKED]
     best += [source_address(address) for node in peers for address in env.addresses_of(node)]

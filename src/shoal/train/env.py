@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shoal.train.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
 from shoal.train.contradictions import check_bounds, check_torch_names, check_torchrun
 from shoal.train.errors import EnvError
-from shoal.train.interfaces import is_loopback, resolve
+from shoal.train.interfaces import is_address, is_loopback, resolve
 from shoal.train.launchers import Launcher, LauncherName, Variables, find_launcher
 from shoal.train.nodes import expand_nodelist, place_tasks, tasks_per_node
 
@@ -65,7 +65,8 @@ class Env:
 
     def addresses_of(self, node: str) -> list[str]:
         """A node's addresses on the cluster's network: as told, else as its name resolves. Never loopback."""
-        return [self.addresses[node]] if node in self.addresses else resolve(node)
+        told = self.addresses.get(node, node)  # Slurm's NodeAddr may be a name again
+        return [told] if is_address(told) else resolve(told)
 
 
 def read_env(environ: Mapping[str, str] = os.environ) -> Env:

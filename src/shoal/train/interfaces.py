@@ -22,10 +22,16 @@ def is_loopback(host: str) -> bool:
     """Whether this name or address means "this very host" wherever it is used."""
     if host in ("localhost", "localhost.localdomain"):
         return True
+    return is_address(host) and ipaddress.ip_address(plain(host)).is_loopback
+
+
+def is_address(host: str) -> bool:
+    """Whether this is an address rather than a name."""
     try:
-        return ipaddress.ip_address(plain(host)).is_loopback
+        ipaddress.ip_address(plain(host))
     except ValueError:
         return False
+    return True
 
 
 def plain(address: str) -> str:

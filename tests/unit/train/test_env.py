@@ -325,6 +325,11 @@ def test_under_torchrun_the_node_of_another_rank_is_not_guessed() -> None:
     assert read_env(IN_ONE_TASK | TORCHRUN).node_of(0) == ""
 
 
+def test_an_address_that_slurm_gives_as_a_name_is_looked_up_and_loopback_left_out() -> None:
+    env = read_env(SRUN | {"SHOAL_NODE_ADDRS": "gpu01=localhost,gpu02=100.64.0.2"})
+    assert (env.addresses_of("gpu01"), env.addresses_of("gpu02")) == ([], ["100.64.0.2"])
+
+
 def test_without_slurm_the_node_is_the_host() -> None:
     assert read_env({}).node == socket.gethostname()
 
