@@ -121,8 +121,11 @@ def test_two_nodes_run_one_rank_a_gpu_and_show_what_they_print(cluster: Jobs) ->
 
 
 def test_the_code_is_sent_once_and_ignored_files_never(cluster: Jobs) -> None:
+    inode = ("sh", "-c", "stat -c '%i %n' /var/lib/shoal/jobs/j-jobs/code/*")
+    before = cluster.on("fish1", *inode)
     result = cluster.json("run", "--wait", "hello.py")
-    assert result["sent"] == 0 and result["record"]["state"] == "COMPLETED"
+    assert result["record"]["state"] == "COMPLETED"
+    assert cluster.on("fish1", *inode) == before and before.count("\n") == 1
     tree = cluster.on("fish1", "ls", "-A", f"/var/lib/shoal/jobs/j-jobs/{result['id']}/tree").split()
     assert "hello.py" in tree and "secret.txt" not in tree
 

@@ -9,7 +9,7 @@ import typer
 
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
-from shoal.errors import UsageError
+from shoal.errors import Interrupted, UsageError
 
 LogsFile = Annotated[
     Path | None,
@@ -108,7 +108,13 @@ def run(
         if not wait:
             return session.finish_run(submitted)
         session.tell_run(submitted)
-        ended = session.run(follow(context, submitted.id, session.log_line(None), spec.directory))
+        try:
+            ended = session.run(follow(context, submitted.id, session.log_line(None), spec.directory))
+        except Interrupted:
+            number = submitted.id
+            raise Interrupted(
+                f"job {number} goes on", hint=f"`shoal logs -f {number}` shows it, `shoal cancel {number}` ends it"
+            ) from None
         session.finish_wait(submitted, ended)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from shoal.jobs import reader, runner
+from shoal.jobs.launchers import LAUNCHERS, Launch, Raw
 from shoal.train.contract import EXIT_REQUEUE
 
 RUNNER = str(Path(runner.__file__))
@@ -66,8 +68,8 @@ def node(tmp_path: Path) -> Callable[[str], Node]:
     return lambda script: Node(tmp_path, script)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
@@ -222,6 +224,49 @@ def test_the_agents_ranks_get_the_signal_though_torchrun_does_not(node: MakeNode
     assert process.returncode == 0, printed
     assert "'PET_RDZV_CONF': 'is_host=true', 'PET_LOCAL_ADDR': 'n1'" in printed
     assert made.text("rank-1.0.log") == ["ready", f"got {name}"]
+
+
+REAL = f"""
+import signal, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+stop = []
+signal.signal(signal.SIGUSR1, lambda number, frame: stop.append(number))
+print("in", dist.get_rank(), dist.get_world_size())
+while not stop:
+    time.sleep(0.05)
+dist.barrier()
+dist.destroy_process_group()
+print("saved")
+sys.exit({EXIT_REQUEUE})
+"""
+
+
+def test_real_torchrun_on_two_nodes_lets_its_workers_save_at_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = [Node(tmp_path, REAL), Node(tmp_path, REAL)]
+    started = []
+    for number, node in enumerate(nodes):
+        node.env.update(SLURM_NODEID=str(number), SLURM_NNODES="2", SLURM_NTASKS="2", SLURMD_NODENAME="localhost")
+        node.env.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SHOAL_JOB="17")
+        launch = Launch(sys.executable, 2, 1, Raw(RUNNER), (sys.executable, "script.py"))
+        words = [
+            (word.text if isinstance(word, Raw) else word).replace("$MASTER_ADDR:$MASTER_PORT", f"127.0.0.1:{port}")
+            for word in LAUNCHERS["torchrun"].command(launch)
+        ]
+        line = [word.replace('"', "") for word in words]
+        started.append(
+            subprocess.Popen(line, env=node.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    logs = ("rank-0.0.log", "rank-1.0.log")
+    wait_for(lambda: all(any(line.startswith("in ") for line in nodes[0].text(name)) for name in logs), 240)
+    started[0].send_signal(signal.SIGUSR1)  # both agents are on this machine, so one reaches the ranks of both
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert [nodes[0].end(name.replace(".log", ".end"))["status"] for name in logs] == [EXIT_REQUEUE] * 2
+    assert (nodes[0].directory / "requeue.0").exists()
 
 
 def test_what_runs_on_nodes_imports_the_standard_library_only() -> None:
