@@ -16,6 +16,7 @@ from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.verbs.context import Context
 from shoal.verbs.down import release
+from shoal.verbs.status import running_version
 from shoal.verbs.up import UpResult, up
 
 
@@ -23,7 +24,9 @@ async def drain_nodes(context: Context, hosts: str, reason: str) -> list[str]:
     """Let the jobs on these nodes end and start no new ones."""
     names = _nodes(context, hosts)
     async with await context.fleet([context.controller]) as fleet:
-        await drain(await fleet.host(context.controller.name), names, reason)
+        controller = await fleet.host(context.controller.name)
+        await running_version(controller)  # says at once what scontrol would say after half a minute
+        await drain(controller, names, reason)
     return names
 
 
@@ -31,7 +34,9 @@ async def resume_nodes(context: Context, hosts: str) -> list[str]:
     """Give these nodes jobs again. Returns those that took none before."""
     names = _nodes(context, hosts)
     async with await context.fleet([context.controller]) as fleet:
-        return await resume(await fleet.host(context.controller.name), names)
+        controller = await fleet.host(context.controller.name)
+        await running_version(controller)
+        return await resume(controller, names)
 
 
 async def remove_node(context: Context, name: str, patience: Patience) -> UpResult:

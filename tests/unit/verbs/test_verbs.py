@@ -387,6 +387,16 @@ async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
     assert world.slurm.states == {"n2": "IDLE+DRAIN"}
 
 
+async def test_nodes_cannot_be_drained_or_resumed_while_slurmctld_does_not_run() -> None:
+    world = lab()
+    context = await raised(world)
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, b"failed\n")}
+    for work in (drain_nodes(context, "n1", "fan broken"), resume_nodes(context, "n1")):
+        with pytest.raises(SlurmError, match=r"slurmctld does not run on c1 \(failed\)"):
+            await work
+    assert world.slurm.updates == []
+
+
 async def test_a_host_that_does_not_compute_is_no_node() -> None:
     with pytest.raises(UsageError) as caught:
         await drain_nodes(context_of(lab()), "c1,n1", "")
