@@ -315,8 +315,7 @@ async def test_exec_says_that_the_time_was_the_users_own() -> None:
     result = await execute(context_of(world), ["sleep", "3600"], None, "lab", root=True, timeout=0.05)
     assert {type(error) for error in result.failures.values()} == {TimedOut}
     assert str(result.failures["n1"]) == (
-        "n1: `sleep` did not end within the 0.05 s you gave it, and was ended\n"
-        "  fix: give it longer: --timeout SECONDS"
+        "n1: `sleep` did not end within the 0.05 s you gave it, and was ended\n  fix: give it longer: --timeout SECONDS"
     )
 
 
