@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.agent.client import Report
+from shoal.agent.client import Ask, Report
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
-from shoal.hosts.api import Host
 from shoal.plan.apply import ending
+from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.roles.documents import farewell
 from shoal.roles.in_force import SLURM_CONF
@@ -51,7 +51,7 @@ async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:
         return  # The controller was never made, so no job ever started.
     async with fleet:
         try:
-            running = await _running_jobs(await fleet.host(context.controller.name))
+            running = await _running_jobs(fleet, context.controller.name)
         except (HostError, SlurmError) as error:
             raise ShoalError(
                 f"cannot ask whether jobs run: {error.message}", hint="mend that first, or say --force to end them"
@@ -69,10 +69,15 @@ def _switched_off(context: Context, holdings: Holdings) -> bool:
     return not lent and all(instance.state == "stopped" for _, instance in holdings.found)
 
 
-async def _running_jobs(host: Host) -> list[str]:
+async def _running_jobs(fleet: Fleet, controller: str) -> list[str]:
     """The jobs that would be lost. A host without slurm.conf was never up, or is given back: there is nobody to ask."""
-    configured = await host.run(("test", "-e", SLURM_CONF), timeout=30)
-    return await active_jobs(host) if configured.status == 0 else []
+    facts = await (await fleet.agent(controller)).facts(Ask(files={SLURM_CONF: "hash"}, services=("slurmctld",)))
+    if SLURM_CONF not in facts.files:
+        return []
+    state = facts.services.get("slurmctld", "unknown")
+    if state != "active":  # squeue would wait long for it
+        raise SlurmError(f"slurmctld on {controller} does not run ({state})")
+    return await active_jobs(await fleet.host(controller))
 
 
 async def release(

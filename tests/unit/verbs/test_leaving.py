@@ -292,11 +292,21 @@ async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
 
+async def test_down_is_refused_when_slurmctld_does_not_run() -> None:
+    world = lab()
+    context = await raised(world)
+    facts = world.agents["c1"].facts
+    world.agents["c1"].facts = replace(facts, services={**facts.services, "slurmctld": "failed"})
+    with pytest.raises(ShoalError, match=r"cannot ask whether jobs run: slurmctld on c1 does not run \(failed\)"):
+        await down(context)
+
+
 async def test_down_needs_no_force_where_slurm_never_was_or_is_gone() -> None:
     world = lab()
     assert (await down(context_of(world))).released == ("c1", "n1", "n2")
     await raised(world)
     await down(context_of(world))
+    world.look_again()
     world.slurm.broken = "Unable to contact slurm controller"
     assert (await down(context_of(world))).released == ("c1", "n1", "n2")
 
@@ -315,6 +325,7 @@ async def test_down_is_refused_for_jobs_that_hold_nodes_and_do_not_run(state: st
 async def test_a_sandbox_that_is_switched_off_is_taken_away_without_force() -> None:
     sandbox = Sandbox()
     await up(sandbox.context(), AT_ONCE)
+    sandbox.world.look_again()
     for host in ("fish1", "fish2"):
         await sandbox.provider.faults.kill("reef", host)
     sandbox.world.hosts["controller"].unreachable = Unreachable("controller", "no route")
