@@ -53,9 +53,8 @@ async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:
         try:
             running = await _running_jobs(fleet, context.controller.name)
         except (HostError, SlurmError) as error:
-            raise ShoalError(
-                f"cannot ask whether jobs run: {error.message}", hint="mend that first, or say --force to end them"
-            ) from error
+            hint = f"{error.hint or 'mend that first'}; or say --force, which ends them"
+            raise ShoalError(f"cannot ask whether jobs run: {error.message}", hint=hint) from error
     if running:
         raise ShoalError(
             f"cluster {context.cluster} has {len(running)} running job(s): {', '.join(running)}",
@@ -72,7 +71,7 @@ def _switched_off(context: Context, holdings: Holdings) -> bool:
 async def _running_jobs(fleet: Fleet, controller: str) -> list[str]:
     """The jobs that would be lost. A host without slurm.conf was never up, or is given back: there is nobody to ask."""
     facts = await (await fleet.agent(controller)).facts(Ask(files={SLURM_CONF: "hash"}, services=("slurmctld",)))
-    if SLURM_CONF not in facts.files:
+    if facts.files[SLURM_CONF].sha256 is None:
         return []
     state = facts.services.get("slurmctld", "unknown")
     if state != "active":  # squeue would wait long for it

@@ -273,7 +273,7 @@ async def test_down_is_refused_when_the_controller_does_not_answer() -> None:
         await down(context)
     assert str(caught.value) == (
         "cannot ask whether jobs run: c1: does not answer within 10 s\n"
-        "  fix: mend that first, or say --force to end them"
+        "  fix: is the host up?; or say --force, which ends them"
     )
     assert "service slurmd" in world.agents["n1"].items
     assert (await down(context, force=True)).released == ("n1", "n2")
@@ -287,7 +287,7 @@ async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
         await down(context)
     assert str(caught.value) == (
         "cannot ask whether jobs run: squeue on c1 failed: Unable to contact slurm controller\n"
-        "  fix: mend that first, or say --force to end them"
+        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`; or say --force, which ends them"
     )
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 
