@@ -49,6 +49,15 @@ print("started", flush=True)
 time.sleep(float(sys.argv[1]))
 time.sleep(float(sys.argv[1]))
 """
+GPU = """\
+import os, pathlib, time
+here = pathlib.Path("/tmp/gpu-jobs")
+here.mkdir(exist_ok=True)
+(here / os.environ["SLURM_JOB_ID"]).touch()
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+while len(list(here.iterdir())) < 2:
+    time.sleep(0.1)
+"""
 PLACE = """\
 from shoal.train.env import read_env
 env = read_env()
@@ -70,7 +79,14 @@ class Jobs(Cluster):
         super().__init__(directory, SPEC)
         self.tree = directory / "tree"
         self.tree.mkdir()
-        scripts = {"hello.py": HELLO, "fail.py": FAIL, "slow.py": SLOW, "again.py": AGAIN, "place.py": PLACE}
+        scripts = {
+            "hello.py": HELLO,
+            "fail.py": FAIL,
+            "slow.py": SLOW,
+            "again.py": AGAIN,
+            "place.py": PLACE,
+            "gpu.py": GPU,
+        }
         for name, text in scripts.items():
             (self.tree / name).write_text(text)
         (self.tree / "go.sh").write_text("#!/bin/sh\necho from a shell $RANK\n")
@@ -168,6 +184,14 @@ def test_pmix_numbers_the_ranks(cluster: Jobs) -> None:
 def test_a_program_that_is_no_python_runs_too(cluster: Jobs) -> None:
     result = cluster.json("run", "--wait", "--gpus-per-node", "0", "go.sh")
     assert [line["text"] for line in result["lines"]] == ["from a shell 0"]
+
+
+def test_a_job_does_not_see_its_neighbours_gpu(cluster: Jobs) -> None:
+    options = ("--gpus-per-node", "1", "--nodelist", "fish1", "gpu.py")
+    first, second = cluster.submit(*options), cluster.submit(*options)
+    for job in (first, second):
+        cluster.shoal("logs", "-f", job)
+    assert sorted(cluster.lines(first) + cluster.lines(second)) == ["0", "1"]
 
 
 def test_logs_of_one_rank(cluster: Jobs) -> None:
