@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from shoal.errors import ShoalError, SpecError, VersionWindow
+from shoal.errors import ControllerFailed, ShoalError, SpecError, VersionWindow
 
 
 def dump(value: Any) -> str:
@@ -21,6 +21,8 @@ def plain(value: Any) -> Any:
         return {"error": "SpecError", "findings": [plain(finding) for finding in value.findings]}
     if isinstance(value, ShoalError):
         said = {"error": type(value).__name__, "message": value.message, "fix": value.hint}
+        if isinstance(value, ControllerFailed):
+            return {**said, "failures": plain(value.failures)}
         return {**said, "findings": plain(value.findings)} if isinstance(value, VersionWindow) else said
     if isinstance(value, Enum):
         return value.name.lower()

@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from tests.unit.plan.fake_world import lab
 
+from shoal.cli.as_json import plain
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
 from shoal.cli.session import Session
-from shoal.errors import Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
+from shoal.errors import ControllerFailed, Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
 from shoal.hosts.api import Result
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.slurm.state import JobState, NodeState, PartitionState
@@ -287,6 +288,16 @@ def test_ctrl_c_at_a_question_is_no_bug(error: BaseException, capsys: pytest.Cap
 
     assert ended(Session(json=False), ask) == 130
     assert capsys.readouterr().err.startswith("error: stopped\n")
+
+
+def test_without_the_controller_json_has_the_failure_of_every_host() -> None:
+    failures = {"n2": Unreachable("n2", "no route"), "c1": Unreachable("c1", "silent", hint="is it up?")}
+    said = plain(ControllerFailed("c1", failures))
+    assert (said["message"], said["fix"]) == ("c1: silent\nand n2: no route", "is it up?")
+    assert {name: error["message"] for name, error in said["failures"].items()} == {
+        "c1": "c1: silent",
+        "n2": "n2: no route",
+    }
 
 
 def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
