@@ -58,10 +58,28 @@ class File(Item):
     """Keys of Command items with `on_change=True` to run when this file changes."""
     keep: bool = False
     """Put a file that Shoal did not write aside, as `<path>.before-shoal`, before replacing or removing it."""
+    accepted_by: tuple[str, ...] = ()
+    """A command that must take the new content, on its standard input, before the content is put in place."""
+    advice: tuple[tuple[str, str], ...] = ()
+    """Words that a complaint about the content may name, each with what to do then."""
 
     @property
     def key(self) -> str:
         return f"file {self.path}"
+
+
+@dataclass(frozen=True)
+class Link(Item):
+    """A symbolic link. Never takes the place of a file that is there."""
+
+    kind: ClassVar[str] = "link"
+    path: str
+    target: str
+    restarts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"link {self.path}"
 
 
 @dataclass(frozen=True)

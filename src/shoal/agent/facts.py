@@ -69,6 +69,8 @@ class FileFact:
 
     sha256: str | None = None
     text: str | None = None
+    there: bool = False
+    """Whether there is one, where we asked for nothing more."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Facts:
     users: Mapping[str, Account] = field(default_factory=dict)
     groups: Mapping[str, Account] = field(default_factory=dict)
     addresses: tuple[Address, ...] = ()
+    firewall: str = ""
+    """A firewall that is not ours and refuses what it was not told to let in: `ufw` or `nft inet filter input`."""
     files: Mapping[str, FileFact] = field(default_factory=dict)
     services: Mapping[str, str] = field(default_factory=dict)
     """State of the services we asked about: active, inactive, failed, missing."""

@@ -113,6 +113,7 @@ class World:
         self.key = ""
         self.due = read_due(state)
         self.noted: set[str] = set()  # what this very run made due
+        self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
         self.reload_units = False
         self._units: dict[str, dict[str, str]] | None = None
@@ -248,6 +249,7 @@ def gather_facts(ask: Item, world: World) -> Item:
         "cgroup": cgroup(),
         "boot_id": read_text("/proc/sys/kernel/random/boot_id").strip(),
         "addresses": addresses(),
+        "firewall": firewall(),
         "users": {
             a.pw_name: {"id": a.pw_uid, "gid": a.pw_gid} for a in accounts(ask.get("users", ()), user_of, "passwd")
         },
@@ -405,31 +407,68 @@ def addresses() -> list[Item]:
     import socket
 
     found: list[Item] = []
-    link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    for message in netlink_dump(0, 22, bytes(8)):  # RTM_GETADDR
+        family, prefix, _, scope, index = struct.unpack_from("=BBBBI", message)
+        parts = netlink_fields(message[8:])
+        raw = parts.get(2, parts.get(1))  # the local end where there is one, else the address
+        if raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6):  # not link, not host
+            text = socket.inet_ntop(family, raw)
+            found.append({"interface": socket.if_indextoname(index), "address": text, "prefix": prefix})
+    return found
+
+
+def firewall() -> str:
+    """Who else decides what comes in, and keeps out what nobody let in: `ufw`, or an nftables chain by its name.
+
+    A chain is told by its policy: `nft inet filter input`. Ours, which drops nothing but Slurm's ports, is not among
+    them. firewalld keeps its refusal in a rule; it is told by its service.
+    """
+    if "\nENABLED=yes" in "\n" + read_text("/etc/ufw/ufw.conf"):
+        return "ufw"
+    dropping = []
+    families = {1: "inet", 2: "ip", 10: "ip6"}
+    for message in netlink_dump(12, 0xA04, bytes(4)):  # nftables' GETCHAIN
+        parts = netlink_fields(message[4:])
+        hook = netlink_fields(parts.get(4, b"")).get(1)
+        if hook == b"\0\0\0\1" and parts.get(5) == bytes(4) and message[0] in families:  # input, and drop
+            names = [parts.get(number, b"").rstrip(b"\0").decode("utf-8", "replace") for number in (1, 3)]
+            dropping.append(" ".join(["nft", families[message[0]], *names]))
+    return min(dropping, key=lambda name: name.startswith("nft ip6"), default="")
+
+
+def netlink_dump(protocol: int, kind: int, body: bytes) -> Iterator[bytes]:
+    """Every message by which the kernel answers a question; none where it does not answer."""
+    import socket
+
     try:
-        link.sendto(struct.pack("=IHHII", 24, 22, 0x301, 1, 0) + bytes(8), (0, 0))  # RTM_GETADDR, request and dump
+        link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
+    except OSError:
+        return
+    try:
+        link.settimeout(5.0)
+        link.sendto(struct.pack("=IHHII", 16 + len(body), kind, 0x301, 1, 0) + body, (0, 0))  # request and dump
         while True:
             data = link.recv(1 << 17)
             while data:
                 size, kind = struct.unpack_from("=IH", data)
                 if kind in (2, 3):  # an error, or the end
-                    return found
-                message, data = data[16:size], data[(size + 3) & ~3 :]
-                family, prefix, _, scope, index = struct.unpack_from("=BBBBI", message)
-                parts, rest = {}, message[8:]
-                while len(rest) >= 4:
-                    length, name = struct.unpack_from("=HH", rest)
-                    parts[name], rest = rest[4:length], rest[(length + 3) & ~3 :]
-                raw = parts.get(2, parts.get(1))  # the local end where there is one, else the address
-                if (
-                    raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6)
-                ):  # not link, not host
-                    text = socket.inet_ntop(family, raw)
-                    found.append({"interface": socket.if_indextoname(index), "address": text, "prefix": prefix})
+                    return
+                yield data[16:size]
+                data = data[(size + 3) & ~3 :]
     except OSError:
-        return found
+        return
     finally:
         link.close()
+
+
+def netlink_fields(data: bytes) -> dict[int, bytes]:
+    fields = {}
+    while len(data) >= 4:
+        length, name = struct.unpack_from("=HH", data)
+        if length < 4:
+            break
+        fields[name & 0x3FFF], data = data[4:length], data[(length + 3) & ~3 :]
+    return fields
 
 
 def accounts(names: list[str], find: Callable[[str], Any], table: str) -> list[Any]:
@@ -458,6 +497,8 @@ def group_of(name: str) -> Any:
 
 
 def file_fact(path: str, how: str) -> Item:
+    if how == "there":
+        return {"there": os.path.exists(path)}
     try:
         data = read_bytes(path)
     except OSError:
@@ -684,20 +725,51 @@ def check_file(item: Item, world: World) -> Change | None:
     if not item.get("secret") and item["content"] is None:
         return Change(f"remove {path}") if found else None
     if found is None:
+        refuse_unaccepted(item)
         return Change(f"create {path}", _file_diff(item, b"", found, world))
     if not stat.S_ISREG(found.st_mode):
+        refuse_unaccepted(item)
         return Change(f"replace {path}, which is not a regular file", _file_diff(item, b"", found, world))
     before = read_bytes(path)
     if not _same_content(item, before):
+        refuse_unaccepted(item)
         return Change(f"update {path}", _file_diff(item, before, found, world))
     notes = attribute_change(item, found, world)
     return Change(f"set {notes} on {path}") if notes else None
 
 
+def refuse_unaccepted(item: Item) -> None:
+    """Stop before content is put in place that the program which is to read it would refuse."""
+    if not item.get("accepted_by"):
+        return
+    status, text = run(item["accepted_by"], stdin=_content(item) or b"", timeout=30.0)
+    if status not in (0, 127):  # 127: it is not installed yet, and nobody reads the file
+        what = telling_line(text, [item]) or f"`{' '.join(item['accepted_by'])}` ended with status {status}"
+        raise Failure(f"{what}{advice([item], text)}\n{item['path']} was not changed")
+
+
+def telling_line(text: str, items: list[Item]) -> str:
+    """The line of a log that says best what is wrong: one that names a word we know, else the first fatal one."""
+    lines = [line.strip() for line in text.splitlines() if "error" in line.lower() or "fatal" in line.lower()]
+    words = [word for item in items for word, _ in item.get("advice", ())]
+    for signs in (words, ["fatal"], [""]):
+        for line in lines:
+            if any(sign.lower() in line.lower() for sign in signs):
+                return line
+    return ""
+
+
+def advice(items: list[Item], text: str) -> str:
+    """What to do, by the words that a complaint names; "" where it names none of ours."""
+    line = telling_line(text, items).lower()
+    known = [todo for item in items for word, todo in item.get("advice", ()) if word.lower() in line]
+    return f"; {known[0]}" if known else ""
+
+
 def make_file(item: Item, world: World) -> str:
     path = item["path"]
-    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
-        world.reload_units = True
+    remember(item, world)
+    note_unit_change(path, world)
     note = keep_foreign(path) if item.get("keep") else ""
     if not item.get("secret") and item["content"] is None:
         remove(path)
@@ -709,6 +781,27 @@ def make_file(item: Item, world: World) -> str:
         raise Failure(f"the value of the secret for {path} was not given")
     write_atomic(path, read_bytes(path) if data is None else data, item["mode"], *ids)
     return note
+
+
+def remember(item: Item, world: World) -> None:
+    """Keep what a file was, for the case that the services which read it do not start with the new one."""
+    if item["restarts"] and not item.get("secret"):
+        found = file_status(item["path"])
+        regular = bool(found and stat.S_ISREG(found.st_mode))
+        world.replaced.append((item, read_bytes(item["path"]) if regular else None, found if regular else None))
+
+
+def put_back(path: str, data: bytes | None, found: os.stat_result | None, world: World) -> None:
+    note_unit_change(path, world)
+    if data is None or found is None:
+        remove(path)
+    else:
+        write_atomic(path, data, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid)
+
+
+def note_unit_change(path: str, world: World) -> None:
+    if path.startswith(("/etc/systemd/system/", "/usr/lib/systemd/system/", "/lib/systemd/system/")):
+        world.reload_units = True
 
 
 def keep_foreign(path: str) -> str:
@@ -748,6 +841,24 @@ def _file_diff(item: Item, before: bytes, found: os.stat_result | None, world: W
     if found and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o004:
         return "(not shown: the file is not world-readable)"
     return difference(item["path"], before, item["content"].encode(), world)
+
+
+def check_link(item: Item, world: World) -> Change | None:
+    path, found = item["path"], file_status(item["path"])
+    if found is None:
+        return Change(f"link {path} to {item['target']}")
+    if not stat.S_ISLNK(found.st_mode):
+        return None  # the thing itself is there
+    return Change(f"link {path} to {item['target']}") if not os.path.exists(path) else None
+
+
+def make_link(item: Item, world: World) -> str:
+    path = item["path"]
+    os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+    remove(temporary_name(path))
+    os.symlink(item["target"], temporary_name(path))
+    os.rename(temporary_name(path), path)
+    return "" if os.path.exists(path) else f"there is no {item['target']} yet"
 
 
 def check_directory(item: Item, world: World) -> Change | None:
@@ -1219,6 +1330,74 @@ def due_reason(name: str, world: World) -> str:
 
 
 def make_service(item: Item, world: World) -> str:
+    return or_old_files(bring_up, item, world)
+
+
+def or_old_files(step: Callable[[Item, World], str], item: Item, world: World) -> str:
+    """A step that starts a service. One that ran, and does not with the files of this run, gets its old ones back."""
+    name = item["name"]
+    ran, logged = is_up(name, world), log_size(service_log(name))
+    try:
+        return step(item, world)
+    except Failure as failure:
+        new = [entry for entry in world.replaced if name in entry[0]["restarts"]]
+        items = [entry[0] for entry in new]
+        text = f"{failure}\n{text_from(service_log(name), logged)}"
+        todo, told = advice(items, text), telling_line(text, items)
+        if not ran or not new:
+            raise Failure(f"{failure}{todo and chr(10) + told + todo}") from None
+        paths = ", ".join(one["path"] for one in items)
+        world.tell(f"{name} does not start with the new {paths}; putting the old back")
+        for one, data, found in reversed(new):
+            put_back(one["path"], data, found, world)
+        world.replaced = [entry for entry in world.replaced if entry not in new]
+        try:
+            start_again(item, world)
+        except Failure as again:
+            raise Failure(f"{failure}\nNor does it start with the old {paths}: {again}") from None
+        for key in {key for one in items for key in one["reloads"]}:
+            settle(world, key)
+        raise Failure(
+            f"{name} did not start with the new {paths}: {told or failure}{todo}\n"
+            f"The old {'file is' if len(new) == 1 else 'files are'} back in force, and {name} runs"
+        ) from None
+
+
+def is_up(name: str, world: World) -> bool:
+    return world.unit(name).get("ActiveState") == "active" if has_systemd() else bool(supervised(name))
+
+
+def service_log(name: str) -> str:
+    """Where Slurm's daemons write what they have to say; others say it to systemd or to our supervisor."""
+    return f"/var/log/slurm/{name}.log" if has_systemd() else f"{SERVICE_LOGS}/{name}.log"
+
+
+def log_size(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def text_from(path: str, start: int) -> str:
+    """What was added to a log since it had this size."""
+    if not os.path.exists(path):
+        return ""
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(1 << 20).decode("utf-8", "replace")
+
+
+def start_again(item: Item, world: World) -> str:
+    """Start or restart a service, whatever else the document says about it."""
+    name = item["name"]
+    if not has_systemd():
+        return make_supervised({"running": True, "enabled": False, "command": [], **item}, world)
+    world.forget_units()
+    reload_units(world, name)
+    start_unit(name, world)
+    settle_service(name, world)
+    return ""
+
+
+def bring_up(item: Item, world: World) -> str:
     if not has_systemd():
         return make_supervised(item, world)
     name = item["name"]
@@ -1617,8 +1796,7 @@ def leftovers(world: World) -> Iterator[tuple[Item, Callable[[Item, World], Item
         if kind == "command" and key in named:
             yield named[key], one_item
         elif kind == "start" or (kind == "service" and not world.defer and (key in named or key in world.noted)):
-            active = world.unit(name).get("ActiveState") == "active" if has_systemd() else bool(supervised(name))
-            if active or kind == "start":
+            if is_up(name, world) or kind == "start":
                 yield named.get("service " + name) or {"key": "service " + name, "name": name}, restart
             else:
                 settle(world, key)
@@ -1632,13 +1810,7 @@ def restart(item: Item, world: World) -> Item:
         return {"status": "change", **done}
 
     def step() -> Item:
-        if has_systemd():
-            reload_units(world, name)
-            start_unit(name, world)
-            settle_service(name, world)
-        else:
-            make_supervised({"running": True, "enabled": False, "command": [], **item}, world)
-        return {"status": "changed", **done}
+        return {"status": "changed", "detail": or_old_files(start_again, item, world), **done}
 
     return guarded(step, item)
 
@@ -1648,6 +1820,7 @@ def restart(item: Item, world: World) -> Item:
 KINDS = {
     "packages": (check_packages, make_packages),
     "file": (check_file, make_file),
+    "link": (check_link, make_link),
     "directory": (check_directory, make_directory),
     "group": (check_group, make_group),
     "user": (check_user, make_user),

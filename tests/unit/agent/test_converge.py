@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agent_place import Place
 
-from shoal.agent.document import Block, Command, Packages, SecretRef, Service, Sysctl, User
+from shoal.agent.document import Block, Command, Link, Packages, SecretRef, Service, Sysctl, User
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -48,6 +48,43 @@ async def test_only_the_mode_is_changed_where_only_the_mode_differs(place: Place
     (found,) = await place.apply(place.file("c", "x", mode=0o600))
     assert (found.status, found.action) == ("changed", f"set mode 0600 on {place.path('c')}")
     assert stat.S_IMODE(os.stat(place.path("c")).st_mode) == 0o600
+
+
+REFUSES_BAD = ("sh", "-c", "! grep Bad /dev/stdin | sed 's/^/reader: error: unknown key /' | grep .")
+
+
+async def test_content_that_its_reader_refuses_is_never_put_in_place(place: Place) -> None:
+    path = Path(place.path("c.conf"))
+    path.write_text("Good=1\n")
+    more = {"accepted_by": REFUSES_BAD, "advice": (("Bad", "delete options.Bad"),), "restarts": ("d",)}
+    bad = place.file("c.conf", "Bad=1\n", **more)
+    for (found,) in (await place.check(bad), await place.apply(bad)):
+        assert found.status == "failed"
+        assert found.detail == f"reader: error: unknown key Bad=1; delete options.Bad\n{path} was not changed"
+        assert path.read_text() == "Good=1\n"
+    assert not Path(place.path("state/pending-restarts")).exists()
+    (made,) = await place.apply(place.file("c.conf", "Good=2\n", accepted_by=REFUSES_BAD))
+    assert made.status == "changed" and path.read_text() == "Good=2\n"
+
+
+async def test_content_is_not_tried_where_the_reader_is_not_installed(place: Place) -> None:
+    reader = ("env", "CONF=/dev/stdin", "no-such-reader")
+    (made,) = await place.apply(place.file("c.conf", "Bad=1\n", accepted_by=reader))
+    assert made.status == "changed"
+
+
+async def test_a_link_is_made_once_and_leaves_a_file_in_its_place_alone(place: Place) -> None:
+    Path(place.path("lib.so.2")).write_text("library")
+    link = Link(place.path("lib.so"), "lib.so.2")
+    assert (await place.check(link))[0].action == f"link {place.path('lib.so')} to lib.so.2"
+    assert [(await place.apply(link))[0].status for _ in range(2)] == ["changed", "ok"]
+    assert Path(place.path("lib.so")).read_text() == "library"
+    os.unlink(place.path("lib.so.2"))
+    assert (await place.apply(link))[0].detail == "there is no lib.so.2 yet"
+    os.unlink(place.path("lib.so"))
+    Path(place.path("lib.so")).write_text("somebody's own")
+    assert (await place.apply(link))[0].status == "ok"
+    assert Path(place.path("lib.so")).read_text() == "somebody's own"
 
 
 async def test_a_file_that_must_not_be_there_is_removed(place: Place) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +139,47 @@ slurm-old:
 )
 def test_a_mount_unit_is_named_as_systemd_names_it(path: str, name: str) -> None:
     assert program.unit_name(path) == name
+
+
+def attribute(kind: int, data: bytes) -> bytes:
+    whole = struct.pack("=HH", 4 + len(data), kind) + data
+    return whole + bytes(-len(whole) % 4)
+
+
+def test_fields_of_a_netlink_message_are_read_with_their_padding_and_a_broken_one_ends_it() -> None:
+    nested = 0x8000
+    data = attribute(1, b"filter\0") + attribute(4 | nested, attribute(1, b"\0\0\0\1"))
+    fields = program.netlink_fields(data)
+    assert fields[1] == b"filter\0"
+    assert program.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
+    assert program.netlink_fields(data + bytes(8)) == fields
+
+
+RULESETS = [
+    pytest.param("", "", id="none"),
+    pytest.param("table inet filter { chain input { type filter hook input priority 0; policy drop; }; }",
+                 "nft inet filter input", id="drops"),
+    pytest.param("table ip6 f { chain six { type filter hook input priority 0; policy drop; }; };"
+                 "table ip g { chain INPUT { type filter hook input priority 0; policy drop; }; }",
+                 "nft ip g INPUT", id="both families"),
+    pytest.param("table inet shoal { chain input { type filter hook input priority -5; policy accept; "
+                 "tcp dport 6817 drop; }; }", "", id="ours"),
+    pytest.param("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; }; "
+                 "chain plain { drop; }; }", "", id="not what comes in"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nft"), reason="needs root and nftables")
+@pytest.mark.parametrize(("rules", "expected"), RULESETS)
+def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: str, expected: str) -> None:
+    ask = "from shoal.agent import program; print(program.firewall())"
+    script = f"nft '{rules}' && exec {sys.executable} -c \"$1\"" if rules else 'exec "$0" -c "$1"'
+    line = ["unshare", "--net", "sh", "-c", script, sys.executable, ask]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_a_file_can_be_asked_for_without_being_read(tmp_path: Path) -> None:
+    (tmp_path / "library").touch()
+    assert program.file_fact(str(tmp_path / "library"), "there") == {"there": True}
+    assert program.file_fact(str(tmp_path / "none"), "there") == {"there": False}

@@ -17,7 +17,7 @@ import pytest
 from agent_place import Place
 
 from shoal.agent.client import AgentSession
-from shoal.agent.document import Service
+from shoal.agent.document import Command, Service
 from shoal.agent.program import process_start
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
@@ -114,3 +114,56 @@ async def test_a_daemon_that_does_not_stay_up_fails_with_its_last_words(place: P
 async def test_a_service_without_a_command_is_refused_with_the_cause(place: Place) -> None:
     (found,) = await place.apply(Service("d"))
     assert found.detail == "this host has no systemd, and no command is known for d; use a host with systemd"
+
+
+def careful(place: Place, name: str = "d.conf") -> Service:
+    """A daemon that does not start on a file with a bad word in it."""
+    path = place.path(name)
+    complain = f"grep Bad {path} | sed 's/^/fatal: unknown key /'"
+    return Service("d", command=("sh", "-c", f"{complain}; grep -q Bad {path} || exec sleep 1000"))
+
+
+async def test_a_service_that_does_not_start_with_a_new_file_gets_its_old_one_back_and_runs(place: Place) -> None:
+    good = place.file("d.conf", "Good=1\n", restarts=("d",), mode=0o640)
+    assert [item.status for item in await place.apply(good, careful(place))] == ["changed", "changed"]
+    more = {"restarts": ("d",), "reloads": ("command tell",), "advice": (("Bad", "delete options.Bad"),)}
+    bad = place.file("d.conf", "Bad=1\n", **more)
+    tell = Command("tell", ("touch", place.path("told")), on_change=True)
+    written, failed, skipped = await place.apply(bad, careful(place), tell)
+    assert [written.status, failed.status, skipped.status] == ["changed", "failed", "skipped"]
+    assert failed.detail == (
+        f"d did not start with the new {place.path('d.conf')}: fatal: unknown key Bad=1; delete options.Bad\n"
+        "The old file is back in force, and d runs"
+    )
+    conf = place.folder / "d.conf"
+    assert conf.read_text() == "Good=1\n" and conf.stat().st_mode & 0o777 == 0o640
+    assert process_start(record(place)["child"])
+    again = await place.apply(good, careful(place), tell)
+    assert [item.status for item in again] == ["ok", "ok", "ok"], "nothing is left due"
+
+
+async def test_a_file_that_is_new_goes_again_with_the_old_ones_that_come_back(place: Place) -> None:
+    good = place.file("d.conf", "Good=1\n", restarts=("d",))
+    await place.apply(good, careful(place))
+    news = (place.file("d.conf", "Bad=1\n", restarts=("d",)), place.file("more.conf", "x", restarts=("d",)))
+    *_, failed = await place.apply(*news, careful(place))
+    assert failed.detail.endswith("The old files are back in force, and d runs")
+    assert not (place.folder / "more.conf").exists()
+
+
+async def test_a_service_that_did_not_run_before_keeps_the_new_file_and_says_what_is_wrong(place: Place) -> None:
+    bad = place.file("d.conf", "Bad=1\n", restarts=("d",), advice=(("Bad", "delete options.Bad"),))
+    _, failed = await place.apply(bad, careful(place))
+    assert failed.detail == (
+        "d started under the supervisor and did not stay up\nfatal: unknown key Bad=1\n"
+        "fatal: unknown key Bad=1; delete options.Bad"
+    )
+    assert (place.folder / "d.conf").read_text() == "Bad=1\n"
+
+
+async def test_a_service_that_starts_with_neither_file_says_both(place: Place) -> None:
+    await place.apply(place.file("d.conf", "Good=1\n", restarts=("d",)), careful(place))
+    broken = Service("d", command=("sh", "-c", "echo error: out of luck; exit 1"))
+    _, failed = await place.apply(place.file("d.conf", "Bad=1\n", restarts=("d",)), broken)
+    assert failed.status == "failed"
+    assert f"Nor does it start with the old {place.path('d.conf')}: d started under the supervisor" in failed.detail

@@ -1,0 +1,89 @@
+"""A setting that Slurm does not take, in `slurm.options`: the running cluster and its jobs do not feel it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: x-options
+controller: {provider: sandbox, memory: 512M, compute: true}
+slurm: {options: {KillWait: 31}}
+"""
+GOOD = "{KillWait: 31}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("options"), SPEC)
+    made.shoal("down", "--force")
+    try:
+        assert made.json("up", timeout=600)["whole"]
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+@pytest.fixture
+def job(cluster: Cluster) -> Iterator[str]:
+    """A job that runs meanwhile."""
+    wait = "while [ ! -e /tmp/release ]; do sleep 0.2; done"
+    number = cluster.on("controller", "sbatch", "--parsable", "--mem=20M", "--output=/dev/null", "--wrap", wait).strip()
+    cluster.wait("it runs", lambda: state_of(cluster, number) == "RUNNING")
+    yield number
+    cluster.on("controller", "touch", "/tmp/release")
+    cluster.wait("it ends", lambda: state_of(cluster, number) == "COMPLETED")
+    cluster.on("controller", "rm", "/tmp/release")
+
+
+def state_of(cluster: Cluster, job: str) -> str:
+    return cluster.on("controller", "scontrol", "show", "job", job).split("JobState=")[1].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint", "advice"),
+    [
+        ("{Nope: 1}", "unrecognized key: Nope", "mend or delete slurm.options.Nope"),
+        ("{KillWait: soon}", 'KillWait value "soon" is not a valid number', "mend or delete slurm.options.KillWait"),
+    ],
+)
+def test_what_slurm_cannot_read_is_found_by_check_and_never_put_in_place(
+    cluster: Cluster, job: str, options: str, complaint: str, advice: str
+) -> None:
+    before = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+    started = cluster.on("controller", "systemctl", "show", "-p", "MainPID", "slurmctld")
+    cluster.edit(GOOD, options)
+    try:
+        checked = cluster.shoal("check", status=1)
+        applied = cluster.shoal("up", status=1)
+    finally:
+        cluster.edit(options, GOOD)
+    for done in (checked, applied):
+        assert complaint in done.stdout + done.stderr
+        assert advice in done.stdout + done.stderr
+    assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
+    assert cluster.on("controller", "systemctl", "show", "-p", "MainPID", "slurmctld") == started, "not even restarted"
+    assert state_of(cluster, job) == "RUNNING"
+    assert "no changes" in cluster.shoal("up").stdout
+
+
+def test_what_slurmctld_does_not_start_with_is_taken_back(cluster: Cluster, job: str) -> None:
+    """A plugin that is not there: the file can be read, and slurmctld ends all the same."""
+    before = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+    options = "{PreemptType: preempt/nope}"
+    cluster.edit(GOOD, options)
+    try:
+        done = cluster.shoal("up", status=1)
+    finally:
+        cluster.edit(options, GOOD)
+    assert "slurmctld did not start with the new /etc/slurm/slurm.conf" in done.stderr
+    assert "mend or delete slurm.options.PreemptType" in done.stderr
+    assert "The old file is back in force, and slurmctld runs" in done.stderr
+    assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
+    assert state_of(cluster, job) == "RUNNING"
+    assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "controller"
+    assert "no changes" in cluster.shoal("up").stdout
