@@ -100,3 +100,11 @@ def test_a_host_without_cgroups_turns_confinement_off_for_all(cluster: Cluster) 
     assert settings(cluster, "slurm.conf")["ProctrackType"] == "proctrack/cgroup"
     said = cluster.on("controller", "srun", "-w", "fish1", "--gpus=1", "bash", "-c", f"exec 2>&1; {OPEN_BOTH}")
     assert "open 0" in said and "open 1" not in said, said
+
+
+def test_a_job_gets_the_memory_it_asked_for_and_no_more(cluster: Cluster) -> None:
+    assert settings(cluster, "cgroup.conf")["ConstrainRAMSpace"] == "yes"
+    take = "import sys; sys.stdout.write(str(len(bytearray(150 << 20))))"
+    assert cluster.on("controller", "srun", "--mem=250M", "python3", "-c", take) == str(150 << 20)
+    killed = cluster.on("controller", "bash", "-c", f"srun --mem=60M python3 -c '{take}' 2>&1", status=None)
+    assert "oom" in killed.lower() or "Out Of Memory" in killed, killed

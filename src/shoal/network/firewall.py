@@ -59,6 +59,29 @@ def firewall_unit() -> str:
     )
 
 
+def opening(firewall: str, members: Iterable[str], ports: Iterable[str]) -> str:
+    """How Slurm's ports are opened to the members in a firewall that is not ours, as commands for the host.
+
+    A packet must pass every chain: what ours accepts, another one may still drop.
+    """
+    addresses = sorted(set(members), key=_address_order)
+    if firewall == "ufw":
+        wanted = ",".join(ports).replace("-", ":")
+        commands = [f"ufw allow proto tcp from {address} to any port {wanted}" for address in addresses]
+    elif firewall == "firewalld":
+        commands = [f"firewall-cmd --permanent --zone=trusted --add-source={address}" for address in addresses]
+        commands.append("firewall-cmd --reload")
+    else:
+        chain, guarded = firewall.partition(" ")[2], ", ".join(ports)
+        families = {"ip": [a for a in addresses if ":" not in a], "ip6": [a for a in addresses if ":" in a]}
+        commands = [
+            f"nft 'insert rule {chain} {family} saddr {{ {', '.join(some)} }} tcp dport {{ {guarded} }} accept'"
+            for family, some in families.items()
+            if some and chain.partition(" ")[0] in ("inet", family)
+        ]
+    return " && ".join(commands)
+
+
 def _address_order(address: str) -> tuple[int, list[int] | list[str]]:
     if ":" in address:
         return (1, [address])

@@ -7,6 +7,7 @@ from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
+from shoal.roles.pmix import pmix_items, pmix_packages
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -19,7 +20,7 @@ def base(cluster: Cluster, member: Member) -> Document:
     """The state that all roles build on."""
     return (
         *_accounts(cluster),
-        Packages(packages(cluster.spec, member)),
+        *_packages(cluster, member),
         *_munge(cluster),
         *_names(cluster),
         *_firewall(cluster),
@@ -53,6 +54,11 @@ def _accounts(cluster: Cluster) -> list[Item]:
             services=("slurmctld",),
         ),
     ]
+
+
+def _packages(cluster: Cluster, member: Member) -> list[Item]:
+    facts = cluster.facts[member.name]
+    return [Packages((*packages(cluster.spec, member), *pmix_packages(facts))), *pmix_items(facts)]
 
 
 def packages(spec: Spec, member: Member) -> tuple[str, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
+from shoal.network.firewall import opening
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
-from shoal.slurm.conf import gpu_type
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
+from shoal.roles.pmix import all_have_pmix
+from shoal.slurm.conf import PORTS, gpu_type
+from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
 from shoal.slurm.versions import Version, packaged
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -20,6 +22,7 @@ from shoal.spec.members import partitions as partitions_of
 from shoal.spec.model import Spec
 
 SLURM_PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+FIREWALLD = "firewalld"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Cluster:
     versions: Mapping[str, Version]
     ids: Ids
     conf: ClusterConf
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
+    """What stands in the cluster's way and is not ours to change."""
 
     @property
     def controller(self) -> Member:
@@ -71,12 +75,14 @@ def assemble(
         versions=tuple(versions.values()),
         nodes=(*nodes, *(before.nodes[name] for name in leaving)),
         partitions=_partitions(spec, members, {node.name for node in nodes}, before, leaving),
-        switches=(),
+        switches=_switches(members, (*(node.name for node in nodes), *leaving), before),
         options={key: str(value) for key, value in spec.slurm.options.items()},
         proctrack_cgroup=jobs.tracked,
         constrain_cores=jobs.cores,
         constrain_devices=jobs.devices,
+        constrain_memory=jobs.memory,
         cgroup_plugin=jobs.plugin,
+        pmix=_pmix(members, facts, versions, before),
     )
     return Cluster(
         spec=spec,
@@ -86,6 +92,7 @@ def assemble(
         versions=versions,
         ids=choose_ids(controller.name, facts),
         conf=conf,
+        findings=tuple(_other_firewalls(spec, facts, addresses)),
     )
 
 
@@ -132,6 +139,39 @@ def _confinement(
     if before.confinement is None or (len(answered) == len(computes) and not leaving):
         return found
     return no_stronger(found, before.confinement) if answered else before.confinement
+
+
+def _switches(members: tuple[Member, ...], nodes: Iterable[str], before: InForce) -> tuple[Switch, ...]:
+    """One switch a site where the nodes are in more than one, so that no job spans two; else none."""
+    sites = {**before.sites, **{member.name: member.shape.site for member in members}}
+    inside: dict[str, list[str]] = {}
+    for node in nodes:
+        # A leaving node of a cluster that had one site was in the one that all were in.
+        inside.setdefault(sites.get(node, members[0].shape.site), []).append(node)
+    return tuple(Switch(site, tuple(names)) for site, names in sorted(inside.items())) if len(inside) > 1 else ()
+
+
+def _pmix(
+    members: tuple[Member, ...], facts: Mapping[str, Facts], versions: Mapping[str, Version], before: InForce
+) -> bool:
+    answered = {member.name: facts[member.name] for member in members if member.name in facts}
+    silent = [member.name for member in members if member.name not in facts and member.name in before.addresses]
+    return (before.pmix or not silent) and all_have_pmix(answered, versions, before.addresses, before.pmix)
+
+
+def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[str, str]) -> Iterator[Finding]:
+    """Hosts where another firewall refuses what it was not told to let in: our own opens nothing in it."""
+    for name, fact in facts.items() if spec.firewall else ():
+        other = FIREWALLD if fact.services.get(FIREWALLD) == "active" else fact.firewall
+        if other:
+            yield Finding(
+                "warning",
+                "another firewall refuses what it was not told to let in, and the members may not reach Slurm's ports",
+                other,
+                f"run `{opening(other, addresses.values(), PORTS)}` on it, and set `firewall: false`: that firewall "
+                "guards the ports then",
+                host=name,
+            )
 
 
 def _node(

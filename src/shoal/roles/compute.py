@@ -6,6 +6,7 @@ import hashlib
 
 from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
 from shoal.roles.cluster import Cluster
+from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.in_force import CONF_FILES, SLURM_CONF
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
@@ -29,7 +30,11 @@ def compute(cluster: Cluster, member: Member) -> Document:
 
 def login(cluster: Cluster) -> Document:
     """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld, no daemon of their own is needed."""
-    return (Directory("/etc/slurm"), File(SLURM_CONF, slurm_conf(cluster.conf), keep=True))
+    text = slurm_conf(cluster.conf)
+    return (
+        Directory("/etc/slurm"),
+        File(SLURM_CONF, text, keep=True, accepted_by=READ_CONF, advice=advice(cluster)),
+    )
 
 
 def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:

@@ -16,24 +16,29 @@ class Confinement:
     """Slurm can keep a job's processes in a cgroup of their own."""
     devices: bool
     cores: bool
+    memory: bool
     plugin: CgroupPlugin
 
 
 def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confinement:
-    """What the cgroups of these hosts allow. Memory is left to Slurm's own watch: few hosts give that one away."""
+    """What the cgroups of these hosts allow.
+
+    Without the memory controller a job's memory is scheduled and not held. Slurm could watch and kill instead, but it
+    counts what processes share once for each of them, and would kill healthy jobs with many of those.
+    """
     same = len({fact.cgroup.version for fact in computes}) == 1
     version = computes[0].cgroup.version if same else 0
     shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
     if version == 2 and "cpuset" in shared:
         # On the unified hierarchy devices are confined by a program, not by a controller.
-        return Confinement(tracked=True, devices=True, cores=True, plugin="autodetect")
+        return Confinement(tracked=True, devices=True, cores=True, memory="memory" in shared, plugin="autodetect")
     if version == 1 and "freezer" in shared:
-        return Confinement(True, "devices" in shared, "cpuset" in shared, "autodetect")
+        return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared, "autodetect")
     if version == 1:
-        return Confinement(False, False, False, "autodetect")
+        return Confinement(False, False, False, False, "autodetect")
     # Naming the old plugin keeps a slurmd that cannot do without one from looking for a file system that is not there.
     plugin: CgroupPlugin = "disabled" if known_to_all("cgroup_disabled", versions) else "cgroup/v1"
-    return Confinement(False, False, False, plugin)
+    return Confinement(False, False, False, False, plugin)
 
 
 def no_stronger(found: Confinement, before: Confinement) -> Confinement:
@@ -44,5 +49,6 @@ def no_stronger(found: Confinement, before: Confinement) -> Confinement:
         tracked=before.tracked,
         devices=found.devices and before.devices,
         cores=found.cores and before.cores,
+        memory=found.memory and before.memory,
         plugin=before.plugin,
     )

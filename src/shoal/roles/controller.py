@@ -9,6 +9,9 @@ from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_con
 
 RECONFIGURE = "reconfigure"
 
+READ_CONF = ("env", "SLURM_CONF=/dev/stdin", "scontrol", "show", "hostnames", "x")
+"""Reads the whole of a slurm.conf and talks to nobody. slurmctld itself has no such trial."""
+
 
 def controller(cluster: Cluster) -> Document:
     """slurmctld with its configuration. A change that slurmctld can take while it runs costs no restart."""
@@ -25,11 +28,26 @@ def controller(cluster: Cluster) -> Document:
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),
-        File(SLURM_CONF, text, restarts=restarts, reloads=reloads, keep=True),
+        File(
+            SLURM_CONF,
+            text,
+            restarts=restarts,
+            reloads=reloads,
+            keep=True,
+            accepted_by=READ_CONF,
+            advice=advice(cluster),
+        ),
         Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
         # Nodes take the configuration from the controller; this pushes a new one to those that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
+
+
+def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
+    """What in the spec to mend when Slurm complains of a setting, by the setting's name and by the plugin it names."""
+    options = cluster.conf.options.items()
+    words = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
+    return tuple((word, f"mend or delete slurm.options.{key} in the cluster's file") for word, key in words)
 
 
 def _slurm_conf_of(cluster: Cluster) -> str | None:

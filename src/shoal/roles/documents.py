@@ -8,16 +8,18 @@ from typing import Literal
 
 from shoal.agent.document import Block, DeviceRule, Document, File, Service
 from shoal.roles.base import MUNGE_KEY, base, without_firewall
-from shoal.roles.cluster import Cluster
+from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, compute, login
 from shoal.roles.controller import controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
+from shoal.roles.pmix import pmix_files
 from shoal.spec.member import Member
 
-FACT_SERVICES = ("munge", "slurmctld", "slurmd")
-FACT_FILES: Mapping[str, Literal["hash", "text"]] = {
+FACT_SERVICES = ("munge", "slurmctld", "slurmd", FIREWALLD)
+FACT_FILES: Mapping[str, Literal["hash", "text", "there"]] = {
     MUNGE_KEY: "hash",
     **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
+    **dict.fromkeys(pmix_files(), "there"),
 }
 
 

@@ -9,7 +9,7 @@ from shoal.agent.facts import Facts
 from shoal.network.names import addresses_in
 from shoal.roles.confinement import Confinement
 from shoal.slurm.model import CgroupPlugin, Node
-from shoal.slurm.read import is_ours, known_nodes, read
+from shoal.slurm.read import is_ours, known_nodes, read, switches_of_nodes
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 GRES_CONF = "/etc/slurm/gres.conf"
@@ -31,6 +31,9 @@ class InForce:
     """The partitions of every node."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     confinement: Confinement | None = None
+    sites: Mapping[str, str] = field(default_factory=dict)
+    """The site of every node, where jobs are kept inside one."""
+    pmix: bool = False
 
 
 def in_force(controller: Facts | None) -> InForce:
@@ -43,6 +46,8 @@ def in_force(controller: Facts | None) -> InForce:
         partitions=read(conf).partitions_of_nodes(),
         addresses=addresses_in(_text(controller, HOSTS), HOSTS_BLOCK),
         confinement=_confinement(conf, _text(controller, CGROUP_CONF)),
+        sites=switches_of_nodes(_text(controller, TOPOLOGY_CONF)),
+        pmix=read(conf).settings.get("mpidefault") == "pmix",
     )
 
 
@@ -60,5 +65,6 @@ def _confinement(conf: str, cgroup: str) -> Confinement | None:
         tracked="ProctrackType=proctrack/cgroup" in lines,
         devices="ConstrainDevices=yes" in lines,
         cores="ConstrainCores=yes" in lines,
+        memory="ConstrainRAMSpace=yes" in lines,
         plugin=plugin,
     )

@@ -1,4 +1,4 @@
-"""Slurm's configuration files, read back: what is in force, so that it can be compared and a silent host keeps its line.
+"""Slurm's configuration files, read back: to compare what is in force, and to keep the line of a silent host.
 
 Only text that Shoal rendered is read. A file made by hand may say anything: includes, defaults, several keys a line.
 """
@@ -59,6 +59,14 @@ def known_nodes(slurm_conf: str, gres_conf: str) -> dict[str, Node]:
         return {}
     gpus = _gpus(gres_conf)
     return {node.name: node for line in read(slurm_conf).nodes for node in _nodes(_values(line), gpus)}
+
+
+def switches_of_nodes(topology_conf: str) -> dict[str, str]:
+    """The switch of every node, by its name, in a topology.conf that Shoal rendered."""
+    if not is_ours(topology_conf):
+        return {}
+    lines = [_values(line) for line in _lines(topology_conf)]
+    return {node: values["switchname"] for values in lines for node in expand(values.get("nodes", ""))}
 
 
 def _nodes(values: Mapping[str, str], gpus: Mapping[str, tuple[GpuLine, ...]]) -> Iterator[Node]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 
-from shoal.network.firewall import firewall_rules, firewall_unit
+from shoal.network.firewall import firewall_rules, firewall_unit, opening
 from shoal.network.names import hosts_block
 
 ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
@@ -32,3 +32,32 @@ def test_nft_accepts_the_rules(tmp_path: Path) -> None:
         subprocess.run(["nft", "--check", "--file", rules], check=True, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("nft is not installed: apt-get install nftables")
+
+
+BOTH = ["10.0.0.20", "10.0.0.3", "2001:db8::1"]
+ACCEPT = "tcp dport { 6817, 6818, 60001-63000 } accept'"
+
+
+@pytest.mark.parametrize(
+    ("firewall", "commands"),
+    [
+        ("ufw", [f"ufw allow proto tcp from {a} to any port 6817,6818,60001:63000" for a in sorted(BOTH, key=len)]),
+        (
+            "firewalld",
+            [
+                *(f"firewall-cmd --permanent --zone=trusted --add-source={a}" for a in sorted(BOTH, key=len)),
+                "firewall-cmd --reload",
+            ],
+        ),
+        (
+            "nft inet filter input",
+            [
+                f"nft 'insert rule inet filter input ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}",
+                f"nft 'insert rule inet filter input ip6 saddr {{ 2001:db8::1 }} {ACCEPT}",
+            ],
+        ),
+        ("nft ip filter INPUT", [f"nft 'insert rule ip filter INPUT ip saddr {{ 10.0.0.3, 10.0.0.20 }} {ACCEPT}"]),
+    ],
+)
+def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands: list[str]) -> None:
+    assert opening(firewall, BOTH, PORTS) == " && ".join(commands)

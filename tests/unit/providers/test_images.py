@@ -25,7 +25,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         os.mkdir(root)
         await asyncio.sleep(0.05)
 
-    async def finish(root: Path, settings: str, log: Path) -> None:
+    async def finish(image: str, root: Path, settings: str, log: Path) -> None:
         (root / "done").touch()
 
     monkeypatch.setattr(images, "_bootstrap", bootstrap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.plan.fake_world import gpus, host_facts, slurm_package, spec_of
@@ -12,8 +13,10 @@ from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
 from shoal.network.names import hosts_block
 from shoal.roles.cluster import Cluster, assemble, slurm_version
 from shoal.roles.confinement import Confinement, confinement, no_stronger
-from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, HOSTS, SLURM_CONF, InForce, in_force
-from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf
+from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, HOSTS, SLURM_CONF, TOPOLOGY_CONF, InForce, in_force
+from shoal.roles.pmix import pmix_files
+from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
+from shoal.slurm.model import Switch
 from shoal.slurm.versions import Version
 
 REEF = """
@@ -134,18 +137,23 @@ def test_the_version_of_a_system_that_we_do_not_know_is_unknown() -> None:
 
 
 V1 = ("freezer", "cpuset", "devices", "memory")
+STRONG = Confinement(True, True, True, True, "autodetect")
+NONE = Confinement(False, False, False, False, "cgroup/v1")
+DISABLED = replace(NONE, plugin="disabled")
 TABLE: list[tuple[list[Cgroup], str, Confinement]] = [
-    ([Cgroup(2, ("cpuset", "memory"))] * 2, "22.05.8", Confinement(True, True, True, "autodetect")),
-    ([Cgroup(2, ("memory",))], "22.05.8", Confinement(False, False, False, "cgroup/v1")),
-    ([Cgroup(2, ("memory",))], "24.11.5", Confinement(False, False, False, "disabled")),
-    ([Cgroup(1, V1)], "22.05.8", Confinement(True, True, True, "autodetect")),
-    ([Cgroup(1, V1), Cgroup(1, ("freezer",))], "22.05.8", Confinement(True, False, False, "autodetect")),
-    ([Cgroup(1, ())], "24.11.5", Confinement(False, False, False, "autodetect")),
-    ([Cgroup(1, V1), Cgroup(2, ("cpuset",))], "24.11.5", Confinement(False, False, False, "disabled")),
-    ([Cgroup(0)], "22.05.8", Confinement(False, False, False, "cgroup/v1")),
-    ([Cgroup(0)], "24.11.5", Confinement(False, False, False, "disabled")),
-    ([Cgroup(2, ("cpuset",)), Cgroup(0)], "24.11.5", Confinement(False, False, False, "disabled")),
-    ([], "24.11.5", Confinement(False, False, False, "disabled")),
+    ([Cgroup(2, ("cpuset", "memory"))] * 2, "22.05.8", STRONG),
+    ([Cgroup(2, ("cpuset", "memory")), Cgroup(2, ("cpuset",))], "22.05.8", replace(STRONG, memory=False)),
+    ([Cgroup(2, ("memory",))], "22.05.8", NONE),
+    ([Cgroup(2, ("memory",))], "24.11.5", DISABLED),
+    ([Cgroup(1, V1)], "22.05.8", STRONG),
+    ([Cgroup(1, V1), Cgroup(1, ("freezer",))], "22.05.8", Confinement(True, False, False, False, "autodetect")),
+    ([Cgroup(1, V1), Cgroup(1, V1[:3])], "22.05.8", replace(STRONG, memory=False)),
+    ([Cgroup(1, ())], "24.11.5", replace(NONE, plugin="autodetect")),
+    ([Cgroup(1, V1), Cgroup(2, ("cpuset",))], "24.11.5", DISABLED),
+    ([Cgroup(0)], "22.05.8", NONE),
+    ([Cgroup(0)], "24.11.5", DISABLED),
+    ([Cgroup(2, ("cpuset",)), Cgroup(0)], "24.11.5", DISABLED),
+    ([], "24.11.5", DISABLED),
 ]
 
 
@@ -156,17 +164,14 @@ def test_the_weakest_host_decides_how_jobs_are_confined(
     assert confinement([Facts(cgroup=one) for one in cgroups], [Version.parse(version)]) == expected
 
 
-STRONG = Confinement(True, True, True, "autodetect")
-NONE = Confinement(False, False, False, "cgroup/v1")
-
-
 @pytest.mark.parametrize(
     ("found", "before", "expected"),
     [
         (STRONG, STRONG, STRONG),
         (STRONG, NONE, NONE),
         (NONE, STRONG, NONE),
-        (Confinement(True, False, True, "autodetect"), STRONG, Confinement(True, False, True, "autodetect")),
+        (replace(STRONG, devices=False), STRONG, replace(STRONG, devices=False)),
+        (STRONG, replace(STRONG, memory=False), replace(STRONG, memory=False)),
     ],
 )
 def test_what_a_silent_host_may_not_have_is_not_begun_without_it(
@@ -185,6 +190,130 @@ def test_the_one_host_without_cgroups_keeps_them_off_while_it_does_not_answer() 
     assert "ProctrackType=proctrack/linuxproc" in slurm_conf(leaving.conf)
     gone = assemble(smaller, {**without("n2"), "c1": weak}, {}, in_force(weak))
     assert "ProctrackType=proctrack/cgroup" in slurm_conf(gone.conf)
+
+
+def test_memory_is_held_by_the_kernel_where_every_node_lets_it() -> None:
+    assert "ConstrainRAMSpace=yes" in cgroup_conf(assemble(SPEC, FACTS, {}).conf)
+    facts = {**FACTS, "n2": replace(FACTS["n2"], cgroup=Cgroup(2, ("cpuset",)))}
+    assert "ConstrainRAMSpace=no" in cgroup_conf(assemble(SPEC, facts, {}).conf)
+
+
+TWO_SITES = """
+cluster: reef
+controller: {provider: sandbox}
+nodesets:
+  fish: {provider: sandbox, count: 2}
+  kelp: {provider: sandbox, count: 2, site: b}
+"""
+SITES = {
+    name: host_facts(name, f"10.0.0.{number}")
+    for number, name in enumerate(("controller", "fish1", "fish2", "kelp1", "kelp2"), 1)
+}
+
+
+def test_nodes_of_two_sites_get_a_switch_a_site_and_one_site_gets_none() -> None:
+    spec = spec_of(TWO_SITES)
+    cluster = assemble(spec, SITES, {})
+    assert cluster.conf.switches == (Switch("a", ("fish1", "fish2")), Switch("b", ("kelp1", "kelp2")))
+    assert assemble(spec_of(TWO_SITES.replace(", site: b", "")), SITES, {}).conf.switches == ()
+    everything_b = TWO_SITES.replace("count: 2}", "count: 2, site: b}")
+    assert assemble(spec_of(everything_b), SITES, {}).conf.switches == (), "the controller runs no jobs"
+
+
+def test_a_node_that_leaves_or_is_silent_keeps_its_switch() -> None:
+    cluster = assemble(spec_of(TWO_SITES), SITES, {})
+    texts = {SLURM_CONF: slurm_conf(cluster.conf), TOPOLOGY_CONF: topology_conf(cluster.conf)}
+    before = in_force(replace(SITES["controller"], files={path: FileFact(text=t) for path, t in texts.items()}))
+    smaller = spec_of("\n".join(line for line in TWO_SITES.splitlines() if "kelp" not in line))
+    kept = {name: fact for name, fact in SITES.items() if not name.startswith("kelp")}
+    assert assemble(smaller, kept, {}, before, ["kelp1", "kelp2"]).conf.switches == cluster.conf.switches
+    assert assemble(smaller, kept, {}, before).conf.switches == ()
+    assert assemble(spec_of(TWO_SITES), kept, {}, before).conf.switches == cluster.conf.switches
+
+
+def fact_of_pmix(fact: Facts) -> Facts:
+    return replace(fact, files={**fact.files, **{path: FileFact(there=True) for path in pmix_files()}})
+
+
+REAL = {name: replace(fact, arch="x86_64") for name, fact in FACTS.items()}
+TRIXIE = {"os_version": "13", "packages": slurm_package("24.11.5-4")}
+
+
+def default_mpi(facts: dict[str, Facts], before: InForce | None = None) -> bool:
+    return "MpiDefault=pmix" in slurm_conf(assemble(SPEC, facts, {}, before).conf)
+
+
+def test_pmix_is_the_default_where_every_member_gets_it_with_its_packages() -> None:
+    assert default_mpi(REAL)
+    assert default_mpi({name: replace(fact, **TRIXIE) for name, fact in REAL.items()})
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        {"os_version": "", "os_codename": "sid", "packages": slurm_package("26.05.5-1")},
+        {"os_id": "ubuntu", "os_version": "24.04", "packages": slurm_package("23.11.4-1")},
+        {"packages": slurm_package("23.11.4-1")},
+        {"arch": "riscv64"},
+    ],
+    ids=["another system", "another distribution", "a Slurm that Debian did not build", "another architecture"],
+)
+def test_one_member_that_may_lack_pmix_keeps_it_from_being_the_default(lacks: dict[str, Any]) -> None:
+    for name in ("c1", "door", "n1"):
+        assert not default_mpi({**REAL, name: replace(REAL[name], **lacks)})
+
+
+def test_hosts_that_already_run_without_pmix_must_be_seen_to_have_it_first() -> None:
+    running = InForce(addresses={name: "10.0.0.1" for name in REAL})
+    assert not default_mpi(REAL, running)
+    seen = {name: fact_of_pmix(fact) for name, fact in REAL.items()}
+    assert default_mpi(seen, running)
+    assert not default_mpi({**seen, "n1": REAL["n1"]}, running)
+    assert default_mpi({**seen, "n1": REAL["n1"]}, replace(running, pmix=True)), "what was removed is installed again"
+
+
+def test_a_silent_member_keeps_the_default_as_it_is() -> None:
+    answered = {name: fact_of_pmix(fact) for name, fact in REAL.items() if name != "n2"}
+    running = InForce(addresses={name: "10.0.0.1" for name in REAL})
+    assert not default_mpi(answered, running)
+    assert default_mpi(answered, replace(running, pmix=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "fix"),
+    [
+        (
+            {"firewall": "ufw"},
+            "ufw",
+            "ufw allow proto tcp from 10.0.0.1 to any port 6817,6818,60001:63000 && ",
+        ),
+        (
+            {"services": {"firewalld": "active"}},
+            "firewalld",
+            "firewall-cmd --permanent --zone=trusted --add-source=10.0.0.1 && ",
+        ),
+        (
+            {"firewall": "nft inet filter input"},
+            "nft inet filter input",
+            "nft 'insert rule inet filter input ip saddr { 10.0.0.1, 10.0.0.2, 10.0.0.11, 10.0.0.12, 10.0.0.21 } "
+            "tcp dport { 6817, 6818, 60001-63000 } accept'",
+        ),
+    ],
+)
+def test_another_firewall_in_the_way_is_found_with_the_commands_that_open_it(
+    changes: dict[str, Any], found: str, fix: str
+) -> None:
+    facts = {**FACTS, "n1": replace(FACTS["n1"], **changes)}
+    [finding] = assemble(SPEC, facts, {}).findings
+    assert (finding.level, finding.host, finding.found) == ("warning", "n1", found)
+    assert finding.fix.startswith(f"run `{fix}")
+    assert finding.fix.endswith("` on it, and set `firewall: false`: that firewall guards the ports then")
+    assert assemble(spec_of(REEF + "firewall: false\n"), facts, {}).findings == ()
+
+
+def test_hosts_without_another_firewall_have_no_findings() -> None:
+    facts = {**FACTS, "n1": replace(FACTS["n1"], services={"firewalld": "inactive"})}
+    assert assemble(SPEC, facts, {}).findings == ()
 
 
 def test_the_members_read_one_text_that_the_oldest_of_them_knows() -> None:

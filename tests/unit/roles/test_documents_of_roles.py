@@ -9,9 +9,11 @@ import pytest
 from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
-from shoal.agent.document import Document, SecretRef
+from shoal.agent.document import Document, File, SecretRef
 from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.documents import Stage, documents, farewell
+from shoal.roles.in_force import SLURM_CONF
 
 REEF = """
 cluster: reef
@@ -21,11 +23,21 @@ nodesets:
   lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}], features: [a100]}
 """
 
+TWO_SITES = """
+cluster: reef
+controller: {provider: sandbox}
+nodesets:
+  fish: {provider: sandbox, count: 2}
+  kelp: {provider: sandbox, count: 1, site: b}
+"""
+
 
 def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
     spec = spec_of(text)
     addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
-    facts = {name: host_facts(name, at, **changes.get(name, {})) for name, at in addresses.items()}
+    facts = {
+        name: host_facts(name, at, **{"arch": "x86_64", **changes.get(name, {})}) for name, at in addresses.items()
+    }
     return assemble(spec, facts, addresses)
 
 
@@ -66,6 +78,27 @@ def document_of(cluster: Cluster, name: str) -> str:
 )
 def test_a_host_is_asked_for_exactly_this(golden: str, name: str, text: str) -> None:
     assert_golden(f"roles/{golden}.txt", document_of(reef(text, n1={"gpus": gpus(2)}), name))
+
+
+def test_what_slurm_refuses_is_told_by_the_key_in_the_file() -> None:
+    cluster = reef(REEF + "slurm: {options: {PreemptType: preempt/none, KillWait: 60}}\n")
+    assert advice(cluster) == (
+        ("PreemptType", "mend or delete slurm.options.PreemptType in the cluster's file"),
+        ("KillWait", "mend or delete slurm.options.KillWait in the cluster's file"),
+        ("preempt/none", "mend or delete slurm.options.PreemptType in the cluster's file"),
+    )
+    for name in ("c1", "door"):
+        member = next(member for member in cluster.members if member.name == name)
+        items = [item for document in documents(cluster, member).values() for item in document]
+        [conf] = [item for item in items if isinstance(item, File) and item.path == SLURM_CONF]
+        assert (conf.accepted_by, conf.advice) == (READ_CONF, advice(cluster))
+
+
+def test_two_sites_are_two_switches_that_nothing_connects() -> None:
+    spec = spec_of(TWO_SITES)
+    names = ("controller", "fish1", "fish2", "kelp1")
+    facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
+    assert_golden("roles/two-sites.txt", document_of(assemble(spec, facts, {}), "controller"))
 
 
 def test_a_host_that_leaves_is_asked_for_exactly_this() -> None:

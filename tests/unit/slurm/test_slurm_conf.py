@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
 
 from shoal.hostlist import expand
-from shoal.slurm.conf import cgroup_conf, change_cost, gpu_type, gres_conf, loses_jobs, real_memory, slurm_conf
-from shoal.slurm.read import known_nodes
+from shoal.slurm.conf import (
+    cgroup_conf,
+    change_cost,
+    gpu_type,
+    gres_conf,
+    loses_jobs,
+    real_memory,
+    slurm_conf,
+    topology_conf,
+)
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
+from shoal.slurm.read import known_nodes, read, switches_of_nodes
 
 BASE = CLUSTERS["22.05"]
 INJECTIONS = ["a\nNodeName=evil", "a b", "a\tb", "a#b", 'a"b', "a\\b", "", "a\r", "a=b", "é", "a\x00"]
@@ -250,3 +259,23 @@ def test_nothing_is_read_out_of_a_slurm_conf_made_by_hand() -> None:
     assert known_nodes(by_hand, "NodeName=gone[1- Name=gpu File=/dev/nvidia0\n") == {}
     assert change_cost(by_hand, TEXT) == "restart"
     assert loses_jobs(by_hand, TEXT), "the jobs of whatever cluster that was"
+
+
+def test_the_switch_of_every_node_is_read_back_and_nothing_of_a_file_made_by_hand() -> None:
+    text = topology_conf(CLUSTERS["24.11"])
+    assert switches_of_nodes(text) == {
+        "n1": "site-a",
+        "desktop": "site-a",
+        "box": "site-b",
+        "cpu7": "site-b",
+        "cpu8": "site-b",
+    }
+    assert switches_of_nodes(text.partition("\n")[2]) == {}
+    assert switches_of_nodes("") == {}
+
+
+def test_partitions_are_read_back_by_node_in_the_order_of_the_file() -> None:
+    inside = read(slurm_conf(CLUSTERS["22.05"])).partitions_of_nodes()
+    assert inside["n1"] == ("main", "one")
+    assert inside["gpu16"] == ("main",)
+    assert read("").partitions_of_nodes() == {}

@@ -28,6 +28,8 @@ PACKAGES = (
     *("openssh-server", "sudo", "python3", "ca-certificates", "less"),
 )
 KEPT_PACKAGES = ("munge", "slurmd", "slurmctld", "slurm-client", "slurm-wlm-basic-plugins", "nftables")
+KEPT_MORE = {"debian12": ("libpmix2",)}
+"""What one image keeps beside them: where Slurm's packages do not bring PMIx with them."""
 USER = "shoal"
 """An ordinary user with sudo, beside root."""
 
@@ -165,7 +167,7 @@ async def _build(cache: Path, image: str, place: Path, settings: str, progress: 
     mask = os.umask(0o022)  # the operator's may be stricter; the image's directories are for all of its users
     try:
         await _bootstrap(image, building, log)
-        await _finish(building, settings, log)
+        await _finish(image, building, settings, log)
     finally:
         os.umask(mask)
         watching.cancel()
@@ -200,7 +202,7 @@ async def _bootstrap(image: str, root: Path, log: Path) -> None:
     await _step([*alone, *command], log, f"building image {image}")
 
 
-async def _finish(root: Path, settings: str, log: Path) -> None:
+async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
     """Everything after the base system: our settings, the user, Slurm's packages in apt's cache."""
     for name, (text, mode) in {**FILES, "etc/apt/apt.conf.d/91machine": (settings, 0o644)}.items():
         path = root / name
@@ -221,8 +223,8 @@ async def _finish(root: Path, settings: str, log: Path) -> None:
     await _step([*inside, "apt-get", "clean"], log, what)
     if not any((root / "var/lib/apt/lists").glob("*Packages*")):
         await _step([*inside, "apt-get", "update"], log, what)
-    download = ["apt-get", "install", "--yes", "--download-only", "--no-install-recommends", *KEPT_PACKAGES]
-    await _step([*inside, *download], log, what)
+    download = ["apt-get", "install", "--yes", "--download-only", "--no-install-recommends"]
+    await _step([*inside, *download, *KEPT_PACKAGES, *KEPT_MORE.get(image, ())], log, what)
     for key in (root / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
     for name in ("etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id", "etc/resolv.conf"):
@@ -266,7 +268,8 @@ def _copy_certificates(root: Path) -> None:
 
 
 def _recipe_hash(image: str, settings: str) -> str:
-    recipe = [SUITES[image], PACKAGES, KEPT_PACKAGES, FILES, MASKED, settings]
+    kept = (*KEPT_PACKAGES, *KEPT_MORE.get(image, ()))
+    recipe = [SUITES[image], PACKAGES, kept, FILES, MASKED, settings]
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
 
