@@ -19,13 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-Words = list[str]
-"""Words of a shell command. Those that the shell must expand come ready-made; all others are quoted by `script.py`."""
-
 
 @dataclass(frozen=True)
 class Raw:
-    """A piece of shell that is not quoted again."""
+    """A word of the command that the shell must expand; all others are quoted by `script.py`."""
 
     text: str
 

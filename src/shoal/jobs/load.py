@@ -17,8 +17,6 @@ from shoal.spec.load import read_text
 from shoal.spec.rules import nearest
 from shoal.spec.words import show
 
-COMMAND_LINE = "shoal run"
-
 
 def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
     """The job in a file, with `over` in place of what the file says. Raises SpecError with every finding."""
@@ -26,21 +24,24 @@ def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
 
 
 def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -> JobSpec:
+    """The same for a text; `file` is the name that findings give it."""
     tree = reader.read(text, file)
-    findings = list(tree.findings)
     over = dict(over or {})
+    findings = list(tree.findings)
+    # Each part by itself, so that what is wrong with either is told where it stands.
+    kept = {name: value for name, value in tree.data.items() if name not in over}
     try:
-        job = JobSpec.model_validate({**tree.data, **over})
+        JobSpec.model_validate({**kept, **({"script": "x"} if "script" in over else {})})
     except ValidationError as error:
-        ours = [detail for detail in error.errors(include_url=False) if detail["loc"][:1] and detail["loc"][0] in over]
-        if not ours:
-            findings += explain(error, tree, JobSpec)
-        findings += [_option(detail) for detail in ours]
-    else:
-        if not findings:
-            return job
-    findings.sort(key=reader.by_place)
-    raise SpecError(tuple(findings))
+        findings += explain(error, tree, JobSpec)
+    try:
+        job_of({"script": "x", **over})
+    except SpecError as error:
+        findings += [finding for finding in error.findings if isinstance(finding, Finding)]
+    if findings:
+        findings.sort(key=reader.by_place)
+        raise SpecError(tuple(findings))
+    return JobSpec.model_validate({**kept, **over})
 
 
 def job_of(values: Mapping[str, Any]) -> JobSpec:

@@ -59,7 +59,6 @@ class LogReader:
         self.ends: dict[tuple[int, int], RankEnd] = {}
         self.progress: dict[str, Any] = {}
         self._node_of: dict[str, str] = {}
-        self._order = 0
 
     def take(self, node: str, raw: bytes) -> LogLine | None:
         """One line of a node's answer; the log line in it, where it is one."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 
 from shoal import hostlist
 from shoal.spec.model import Closed
@@ -106,8 +106,6 @@ class JobSpec(Closed):
 
     Whatever is left out comes from the cluster: `nodes: 2` alone uses all GPUs of two nodes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     script: Annotated[str, BeforeValidator(_value)]
     """The program: a Python script, or any executable of your working tree."""

@@ -54,7 +54,7 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> Reason | None:
     batch = [line.text for line in logs.lines if line.rank == BATCH]
     first = first_failure(ends)
     if record.state in ("CANCELLED", "PREEMPTED"):
-        return _stopped(record, batch)
+        return _stopped(record)
     if record.state in ("TIMEOUT", "DEADLINE"):
         return _time_limit(record, ends)
     if record.state in ("NODE_FAIL", "BOOT_FAIL"):
@@ -94,7 +94,7 @@ def _ended_by_others(end: RankEnd) -> bool:
     return number in (signal.SIGKILL, signal.SIGTERM) and not end.out_of_memory
 
 
-def _stopped(record: JobRecord, batch: Sequence[str]) -> Reason:
+def _stopped(record: JobRecord) -> Reason:
     if record.state == "PREEMPTED":
         return Reason("cancelled", "the job was preempted by one of a higher partition", fix="submit it with --requeue")
     return Reason("cancelled", "the job was cancelled")

@@ -44,6 +44,15 @@ def test_every_finding_is_told_with_its_place_and_the_nearest_name() -> None:
     ]
 
 
+def test_what_is_wrong_in_the_file_and_in_the_options_is_told_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_job_text("nodes: 0\nmem: 3X\n", "job.yaml", {"script": "a.py", "mem": "4X"})
+    assert [str(finding).partition(",")[0] for finding in caught.value.findings] == [
+        "--mem: not a size",
+        "job.yaml:1:8 nodes: out of range",
+    ]
+
+
 def test_a_job_without_a_script_is_refused() -> None:
     with pytest.raises(SpecError, match="no script is named"):
         job_of({"nodes": 2})
