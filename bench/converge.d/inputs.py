@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.agent.document import Block, DeviceRule, Document, File, Group, Packages, User
+from shoal.agent.document import Block, DeviceRule, Document, File, Group, Link, Packages, User
 from shoal.plan.model import HostPlan
 from shoal.verbs.context import open_context
 from shoal.verbs.up import plan
@@ -27,6 +27,7 @@ async def write_inputs(spec: Path, directory: Path) -> Path:
         "files": str(files),
         "accounts": _accounts(roles["controller"]),
         "packages": {role: _packages(document) for role, document in roles.items()},
+        "links": {role: _links(document) for role, document in roles.items()},
         "members": next(item.content for item in roles["controller"] if isinstance(item, Block)),
         "controller": controller.name,
         "key": str(directory / "munge.key"),
@@ -58,3 +59,7 @@ def _accounts(document: Document) -> list[dict[str, object]]:
 
 def _packages(document: Document) -> list[str]:
     return [name for item in document if isinstance(item, Packages) for name in item.names]
+
+
+def _links(document: Document) -> list[dict[str, str]]:
+    return [{"path": item.path, "target": item.target} for item in document if isinstance(item, Link)]

@@ -22,7 +22,8 @@ from contestants import SHOAL, Ansible, Contestant, Pyinfra, Shoal, timed
 from hosts import BenchFailed, Hosts, fresh_hosts
 
 PACKAGES = "packages alone"
-INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends munge slurm-client {} nftables"
+APT = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends"
+INSTALL = APT + " munge slurm-client {} nftables libpmix2"
 
 
 @dataclass

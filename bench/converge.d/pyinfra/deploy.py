@@ -75,6 +75,8 @@ for account in inputs["accounts"]:
     )
 
 apt.packages(name="Packages", packages=inputs["packages"][role], no_recommends=True)
+for link in inputs["links"][role]:
+    files.link(name="PMIx under the name that Slurm asks for", path=link["path"], target=link["target"])
 
 directory("/etc/munge", "munge", "700")
 key = files.put(
