@@ -132,6 +132,23 @@ def test_keep_last_zero_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep_last=0)
 
 
+def _unreadable_for_one(rank: int, directory: str) -> str:
+    # To rank 0 the directory is a file, as it may be where a mount is missing on one node.
+    checkpointer = Checkpointer(Path(directory) / ("file" if rank == 0 else "folder"))
+    try:
+        checkpointer.restore(build("ddp"))
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return "restored"
+
+
+def test_where_one_rank_cannot_look_for_checkpoints_all_ranks_fail_and_none_waits(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = ranks(2, _unreadable_for_one, str(tmp_path))
+    assert "Not a directory" in first
+    assert "rank 0 cannot load the checkpoint" in second and "NotADirectoryError" in second
+
+
 class _Torn:
     """A data position that cannot be read on one rank."""
 

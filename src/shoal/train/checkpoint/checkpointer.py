@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from shoal.train.checkpoint import files
 from shoal.train.checkpoint.files import Manifest
@@ -79,7 +79,7 @@ class Checkpointer:
         self._durations: deque[float] = deque(maxlen=3)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[SaveResult] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         # One process alone is a normal way to run; torch warns of it at every save.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -146,7 +146,10 @@ class Checkpointer:
         whole: to start from nothing in silence would throw the run away.
         """
         self.wait()
-        candidates = self._ranks.from_rank_zero(files.committed(self.directory))
+        seen: list[Path] = []
+        with self._together():
+            seen = files.committed(self.directory) if self._ranks.rank == 0 else []
+        candidates = self._ranks.from_rank_zero(seen)
         for checkpoint in candidates:
             found = self._damage(checkpoint)
             if not found:
@@ -166,15 +169,16 @@ class Checkpointer:
 
         CheckpointError where it is of another model or does not hold what `state` asks for.
         """
-        self._clean()
+        with self._together():
+            self._clean()
         checkpoint = self.latest()
         if checkpoint is None:
             return None
-        saved_by = files.read_manifest(checkpoint).world_size
-        rank, world_size = self._ranks.rank, self._ranks.world_size
+        rank, world_size, saved_by = self._ranks.rank, self._ranks.world_size, 0
         reader = dcp.FileSystemReader(checkpoint)
         flat: dict[str, Any] = {}
         with self._together():
+            saved_by = files.read_manifest(checkpoint).world_size
             flat = blank(state, reader.read_metadata(), rank, world_size, saved_by)
         with torch.no_grad(), self._together():
             dcp.load(flat, storage_reader=reader, process_group=self._ranks.group)
@@ -188,10 +192,13 @@ class Checkpointer:
 
     def _copy(self, flat: dict[str, Any]) -> dict[str, Any]:
         """The state in memory that training does not touch. The memory is kept for the next save."""
+        pinned = torch.cuda.is_available()
         if self._stager is None:
-            pinned = torch.cuda.is_available()
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        copied: dict[str, Any] = self._stager.stage(flat)
+            # Not torch's DefaultStager around it, which up to torch 2.11 cannot be used twice.
+            self._stager = StateDictStager(pin_memory=pinned)
+        copied: dict[str, Any] = self._stager.stage(flat, non_blocking=pinned)
+        if pinned:
+            torch.cuda.synchronize()
         return copied
 
     def _write(
