@@ -1,8 +1,8 @@
 """Ties a training loop to its checkpoints and to Slurm: restore, save, stop together, requeue.
 
-    state = TrainState(model, optimizer, scheduler, data)
-    for step in Run(state, "checkpoints", save_every=500).steps(10_000):
-        ...one step of training...
+state = TrainState(model, optimizer, scheduler, data)
+for step in Run(state, "checkpoints", save_every=500).steps(10_000):
+    ...one step of training...
 """
 
 from __future__ import annotations

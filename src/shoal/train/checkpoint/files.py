@@ -1,12 +1,12 @@
 """How checkpoints lie on disk, and how a whole one is told from a broken one. No torch here.
 
-    step-1200/                      committed: it came into being by one rename
-        __0_0.distcp, __1_0.distcp  what each rank wrote
-        .metadata                   torch's own index of them
-        MANIFEST.json               size and SHA-256 of every file above, written last
-    step-1200.1/                    the same step, committed again (the first one was found damaged)
-    step-1300.tmp-9f31c2e8/         being written, or left behind by an attempt that died
-    step-900.old-9f31c2e8/          being deleted
+step-1200/                      committed: it came into being by one rename
+    __0_0.distcp, __1_0.distcp  what each rank wrote
+    .metadata                   torch's own index of them
+    MANIFEST.json               size and SHA-256 of every file above, written last
+step-1200.1/                    the same step, committed again (the first one was found damaged)
+step-1300.tmp-9f31c2e8/         being written, or left behind by an attempt that died
+step-900.old-9f31c2e8/          being deleted
 """
 
 from __future__ import annotations
