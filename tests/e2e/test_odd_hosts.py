@@ -107,7 +107,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     shapes = {name: Shape(memory_mb=1024 if name == "desk" else 512) for name in NAMES}
-    with lent_hosts("x-odd", shapes, "x-odd") as lent:
+    with lent_hosts("x-odd-made", shapes, "x-odd") as lent:
         for name, script in ODDITIES.items():
             lent.shell(name, script)
         text = spec_text("x-odd", lent, "desk", NAMES[1:], compute=True)

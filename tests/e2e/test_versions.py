@@ -60,7 +60,7 @@ def test_a_second_up_of_a_mixed_cluster_changes_nothing(mixed: Cluster) -> None:
 @pytest.fixture(scope="module")
 def two() -> Iterator[Lent]:
     shapes = {"twelve": Shape(image="debian12", memory_mb=512), "thirteen": Shape(image="debian13", memory_mb=512)}
-    with lent_hosts("x-window", shapes, "x-window") as lent:
+    with lent_hosts("x-window-made", shapes, "x-window") as lent:
         for name in shapes:
             lent.shell(name, "touch /root/before")
         yield lent
