@@ -66,8 +66,9 @@ print(env.rank, env.local_rank, env.node_rank, env.world_size, env.local_world_s
 AGAIN = f"""\
 import os, sys
 turn = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-print("turn", turn, os.path.exists("left"))
-open("left", "w")
+mine = "left-" + os.environ["RANK"]  # the ranks of a node share the directory
+print("turn", turn, os.path.exists(mine))
+open(mine, "w")
 sys.exit({EXIT_REQUEUE} if turn == 0 else 0)
 """
 
