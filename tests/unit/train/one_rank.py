@@ -18,7 +18,7 @@ def main(timeout: float, explain_after: float) -> int:
     try:
         dist = init(timeout, explain_after=explain_after)
     except TrainError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        say({"error": str(error)})
         return 1
     total = torch.tensor([dist.env.rank + 1.0])
     torch.distributed.all_reduce(total)
@@ -32,9 +32,15 @@ def main(timeout: float, explain_after: float) -> int:
         "threads": torch.get_num_threads(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
-    print(json.dumps(found), flush=True)
+    say(found)
     shutdown()
     return 0
+
+
+def say(found: dict[str, object]) -> None:
+    """One write for the line and its end: torchrun's ranks share a pipe, and print would leave a gap between the two."""
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
