@@ -1,11 +1,45 @@
-"""The environment variables `shoal run` sets in a job, and the training library reads: named once, here.
+"""What the cluster, `shoal run` and the training library agree on: named once, here.
 
-A script runs without any of them: each one only takes a guess away.
+Two parts: how a job is told to stop and goes on later, and the environment variables that `shoal run` sets in a job. A
+script runs without any of these variables: each one only takes a guess away.
+
+How a job ends before its work is done, and what Slurm then does:
+
+    near its time limit    WARNING to the ranks; at the limit SIGTERM, and SIGKILL after KILL_WAIT
+    preempted              WARNING to the ranks; after the partition's GraceTime, SIGTERM and SIGKILL, and queued again
+    told by scancel -s     the signal to the ranks, and nothing more
+    cancelled              SIGTERM, and SIGKILL after KILL_WAIT
+    a node is lost         SIGKILL, and queued again
+
+`shoal.slurm.preemption` writes these numbers into slurm.conf, `shoal run` into the batch script, and
+`shoal.train.stop` counts on them.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+"""What asks a job to stop: --signal and preemption send the first two, scancel and the time limit the third."""
+
+WARNING_SIGNAL = "USR1"
+WARNING_SECONDS = 60
+"""How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""
+WARNING = f"{WARNING_SIGNAL}@{WARNING_SECONDS}"
+"""The --signal of a job that does not say."""
+
+GRACE_SECONDS = WARNING_SECONDS
+"""A partition's GraceTime: a preempted job has as long to save as one that comes to its time limit."""
+
+KILL_WAIT = 30
+"""KillWait: seconds from SIGTERM to SIGKILL. Without cgroups a batch job has none of them: srun, in the batch script,
+gets SIGTERM as well, and kills the ranks at once. A job counts on its warning."""
+
+EXIT_REQUEUE = 85
+"""The status a script leaves with when it has saved and wants to go on later, and could not requeue itself."""
+
+# ---- environment variables
 
 SHOAL_JOB_DIR = "SHOAL_JOB_DIR"
 """The job's directory on shared storage: code, logs, checkpoints. The same path on every node."""
@@ -22,17 +56,20 @@ SHOAL_INTERFACE = "SHOAL_INTERFACE"
 SHOAL_RUN_ID = "SHOAL_RUN_ID"
 """Names the training run over all its requeues, where a job id would not."""
 
+SHOAL_CODE_HASH = "SHOAL_CODE_HASH"
+"""The content hash of the working tree that the job runs."""
+
+SHOAL_PROFILE = "SHOAL_PROFILE"
+"""What to profile the ranks with: torch, nsys or line. The traces land in `profile` of the job's directory."""
+
 SHOAL_GRACE_SECONDS = "SHOAL_GRACE_SECONDS"
-"""How long Slurm waits between its warning signal and the kill."""
+"""Seconds from the warning signal to the kill: those of --signal."""
 
 SHOAL_TRACKING_URI = "SHOAL_TRACKING_URI"
 """The address of the MLflow server. Without a password in it: that comes in MLflow's own variables."""
 
 SHOAL_EXPERIMENT = "SHOAL_EXPERIMENT"
 """The MLflow experiment the run belongs to."""
-
-EXIT_REQUEUE = 85
-"""The status a script leaves with when it has saved and wants to go on later, and could not requeue itself."""
 
 
 def format_node_addrs(addresses: Mapping[str, str]) -> str:

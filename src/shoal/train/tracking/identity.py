@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.train.contract import SHOAL_EXPERIMENT, SHOAL_JOB_DIR, SHOAL_RUN_ID
+from shoal.train.contract import SHOAL_CODE_HASH, SHOAL_EXPERIMENT, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.env import Env
 from shoal.train.tracking.remote import RunName
 from shoal.train.tracking.spool import Record, read_json, write_json
@@ -97,7 +97,7 @@ def facts(env: Env, environ: Mapping[str, str]) -> dict[str, str]:
         "shoal.launcher": env.launcher,
         "shoal.world_size": str(env.world_size),
         "shoal.nodes": ",".join(env.nodes),
-        "shoal.code_hash": environ.get("SHOAL_CODE_HASH", ""),
+        "shoal.code_hash": environ.get(SHOAL_CODE_HASH, ""),
         "shoal.cluster": environ.get("SLURM_CLUSTER_NAME", ""),
         "shoal.job_dir": environ.get(SHOAL_JOB_DIR, ""),
         "mlflow.user": _user(),
