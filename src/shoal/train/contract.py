@@ -36,6 +36,18 @@ KILL_WAIT = 30
 """KillWait: seconds from SIGTERM to SIGKILL. Without cgroups a batch job has none of them: srun, in the batch script,
 gets SIGTERM as well, and kills the ranks at once. A job counts on its warning."""
 
+SHOAL_PROOF_DIR = "SHOAL_PROOF_DIR"
+"""Where `shoal prove` wants the records of this run; below SHOAL_JOB_DIR where it is relative. Set: a proof runs."""
+
+SHOAL_PROOF_DTYPE = "SHOAL_PROOF_DTYPE"
+"""The precision of a proof: float64 or float32."""
+
+SHOAL_PROOF_PARALLEL = "SHOAL_PROOF_PARALLEL"
+"""How a proof spreads the model, whatever the script says: ddp or fsdp."""
+
+SHOAL_PROOF_STEPS = "SHOAL_PROOF_STEPS"
+"""After so many steps of the optimizer a proof has seen enough."""
+
 EXIT_REQUEUE = 85
 """The status a script leaves with when it has saved and wants to go on later, and could not requeue itself."""
 
