@@ -7,7 +7,8 @@
     ├── CheckpointError     what is saved does not fit, or none of it is whole
     └── ParallelError       the model cannot be spread over the ranks as asked
 
-Each says what was asked, what was found, and what to do.
+Each says what was asked, what was found, and what to do. `Leaving` is no error: it ends a process that has saved its
+work.
 """
 
 from __future__ import annotations
@@ -44,3 +45,12 @@ class CheckpointError(TrainError):
 
 class ParallelError(TrainError):
     """The model cannot be spread over the ranks as asked."""
+
+
+class Leaving(SystemExit):
+    """The job must stop: its work is saved, and this process ends."""
+
+    def __init__(self, status: int, *, comes_back: bool) -> None:
+        super().__init__(status)
+        self.comes_back = comes_back
+        """The job goes back into the queue; otherwise somebody cancelled it."""

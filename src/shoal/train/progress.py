@@ -25,10 +25,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 from shoal.train.contract import SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
+from shoal.train.errors import Leaving
 
 FILE = "progress.json"
 WINDOW = 60.0
@@ -115,6 +117,15 @@ class Progress:
             now = self._clock()
             self._note(now)
             self._show(now, state, with_line=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, Leaving):
+            self.close("done" if error is None else "stopped")
 
     def _note(self, now: float) -> None:
         if not self._seen or self._step != self._seen[-1][1]:

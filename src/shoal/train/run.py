@@ -3,6 +3,13 @@
 state = TrainState(model, optimizer, scheduler, data)
 for step in Run(state, "checkpoints", save_every=500).steps(10_000):
     ...one step of training...
+
+or, where the script counts epochs and the data is a shoal.train.Loader:
+
+run = Run(TrainState(model, optimizer, scheduler, loader), "checkpoints", save_every=500)
+for epoch in run.epochs(10):
+    for images, labels in run.batches():
+        ...one step of training...
 """
 
 from __future__ import annotations
@@ -11,9 +18,12 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
 from shoal.train.contract import EXIT_REQUEUE, SHOAL_JOB_DIR, SHOAL_RUN_ID
+from shoal.train.data import Loader
+from shoal.train.errors import Leaving
 from shoal.train.requeue import Answer, requeue
 from shoal.train.stop import Stop, Stopper
 
@@ -43,6 +53,7 @@ class Run:
         self.save_every = save_every
         self._stopper = stopper or Stopper(environ=environ)
         self._environ = environ
+        self._done = 0
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, after restoring the newest whole checkpoint. The body of the loop is one step.
@@ -50,17 +61,56 @@ class Run:
         Leaves by SystemExit when the job must stop, so that nothing after the loop runs: with status 0 once the job is
         requeued, with EXIT_REQUEUE where somebody else must do that, and as SIGTERM would where it was cancelled.
         """
-        first = self.checkpointer.restore(self.state) or 0
+        first = self._begin()
         for step in range(first, total):
             yield step
-            done = step + 1
-            stop = self._stopper.agree(done, save_seconds=self.checkpointer.save_seconds)
-            if stop is not None and done < total:
-                self._leave(stop)
-            if self.save_every and done % self.save_every == 0 and done < total:
-                self.save(done)
-        if first < total:
-            self.checkpointer.save(total, self.state, reason="end", wait=True)
+            self._after(step + 1, last=step + 1 == total)
+        self._end(max(first, total), trained=first < total)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs still to do, for a loop over them with one over `batches()` inside. `state.data` is a Loader.
+
+        Saves and leaves as `steps` does, also within an epoch. What the script does after the inner loop belongs to the
+        epoch: it has been done when a checkpoint says that the next one begins.
+        """
+        loader = self._loader()
+        first = self._done = self._begin()
+        for epoch in range(loader.epoch, total):
+            yield epoch
+            loader.set_epoch(epoch + 1)  # where the inner loop was left early
+            if self._done > first:
+                self._after(self._done, last=epoch + 1 == total)
+        self._end(self._done, trained=self._done > first)
+
+    def batches(self) -> Iterator[Any]:
+        """The batches still to do of this epoch. The body of the loop is one step."""
+        loader = self._loader()
+        for batch in loader:
+            yield batch
+            self._done += 1
+            if loader.left:
+                self._after(self._done, last=False)
+
+    def _loader(self) -> Loader:
+        if not isinstance(self.state.data, Loader):
+            raise TypeError(f"a run over epochs needs a shoal.train.Loader as TrainState.data, not {self.state.data!r}")
+        return self.state.data
+
+    def _begin(self) -> int:
+        """The step to begin with: that of the newest whole checkpoint, or 0."""
+        return self.checkpointer.restore(self.state) or 0
+
+    def _after(self, done: int, *, last: bool) -> None:
+        """A step is over: leave if the job must stop, save if it is time to."""
+        stop = self._stopper.agree(done, save_seconds=self.checkpointer.save_seconds)
+        if stop is not None and not last:
+            self._leave(stop)
+        if self.save_every and done % self.save_every == 0 and not last:
+            self.save(done)
+
+    def _end(self, done: int, *, trained: bool) -> None:
+        if trained:
+            self.checkpointer.save(done, self.state, reason="end", wait=True)
         self.checkpointer.close()
         self._stopper.close()
 
@@ -71,4 +121,5 @@ class Run:
     def _leave(self, stop: Stop) -> None:
         self.checkpointer.save(stop.step, self.state, reason=stop.reason, wait=True)
         self.checkpointer.close()
-        raise SystemExit(_STATUS[requeue(environ=self._environ)])
+        answer = requeue(environ=self._environ)
+        raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")

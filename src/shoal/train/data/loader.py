@@ -115,6 +115,12 @@ class Loader:
         return self._position
 
     @property
+    def left(self) -> int:
+        """Batches of this epoch that have not been handed out."""
+        samples = max(0, len(self._dataset) - self._position)
+        return samples // self.global_batch if self.tail == "drop" else -(-samples // self.global_batch)
+
+    @property
     def mask(self) -> torch.Tensor:
         """Which samples of this rank's latest batch are real; all are, but in the last batch of an epoch."""
         start, stop = share(0, self.global_batch, self.rank, self.world_size)

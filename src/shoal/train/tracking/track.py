@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from shoal.train.contract import SHOAL_TRACKING_URI
 from shoal.train.env import Env, read_env
+from shoal.train.errors import Leaving
 from shoal.train.tracking.background import Background
 from shoal.train.tracking.identity import facts, find_place, run_id
 from shoal.train.tracking.remote import RunName
@@ -217,6 +218,9 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Leaving):
+            self.close("SCHEDULED" if error.comes_back else "KILLED")
+            return
         good = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self.close("FINISHED" if good else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
 
