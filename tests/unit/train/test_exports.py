@@ -16,11 +16,11 @@ def test_every_public_name_can_be_imported(name: str) -> None:
 
 
 def test_there_is_no_other_name() -> None:
-    with pytest.raises(AttributeError, match="module 'shoal.train' has no attribute 'Lodaer'"):
+    with pytest.raises(AttributeError, match=r"module 'shoal\.train' has no attribute 'Lodaer'"):
         shoal.train.Lodaer  # noqa: B018
     assert dir(shoal.train) == sorted(shoal.train.__all__)
 
 
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
-    program = "import sys; from shoal.train import Leaving, Progress, read_env, tracker; sys.exit('torch' in sys.modules)"
+    program = "import sys; from shoal.train import Progress, read_env, tracker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
