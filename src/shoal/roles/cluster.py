@@ -12,8 +12,10 @@ from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
 from shoal.roles.pmix import all_have_pmix
-from shoal.slurm.conf import PORTS, gpu_type
+from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
+from shoal.slurm.preemption import breaches
+from shoal.slurm.read import read
 from shoal.slurm.versions import Version, packaged
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -92,7 +94,7 @@ def assemble(
         versions=versions,
         ids=choose_ids(controller.name, facts),
         conf=conf,
-        findings=tuple(_other_firewalls(spec, facts, addresses)),
+        findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf)),
     )
 
 
@@ -174,6 +176,12 @@ def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[
             )
 
 
+def _broken_contract(conf: ClusterConf) -> Iterator[Finding]:
+    """Options of the user's that take from jobs the time to save their work."""
+    for breach in breaches(read(slurm_settings(conf)).settings) if conf.versions and conf.options else ():
+        yield breach.finding(conf.options, conf.controller)
+
+
 def _node(
     member: Member, facts: Mapping[str, Facts], addresses: Mapping[str, str], known: Mapping[str, Node]
 ) -> Node | None:
@@ -213,6 +221,8 @@ def _partitions(
                 default_time=partition.default_time,
                 max_nodes=partition.max_nodes,
                 priority=partition.priority,
+                grace=partition.grace,
+                preemptable=partition.preemptable,
             )
         )
     return tuple(lines)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from shoal.hostlist import compress, expand, fold
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
+from shoal.slurm.preemption import preemption_settings, slurmctld_words
 from shoal.slurm.read import HEADER, is_ours, read
 from shoal.slurm.versions import known_to_all
 
@@ -33,7 +34,7 @@ _VALUE = re.compile(r"[!$-\[\]-~]+")
 _KEY = re.compile(r"[A-Za-z]+")
 _ENTRIES = frozenset({"nodename", "nodeset", "partitionname", "downnodes", "frontendname", "include"})
 """Keys that may stand many times in a slurm.conf; all others are settings, of which there is one each."""
-_WORD_LISTS = frozenset({"slurmctldparameters", "communicationparameters"})
+_WORD_LISTS = frozenset({"slurmctldparameters", "communicationparameters", "preemptparameters"})
 
 
 def slurm_conf(c: ClusterConf) -> str:
@@ -150,7 +151,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     everyone = c.versions
     controller = max(everyone)
     host = c.controller_hostname or c.controller
-    parameters = ["enable_configless", "idle_on_node_suspend"]
+    parameters = ["enable_configless", "idle_on_node_suspend", *slurmctld_words(everyone)]
     if controller.knows("cloud_reg_addrs"):
         parameters.append("cloud_reg_addrs")
     # Keep-alives hold the connections open through NAT; a message without its hash is a forged one.
@@ -180,7 +181,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
         "GresTypes": "gpu",
-        "JobRequeue": "1",
+        **preemption_settings(everyone),
         **_tracking(c),
     }
     if not known_to_all("fanout_to_any_node", everyone):
@@ -209,7 +210,7 @@ def _tracking(c: ClusterConf) -> dict[str, str]:
 
 
 def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Our settings with the user's over them. Lists of words are joined: ours keep the nodes configless."""
+    """Our settings with the user's over them. Lists of words are joined: the nodes stay configless, jobs warned."""
     spelt = {key.lower(): key for key in settings}
     for key, value in options.items():
         if not _KEY.fullmatch(key) or key.lower() in _ENTRIES:
@@ -306,6 +307,9 @@ def _partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
         parts.append(f"MaxNodes={partition.max_nodes:d}")
     if partition.priority is not None:
         parts.append(f"PriorityTier={partition.priority:d}")
+    parts.append(f"GraceTime={partition.grace:d}")
+    if not partition.preemptable:
+        parts.append("PreemptMode=OFF")
     return " ".join([*parts, "State=UP"])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.slurm.versions import Version
+from shoal.train.contract import GRACE_SECONDS
 
 CgroupPlugin = Literal["autodetect", "cgroup/v1", "cgroup/v2", "disabled"]
 
@@ -55,7 +56,10 @@ class Partition:
     default_time: str | None = None
     max_nodes: int | None = None
     priority: int | None = None
-    """PriorityTier: a higher one is scheduled first."""
+    """PriorityTier: a higher one is scheduled first, and preempts jobs of a lower one."""
+    grace: int = GRACE_SECONDS
+    """GraceTime: seconds from the warning of a preempted job to its end."""
+    preemptable: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from shoal.hostlist import expand
 
 NODES_COMMAND = ("scontrol", "-d", "-o", "show", "node")
 PARTITIONS_COMMAND = ("scontrol", "-o", "show", "partition")
+CONFIG_COMMAND = ("scontrol", "show", "config")
 
 _RECORD, _FIELD = "\x1e", "\x1f"
 """Separators that ASCII has for this. The job's name, the one field its owner is free to choose, comes last."""
@@ -125,6 +126,9 @@ class PartitionState:
     priority: int = 1
     total_nodes: int = 0
     total_cpus: int = 0
+    grace: int = 0
+    """GraceTime, in seconds."""
+    preempt_mode: str = ""
 
 
 def parse_nodes(text: str) -> list[NodeState]:
@@ -147,6 +151,17 @@ def parse_jobs(text: str) -> list[JobState]:
         job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
         jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
     return jobs
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """The answer to CONFIG_COMMAND: the settings in force, by key in lower case."""
+    settings: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z]+\s+", key):
+            # What follows the settings of slurm.conf are those of cgroup.conf and of MPI.
+            settings.setdefault(key.strip().lower(), "" if value.strip() == "(null)" else value.strip())
+    return settings
 
 
 def parse_state(text: str) -> tuple[str, ...]:
@@ -218,6 +233,8 @@ def _partition(values: dict[str, str]) -> PartitionState:
         priority=_number(values, "PriorityTier"),
         total_nodes=_number(values, "TotalNodes"),
         total_cpus=_number(values, "TotalCPUs"),
+        grace=_number(values, "GraceTime"),
+        preempt_mode=_text(values, "PreemptMode"),
     )
 
 

@@ -35,7 +35,7 @@ _FEATURES: dict[Feature, tuple[Number, Number | None]] = {
     "cloud_reg_addrs": ((20, 11), (23, 11)),  # in SlurmctldParameters; 23.11 logs an error at the word
     "address_from_registration": ((23, 11), None),  # what cloud_reg_addrs asked for, always on
     "cloud_nodes_visible": ((23, 2), None),  # before that, sinfo hides them unless PrivateData=cloud
-    "preempt_parameters": ((23, 2), None),  # PreemptParameters=send_user_signal; SlurmctldParameters before
+    "preempt_parameters": ((23, 2), None),  # the key PreemptParameters; before, a word of SlurmctldParameters
     "fanout_to_any_node": ((23, 11), None),  # before that, TreeWidth=65533 or addresses that do not resolve break it
     "prolog_shipped": ((23, 11), None),  # configless nodes get Prolog and Epilog too
     "reconfigure_adds_nodes": ((23, 11), None),  # before that, slurmctld must restart

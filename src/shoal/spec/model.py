@@ -51,6 +51,7 @@ from shoal.spec.words import (
     choice,
     refusal,
 )
+from shoal.train.contract import GRACE_SECONDS
 
 MANAGED_SLURM_KEYS = (
     "AuthInfo",
@@ -243,7 +244,11 @@ class Partition(Closed):
     max_nodes: Annotated[int, Between(1, 65533)] | None = None
     """The most nodes one job may have."""
     priority: Annotated[int, Between(1, 65533)] | None = None
-    """Slurm's PriorityTier: jobs of a higher tier start first."""
+    """Slurm's PriorityTier, 1 without it: jobs of a higher tier start first, and preempt running ones of a lower."""
+    grace: Annotated[int, Between(0, 65533)] = GRACE_SECONDS
+    """Seconds from the warning of a preempted job to its end: to save its work. It is queued again, and goes on."""
+    preemptable: StrictBool = True
+    """Whether its jobs may be preempted."""
 
 
 def _option_name(value: object) -> str:

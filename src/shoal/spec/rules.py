@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from shoal import hostlist
 from shoal.spec.finding import Level
 from shoal.spec.words import minutes, show, slurm_time
+from shoal.train.contract import GRACE_SECONDS
 
 Path = tuple[str | int, ...]
 """The way to a value: ("nodesets", "lab", "hosts", 1)."""
@@ -76,6 +77,7 @@ def problems(data: object) -> list[Problem]:
         *_one_default(data),
         *_left_out(data),
         *_times(data),
+        *_preemption(data),
         *_options_once(data),
         *_something_computes(data),
     ]
@@ -189,6 +191,19 @@ def _times(data: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
+def _preemption(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """A job that can be preempted must have the time to save that it counts on."""
+    partitions = _entries(data, "partitions")
+    highest = max((_number(partition.get("priority"), 1) for _, partition in partitions), default=1)
+    for name, partition in partitions:
+        path, grace = ("partitions", name, "grace"), _number(partition.get("grace"), GRACE_SECONDS)
+        if partition.get("preemptable") is False and grace != GRACE_SECONDS:
+            yield Problem(path, "`grace` where no job is preempted", show(grace), "delete it, or `preemptable`")
+        elif 0 <= grace < GRACE_SECONDS and _number(partition.get("priority"), 1) < highest:
+            what = "a preempted job has less time to save than it counts on"
+            yield Problem(path, what, f"{grace} s", f"give at least {GRACE_SECONDS}", "warning")
+
+
 def _options_once(data: Mapping[str, Any]) -> Iterator[Problem]:
     """slurm.conf does not tell upper from lower case in its keys."""
     seen: dict[str, str] = {}
@@ -262,6 +277,10 @@ def _is_set(entry: Mapping[str, Any], key: str) -> bool:
     """Whether the entry says something by this key. A model's own default says nothing."""
     value = entry.get(key)
     return value is not None and value != () and value != [] and value != _DEFAULTS.get(key)
+
+
+def _number(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def _minutes(value: object) -> float | None:

@@ -18,16 +18,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from shoal.train.contract import SHOAL_GRACE_SECONDS
+from shoal.train.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, STOP_SIGNALS
 from shoal.train.ranks import Ranks
 
 log = logging.getLogger("shoal.train.stop")
-
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""What Slurm sends before the kill: --signal and preemption the first two, scancel and the time limit the third."""
-
-KILL_WAIT = 30.0
-"""Seconds from SIGTERM to SIGKILL where nobody says otherwise: the default of Slurm's KillWait, and torchrun's."""
 
 MARGIN = 5.0
 """Seconds kept free beside the time a save takes: to agree, to requeue, and because saves vary."""
@@ -56,19 +50,21 @@ class Stop:
 class Stopper:
     """Notes the signals from the moment it is made. Make it first thing, in the main thread; `close` gives them back.
 
-    `grace` is how many seconds pass between signal and kill; without it SHOAL_GRACE_SECONDS, then Slurm's default.
+    `grace` is how many seconds pass between signal and kill. Without it, SHOAL_GRACE_SECONDS for a warning (SIGUSR1,
+    SIGUSR2) and Slurm's KillWait for SIGTERM.
     """
 
     def __init__(self, grace: float | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Stopper must be made in the main thread: Python delivers signals to no other")
-        self._grace = grace if grace is not None else _number(environ, SHOAL_GRACE_SECONDS)
+        self._after_warning = grace if grace is not None else _number(environ, SHOAL_GRACE_SECONDS)
+        self._after_sigterm = grace if grace is not None else float(KILL_WAIT)
         self._end_time = _number(environ, "SLURM_JOB_END_TIME")
         self._signal = 0
         self._noted_at = 0.0
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
@@ -108,8 +104,7 @@ class Stopper:
         """Until the kill: of the grace since the signal, and of the job's time limit, whichever ends first."""
         limits = []
         if self._signal:
-            # A warning by --signal=USR1@N comes N seconds before the end, and only Slurm's own clock tells N.
-            known = self._grace if self._grace is not None else KILL_WAIT if self._signal == signal.SIGTERM else None
+            known = self._after_sigterm if self._signal == signal.SIGTERM else self._after_warning
             if known is not None:
                 limits.append(self._noted_at + known - time.monotonic())
         if self._end_time is not None:
@@ -178,7 +173,7 @@ def starting_workers() -> Iterator[None]:
 
     The trainer gets what came in between when the block ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

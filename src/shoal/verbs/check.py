@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from shoal.errors import HostError, SlurmError, TimedOut, VersionWindow
@@ -13,10 +14,12 @@ from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
 from shoal.providers.api import Instance
 from shoal.roles.in_force import SLURM_CONF
+from shoal.slurm.preemption import breaches, partition_findings
 from shoal.slurm.read import is_ours
+from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, parse_partitions
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
-from shoal.verbs.status import look_at_slurmctld
+from shoal.verbs.status import ask, look_at_slurmctld
 from shoal.verbs.up import reached_addresses, survey
 
 LEAST_FREE_MB = 1024
@@ -61,6 +64,7 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
         )
     if observed.slurm.running:
         findings += await _nodes(context, fleet, observed)
+        findings += await _contract(context, fleet, plan.findings)
     return findings
 
 
@@ -103,3 +107,18 @@ async def _nodes(context: Context, fleet: Fleet, observed: Observed) -> list[Fin
         )
         for name, reason in missing.items()
     ]
+
+
+async def _contract(context: Context, fleet: Fleet, told: Sequence[Finding]) -> list[Finding]:
+    """What the running Slurm does to a job that must stop, against what the training library counts on."""
+    host = await fleet.host(context.controller.name)
+    try:
+        config, partitions = await asyncio.gather(ask(host, CONFIG_COMMAND), ask(host, PARTITIONS_COMMAND))
+    except SlurmError as error:
+        return [Finding("error", error.message, fix=error.hint, host=host.name)]
+    options = context.spec.slurm.options
+    findings = [breach.finding(options, host.name) for breach in breaches(parse_config(config))]
+    findings += partition_findings(parse_partitions(partitions))
+    said = {finding.what for finding in told}  # of an option in the file, before it is in force
+    said |= {finding.what for finding in context.warnings}
+    return [finding for finding in findings if finding.what not in said]

@@ -15,7 +15,7 @@ from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.plan.fleet import Fleet
 from shoal.roles.documents import FACT_FILES
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK, SLURM_CONF
-from shoal.slurm.read import known_nodes
+from shoal.slurm.read import known_nodes, read
 from shoal.slurm.state import JOBS_COMMAND
 from shoal.spec.load import load_text
 from shoal.spec.members import members
@@ -94,6 +94,8 @@ class FakeSlurm:
             return b"slurm-wlm 22.05.8\n"
         if words[0] == "update":
             return self._update(words[1:])
+        if words == ("show", "config"):
+            return "".join(f"{key:<23} = {value}\n" for key, value in read(self.conf).settings.items()).encode()
         if words[-1] == "partition":
             return "".join(
                 f"{line.replace('MaxTime=UNLIMITED', '')} MaxTime=UNLIMITED\n"

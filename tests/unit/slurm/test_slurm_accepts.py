@@ -13,6 +13,9 @@ import real_slurm
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, files
 
 from shoal.slurm.model import ClusterConf, Partition, Switch
+from shoal.slurm.preemption import breaches
+from shoal.slurm.state import parse_config, parse_partitions
+from shoal.train.contract import GRACE_SECONDS
 
 TWO_SITES = replace(
     CLUSTERS["22.05"],
@@ -40,6 +43,33 @@ until sinfo -h -n n1 -o %T | grep -qx idle; do sleep 0.1; done
 grep -hiE "(error|fatal): .*(pars|invalid|unrecognized|ignor|deprecat|unknown|obsolete|gres)" /var/log/slurm/*.log |
     grep -vE "MailProg|plugstack" || echo "no complaint"
 """
+
+
+BROKEN = {"KillWait": "5", "PreemptMode": "CANCEL", "JobRequeue": "0"}
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        pytest.param("22.05", "22.05", marks=pytest.mark.sandbox),
+        pytest.param("24.11", "24.11", marks=pytest.mark.matrix),
+        pytest.param("26.05", "26.05", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_contract_is_read_out_of_what_a_real_slurm_says_is_in_force(
+    release: str, name: str, tmp_path: Path
+) -> None:
+    if lack := real_slurm.missing():
+        pytest.skip(lack)
+    script = "scontrol show config; scontrol -o show partition"
+    kept, broken = (
+        real_slurm.run(release, files(replace(CLUSTERS[name], options=options)), script, tmp_path, slurmd=False)
+        for options in ({}, BROKEN)
+    )
+    assert breaches(parse_config(kept.stdout)) == [], kept.stderr
+    assert {breach.key for breach in breaches(parse_config(broken.stdout))} == set(BROKEN)
+    assert {partition.grace for partition in parse_partitions(kept.stdout)} == {GRACE_SECONDS}
+    assert {partition.preempt_mode for partition in parse_partitions(kept.stdout)} == {"REQUEUE"}
 
 
 @pytest.mark.parametrize(("release", "cluster"), CASES)

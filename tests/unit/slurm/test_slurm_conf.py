@@ -82,8 +82,18 @@ def test_an_option_replaces_ours_whatever_its_case() -> None:
 def test_an_option_of_words_is_added_so_that_nodes_stay_configless() -> None:
     options = {"SlurmctldParameters": "reboot_from_controller", "CommunicationParameters": "keepalivetime=30"}
     text = slurm_conf(replace(BASE, options=options))
-    assert "SlurmctldParameters=enable_configless,idle_on_node_suspend,cloud_reg_addrs,reboot_from_controller\n" in text
+    ours = "enable_configless,idle_on_node_suspend,preempt_send_user_signal,cloud_reg_addrs"
+    assert f"SlurmctldParameters={ours},reboot_from_controller\n" in text
     assert "CommunicationParameters=block_null_hash,keepaliveinterval=15,keepaliveprobes=4,keepalivetime=30\n" in text
+
+
+def test_a_partition_has_its_own_grace_and_may_be_spared() -> None:
+    partitions = (Partition("long", ("n1",), grace=300), Partition("calm", ("n1",), preemptable=False))
+    lines = slurm_conf(replace(BASE, partitions=partitions)).splitlines()[-2:]
+    assert [line.partition("MaxTime=UNLIMITED ")[2] for line in lines] == [
+        "GraceTime=300 State=UP",
+        "GraceTime=60 PreemptMode=OFF State=UP",
+    ]
 
 
 def test_a_partition_of_unknown_nodes_is_refused() -> None:

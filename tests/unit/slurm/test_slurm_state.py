@@ -61,6 +61,7 @@ def test_partitions_of_every_release_parse(release: str) -> None:
     assert (main.name, main.state, main.default, main.nodes) == ("main", "UP", True, "n[1-3]")
     assert (main.max_time, main.default_time, main.total_nodes, main.total_cpus) == ("1-00:00:00", "01:00:00", 3, 18)
     assert (everything.default, everything.priority, everything.max_nodes) == (False, 10, "UNLIMITED")
+    assert (everything.grace, everything.preempt_mode) == (0, "OFF")
 
 
 @pytest.mark.parametrize("release", RELEASES)

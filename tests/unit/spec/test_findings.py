@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         GOOD + "partitions:\n  main: {nodesets: [lab], zzz: 1}\n",
         [
             's.yaml:6:27 partitions.main: unknown key, found "zzz", '
-            "known: nodesets, default, max_time, default_time, max_nodes, priority"
+            "known: nodesets, default, max_time, default_time, max_nodes, priority, grace, preemptable"
         ],
     ),
     "a misspelt key is not missing as well": (
@@ -187,6 +187,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "s.yaml:7:51 partitions.b.default_time: not a time, found true, "
             "write minutes (90), HH:MM:SS (01:30:00), D-HH:MM:SS (1-12:00:00) or infinite",
             "s.yaml:8:58 partitions.c.default_time: longer than `max_time`, found 61, give at most 01:00:00",
+        ],
+    ),
+    "preemption": (
+        GOOD + "partitions:\n  a: {nodesets: [lab], grace: 1m}\n"
+        "  b: {nodesets: [lab], grace: 20, preemptable: false}\n",
+        [
+            's.yaml:6:31 partitions.a.grace: not a whole number, found "1m", give one from 0 to 65533',
+            "s.yaml:7:31 partitions.b.grace: `grace` where no job is preempted, found 20, delete it, or `preemptable`",
         ],
     ),
     "network of a later version": (
@@ -424,6 +432,19 @@ def test_a_nodeset_in_no_partition_is_a_warning() -> None:
             "s.yaml:2:34 controller.compute: in no partition: no job can run there, list it in a partition",
         ),
         ("warning", "s.yaml:5:3 nodesets.b: in no partition: no job can run there, list it in a partition"),
+    ]
+
+
+def test_a_grace_in_which_a_job_cannot_save_is_a_warning_where_another_partition_has_a_higher_priority() -> None:
+    text = GOOD + "partitions:\n  low: {nodesets: [lab], grace: 20}\n  high: {nodesets: [lab]PRIORITY}\n"
+    assert load_text_all(text.replace("PRIORITY", ""), "s.yaml")[1] == []
+    findings = load_text_all(text.replace("PRIORITY", ", priority: 10"), "s.yaml")[1]
+    assert [(finding.level, str(finding)) for finding in findings] == [
+        (
+            "warning",
+            "s.yaml:6:33 partitions.low.grace: a preempted job has less time to save than it counts on, found 20 s, "
+            "give at least 60",
+        )
     ]
 
 

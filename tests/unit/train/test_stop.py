@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from tests.unit.train.procs import ranks
 
-from shoal.train.stop import KILL_WAIT, MARGIN, Stop, Stopper
+from shoal.jobs import runner
+from shoal.train import contract, multiprocess
+from shoal.train.contract import KILL_WAIT
+from shoal.train.stop import MARGIN, Stop, Stopper
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +59,21 @@ def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixtur
     assert "a save has taken 60.0 s so far, more than is left; trying all the same" in caplog.text
 
 
-def test_sigterm_leaves_slurms_default_wait_and_a_user_signal_no_known_time() -> None:
+def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_one() -> None:
     stopper = _stopper()
     signal.raise_signal(signal.SIGUSR1)
     assert stopper.agree(1) == Stop(1, "SIGUSR1", None, 0.0)
     stopper.close()
-    stopper = _stopper()
+    stopper = _stopper(SHOAL_GRACE_SECONDS="600")  # that is how long a warning leaves
     signal.raise_signal(signal.SIGTERM)
     stop = stopper.agree(1)
     stopper.close()
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT
+
+
+def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_waits_for() -> None:
+    assert set(runner.STOP_SIGNALS) >= set(contract.STOP_SIGNALS)
+    assert set(multiprocess.FORWARDED) >= set(contract.STOP_SIGNALS)
 
 
 def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_fits() -> None:

@@ -1,0 +1,119 @@
+"""A job has the time to save its work that the training library counts on, or it is said that it has not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from slurm_clusters import CLUSTERS
+
+from shoal.jobs.load import job_of
+from shoal.slurm.conf import slurm_conf
+from shoal.slurm.preemption import Breach, breaches, partition_findings
+from shoal.slurm.read import read
+from shoal.slurm.state import PartitionState, parse_config
+from shoal.train import contract
+
+
+def _settings(name: str = "22.05", **options: str) -> dict[str, str]:
+    return dict(read(slurm_conf(replace(CLUSTERS[name], options=options))).settings)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_is_rendered_keeps_the_contract(name: str) -> None:
+    text = slurm_conf(CLUSTERS[name])
+    assert breaches(read(text).settings) == []
+    partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
+    assert partitions and all(f" GraceTime={contract.GRACE_SECONDS} " in line for line in partitions)
+
+
+def test_a_job_that_does_not_say_is_warned_as_the_contract_has_it() -> None:
+    job = job_of({"script": "train.py"})
+    assert (job.signal, job.grace) == (contract.WARNING, contract.WARNING_SECONDS)
+    assert contract.GRACE_SECONDS >= contract.WARNING_SECONDS, "a preempted job has as long"
+
+
+def test_the_word_for_the_user_signal_is_one_that_every_member_can_read() -> None:
+    assert "preemptparameters" not in _settings("22.05")
+    assert "preemptparameters" not in _settings("23.11+22.05"), "22.05 refuses a key that it does not know"
+    assert "preempt_send_user_signal" in _settings("23.11+22.05")["slurmctldparameters"].split(",")
+    assert _settings("26.05+24.11")["preemptparameters"] == "send_user_signal"
+    assert "preempt_send_user_signal" not in _settings("26.05+24.11")["slurmctldparameters"]
+
+
+def test_words_of_the_user_are_added_and_the_warning_stays() -> None:
+    settings = _settings("26.05", PreemptParameters="youngest_first")
+    assert settings["preemptparameters"] == "send_user_signal,youngest_first"
+    assert breaches(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        (
+            {"killwait": "5"},
+            "slurm.options.killwait: jobs have less time to save after SIGTERM than they count on, found 5 s, "
+            "delete it, or say 30",
+        ),
+        (
+            {"PreemptMode": "CANCEL"},
+            "slurm.options.PreemptMode: a preempted job does not save its work and start again, found CANCEL, "
+            "delete it, or say REQUEUE",
+        ),
+        (
+            {"PreemptMode": "SUSPEND,GANG"},
+            "slurm.options.PreemptMode: a preempted job does not save its work and start again, found SUSPEND,GANG, "
+            "delete it, or say REQUEUE",
+        ),
+        (
+            {"JobRequeue": "0"},
+            "slurm.options.JobRequeue: a job that loses its node does not start again, found 0, delete it, or say 1",
+        ),
+    ],
+)
+def test_an_option_that_breaks_it_is_named_with_the_fix(options: dict[str, str], finding: str) -> None:
+    assert [str(breach.finding(options, "c1")) for breach in breaches(_settings(**options))] == [finding]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"KillWait": "300"}, {"PreemptMode": "REQUEUE,GANG"}, {"PreemptType": "preempt/none", "PreemptMode": "OFF"}],
+)
+def test_an_option_that_takes_nothing_from_a_job_is_not_complained_of(options: dict[str, str]) -> None:
+    assert breaches(_settings(**options)) == []
+
+
+def test_a_setting_that_no_option_explains_is_the_controllers() -> None:
+    config = "KillWait                = 10 sec\nPreemptMode             = REQUEUE\nSlurmctldParameters     = (null)\n"
+    told = [str(breach.finding({"MessageTimeout": "5"}, "c1")) for breach in breaches(parse_config(config))]
+    assert told == [
+        "c1: jobs have less time to save after SIGTERM than they count on, found 10 s, run `shoal up`, which sets 30",
+        "c1: a preempted job is not warned by the signal it asked for, found no such word, run `shoal up`, "
+        "which sets send_user_signal",
+    ]
+
+
+def test_the_settings_of_slurm_conf_come_before_those_of_other_files() -> None:
+    text = "Configuration data as of 2026-01-01\nKillWait = 30 sec\n\nCgroup Support Configuration:\nKillWait = 1\n"
+    assert parse_config(text) == {"killwait": "30 sec"}
+    assert breaches({}) == [
+        Breach(
+            "PreemptParameters",
+            "a preempted job is not warned by the signal it asked for",
+            "no such word",
+            "send_user_signal",
+        )
+    ]
+
+
+def test_only_partitions_that_can_lose_nodes_need_a_grace() -> None:
+    low = PartitionState("low", "UP", nodes="n[1-4]", grace=20, preempt_mode="REQUEUE")
+    high = PartitionState("high", "UP", nodes="n[4-5]", priority=10)
+    assert [str(finding) for finding in partition_findings([low, high])] == [
+        "partitions.low: a preempted job has less time to save than it counts on, found 20 s, "
+        "say `grace: 60` or more, and run `shoal up`"
+    ]
+    assert partition_findings([low, replace(high, nodes="n5")]) == [], "no node in common"
+    assert partition_findings([low, replace(high, priority=1)]) == [], "no higher priority"
+    assert partition_findings([replace(low, preempt_mode="OFF"), high]) == []
+    assert partition_findings([replace(low, grace=60), high]) == []

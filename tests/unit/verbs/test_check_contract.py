@@ -1,0 +1,61 @@
+"""`shoal check` and `shoal plan` say what takes from jobs the time to save their work."""
+
+from __future__ import annotations
+
+from tests.unit.plan.fake_world import LAB, lab, spec_of
+from tests.unit.verbs.test_verbs import context_of, raised
+
+from shoal.hosts.api import Result
+from shoal.verbs.check import check
+from shoal.verbs.up import plan
+
+SHORT = LAB + "slurm: {options: {KillWait: 5}}\n"
+TOO_SHORT = (
+    "slurm.options.KillWait: jobs have less time to save after SIGTERM than they count on, found 5 s, "
+    "delete it, or say 30"
+)
+
+
+async def test_an_option_that_breaks_the_contract_is_told_before_it_is_in_force() -> None:
+    world = lab(SHORT)
+    assert TOO_SHORT in [str(finding) for finding in (await plan(context_of(world))).findings]
+
+
+async def test_it_is_told_once_and_as_long_as_it_is_in_force() -> None:
+    context = await raised(lab(SHORT))
+    assert [(finding.level, str(finding)) for finding in await check(context)] == [("warning", TOO_SHORT)]
+
+
+async def test_what_runs_and_the_file_does_not_say_is_found_at_the_controller() -> None:
+    world = lab(SHORT)
+    await raised(world, SHORT)
+    found = [str(finding) for finding in await check(context_of(world, LAB))]
+    assert (
+        "c1: jobs have less time to save after SIGTERM than they count on, found 5 s, run `shoal up`, which sets 30"
+        in found
+    )
+
+
+async def test_a_short_grace_is_a_warning_where_a_higher_partition_shares_nodes() -> None:
+    text = LAB.replace("default: true}", "default: true, grace: 10}")
+    assert spec_of(text).partitions["main"].grace == 10
+    alone = await check(await raised(lab(text)))
+    assert [str(finding) for finding in alone] == []
+    shared = text + "  urgent: {nodesets: [lab], priority: 10}\n"
+    assert [str(finding) for finding in await check(await raised(lab(shared)))] == [
+        "partitions.main: a preempted job has less time to save than it counts on, found 10 s, "
+        "say `grace: 60` or more, and run `shoal up`"
+    ]
+
+
+async def test_a_slurm_that_does_not_tell_its_settings_is_an_error() -> None:
+    world = lab()
+    context = await raised(world)
+    asked = world.slurm.scontrol
+    world.hosts["c1"].answers[("scontrol",)] = lambda call: (
+        Result(1, stderr=b"slurm_load_ctl_conf error: Zero Bytes\n") if call.argv[-1] == "config" else asked(call)
+    )
+    assert [str(finding) for finding in await check(context)] == [
+        "c1: `scontrol show config` on c1 failed: slurm_load_ctl_conf error: Zero Bytes, run `shoal up`; "
+        "if that does not help, `shoal check` says what is wrong"
+    ]
