@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.train import profile
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
 from shoal.train.contract import EXIT_REQUEUE, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.data import Loader
@@ -102,6 +103,7 @@ class Run:
 
     def _after(self, done: int, *, last: bool) -> None:
         """A step is over: leave if the job must stop, save if it is time to."""
+        profile.step("run", self._environ)
         stop = self._stopper.agree(done, save_seconds=self.checkpointer.save_seconds)
         if stop is not None and not last:
             self._leave(stop)
