@@ -351,7 +351,7 @@ async def test_without_systemd_a_supervisor_starts_restarts_and_stops_a_daemon(l
         assert not (await agent.apply((sleeper,), {}, quiet)).changed
         assert (await agent.facts(Ask(services=("sleeper",)))).services == {"sleeper": "active"}
     [first] = daemons(lent)
-    assert "supervise sleeper sleep 44441" in lent.shell("n1", "cat /etc/cron.d/shoal-sleeper")
+    assert "supervise.py sleeper sleep 44441" in lent.shell("n1", "cat /etc/cron.d/shoal-sleeper")
 
     lent.shell("n1", f"kill -SEGV {first}")
     lent.shell("n1", f"until pgrep -x -f 'sleep 44441' | grep -v '^{first}$'; do sleep 0.2; done")
@@ -375,7 +375,7 @@ async def test_without_systemd_a_supervisor_starts_restarts_and_stops_a_daemon(l
         assert (await agent.apply((stopped,), {}, quiet)).items[0].action == "stop sleeper"
         assert not (await agent.apply((stopped,), {}, quiet)).changed
     assert daemons(lent) == []
-    assert lent.shell("n1", "pgrep -f 'agent.py supervise'; ls /etc/cron.d/shoal-sleeper 2>/dev/null; true") == ""
+    assert lent.shell("n1", "pgrep -f 'supervise.py'; ls /etc/cron.d/shoal-sleeper 2>/dev/null; true") == ""
 
 
 async def test_without_systemd_a_daemon_that_does_not_stay_up_fails_with_its_log(lent: Lent, known: Path) -> None:
@@ -389,7 +389,7 @@ async def test_without_systemd_a_daemon_that_does_not_stay_up_fails_with_its_log
         assert unknown.items[0].detail == (
             "this host has no systemd, and no command is known for nothing; use a host with systemd"
         )
-    assert lent.shell("n1", "pgrep -f 'agent.py supervise'; true") == ""
+    assert lent.shell("n1", "pgrep -f 'supervise.py'; true") == ""
 
 
 async def test_without_systemd_a_mount_is_written_to_fstab(lent: Lent, known: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib import resources
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from shoal.agent.document import Document, to_wire
 from shoal.agent.facts import Facts, from_wire
+from shoal.agent.loader import COMMAND, STATE, payload
 from shoal.errors import AgentFailed, ConnectionLost
 from shoal.hosts.api import Host, Process
 
@@ -74,55 +71,6 @@ class Report:
             raise AgentFailed(host, f"{failed.key}: {failed.detail}", hint=hint)
 
 
-# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew
-# costs as much as all the rest of a run that changes nothing.
-LOADER = """
-import marshal, os, sys
-if sys.version_info < (3, 8):
-    print('{"event": "refused", "python": "%d.%d"}' % sys.version_info[:2])
-    sys.exit(3)
-pipe = open(0, "rb", 0, closefd=False)
-size, digest, state = pipe.readline().decode().split()
-packed = b""
-while len(packed) < int(size):
-    part = pipe.read(int(size) - len(packed))
-    if not part:
-        sys.exit(4)
-    packed += part
-folder = state + "/agent"
-path = folder + "/" + digest + "-" + sys.implementation.cache_tag
-def source():
-    import zlib
-    return zlib.decompress(packed[:-1])
-code = None
-try:
-    owner = os.stat(folder)
-    if owner.st_uid == os.geteuid() and not owner.st_mode & 0o077:
-        with open(path, "rb") as file:
-            code = marshal.loads(file.read())
-except (OSError, ValueError, EOFError, TypeError):
-    pass
-if code is None:
-    code = compile(source(), "shoal-agent", "exec")
-    try:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        os.chmod(folder, 0o700)
-        for name in os.listdir(folder):
-            os.unlink(folder + "/" + name)
-        new = path + ".%d" % os.getpid()
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(marshal.dumps(code))
-        os.rename(new, path)
-    except OSError:
-        pass
-space = {"__name__": "shoal_agent"}
-exec(code, space)
-space["main"](state, source)
-"""
-COMMAND = ("python3", "-I", "-S", "-B", "-c", LOADER)
-STATE = "/var/lib/shoal"
-
-
 class AgentSession:
     """One conversation with the agent on one host. Requests go one after another.
 
@@ -138,7 +86,7 @@ class AgentSession:
     async def open(cls, host: Host, *, state: str = STATE) -> AgentSession:
         """Start the agent. `state` is the directory on the host where it keeps what has to outlive a run."""
         session = cls(host, await host.start(COMMAND))
-        await session._process.write(_payload(state))
+        await session._process.write(payload(state))
         return session
 
     async def facts(self, ask: Ask | None = None) -> Facts:
@@ -292,14 +240,3 @@ def _offset(begin: float, end: float, event: Mapping[str, Any]) -> float:
     took: float = event["took"]
     # The clock was read `took` seconds after the request arrived; what is left of the time is the way there and back.
     return clock - (begin + took + (end - begin - took) / 2)
-
-
-def _payload(state: str) -> bytes:
-    packed, digest = _program()
-    return f"{len(packed)} {digest} {state}\n".encode() + packed
-
-
-@cache
-def _program() -> tuple[bytes, str]:
-    source = resources.files("shoal.agent").joinpath("program.py").read_bytes()
-    return zlib.compress(source) + b"\n", hashlib.sha256(source).hexdigest()

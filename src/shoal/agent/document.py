@@ -1,6 +1,6 @@
 """What the agent is asked to bring a host to: a document of items, as plain frozen data.
 
-Roles build these; `program.py` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
+Roles build these; `agent/program` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
 services to restart when the item changes.
 """
 

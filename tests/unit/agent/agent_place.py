@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.agent.client import AgentSession, ItemResult
 from shoal.agent.document import Directory, File, Item, SecretRef
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
+from shoal.hosts.process import LineProcess
 
 ME = {"owner": pwd.getpwuid(os.geteuid()).pw_name, "group": grp.getgrgid(os.getegid()).gr_name}
 
@@ -39,6 +41,17 @@ class Place:
     async def apply(self, *items: Item, **secrets: bytes) -> tuple[ItemResult, ...]:
         report = await self.session.apply(items, secrets, lambda event: self.told.append(event.text))
         return report.items
+
+
+class WithPython(LocalHost):
+    """This machine with another `python3`."""
+
+    def __init__(self, python: Sequence[str]) -> None:
+        super().__init__(Target("here"), through_sudo=False)
+        self.python = python
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        return await super().start([*self.python, *argv[1:]], root=root)
 
 
 def here() -> LocalHost:

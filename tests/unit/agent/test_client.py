@@ -5,30 +5,17 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agent_place import ME, here
+from agent_place import ME, WithPython, here
 
-from shoal.agent.client import COMMAND, LOADER, AgentSession
+from shoal.agent.client import AgentSession
 from shoal.agent.document import File, SecretRef
+from shoal.agent.loader import COMMAND, LOADER
 from shoal.errors import AgentFailed, SudoRefused
-from shoal.hosts.api import Result, Target
+from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeHost, FakeProgram
-from shoal.hosts.local import LocalHost
-from shoal.hosts.process import LineProcess
-
-
-class WithPython(LocalHost):
-    """This machine with another `python3`."""
-
-    def __init__(self, python: Sequence[str]) -> None:
-        super().__init__(Target("here"), through_sudo=False)
-        self.python = python
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        return await super().start([*self.python, *argv[1:]], root=root)
 
 
 async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:

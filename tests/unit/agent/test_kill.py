@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from agent_place import ME, Place, here
 
-from shoal.agent.client import COMMAND, AgentSession, _payload
+from shoal.agent.client import AgentSession
 from shoal.agent.document import Block, Command, Directory, File, Item, SecretRef, to_wire
+from shoal.agent.loader import COMMAND, payload
 
 SECRET = b"s3cret" * 20
 
@@ -61,7 +62,7 @@ async def kill_in_mid_apply(items: tuple[Item, ...], state: str, choose: random.
     """SIGKILL after a number of answered items and a little while, so that it falls anywhere in the next one."""
     process = await here().start(COMMAND)
     request = {"op": "apply", "items": to_wire(items, {"key": SECRET})}
-    await process.write(_payload(state) + json.dumps(request).encode() + b"\n")
+    await process.write(payload(state) + json.dumps(request).encode() + b"\n")
     for _ in range(choose.randrange(len(items))):
         assert await process.readline()
     await asyncio.sleep(choose.random() * 0.004)
@@ -96,7 +97,7 @@ async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_res
     )
     process = await here().start(COMMAND)
     request = {"op": "apply", "items": to_wire(items)}
-    await process.write(_payload(f"{tmp_path}/state") + json.dumps(request).encode() + b"\n")
+    await process.write(payload(f"{tmp_path}/state") + json.dumps(request).encode() + b"\n")
     while not os.path.exists(f"{tmp_path}/began"):
         await asyncio.sleep(0.01)
     result = await process.wait()  # closes its input, as a lost connection does

@@ -15,7 +15,7 @@ from agent_place import Place
 
 from shoal.agent.client import AgentSession, ItemEvent
 from shoal.agent.document import Packages
-from shoal.agent.program import POLICY_TEXT
+from shoal.agent.program.packages import POLICY_TEXT
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
 from shoal.hosts.process import LineProcess

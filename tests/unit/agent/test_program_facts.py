@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.agent import program
+from shoal.agent.program import facts, mounts, netlink, packages
 
 
 def sysfs(folder: Path, cpus: dict[int, tuple[int, int]]) -> str:
@@ -44,7 +44,7 @@ TWO_SOCKETS = {cpu: (cpu // 2 % 2, cpu % 2 + 8 * (cpu // 2 % 2)) for cpu in rang
 def test_cpus_are_counted_as_slurm_counts_them(
     tmp_path: Path, cpus: dict[int, tuple[int, int]], usable: set[int], expected: tuple[int, ...]
 ) -> None:
-    assert tuple(program.cpu_topology(usable, sysfs(tmp_path, cpus)).values()) == expected
+    assert tuple(facts.cpu_topology(usable, sysfs(tmp_path, cpus)).values()) == expected
 
 
 @given(st.dictionaries(st.integers(0, 63), st.tuples(st.integers(0, 3), st.integers(0, 15)), min_size=1), st.data())
@@ -53,7 +53,7 @@ def test_sockets_cores_and_threads_always_multiply_to_the_cpus(
 ) -> None:
     folder = sysfs(tmp_path_factory.mktemp("sys"), cpus)
     usable = data.draw(st.sets(st.sampled_from(sorted(cpus)), min_size=1))
-    found = program.cpu_topology(usable, folder)
+    found = facts.cpu_topology(usable, folder)
     assert found["cpus"] == len(usable)
     assert found["sockets"] * found["cores_per_socket"] * found["threads_per_core"] == len(usable)
 
@@ -65,7 +65,7 @@ SMI = """\
 
 
 def test_gpus_are_read_from_nvidia_smi() -> None:
-    first, second = program.parse_gpus(SMI, {})
+    first, second = facts.parse_gpus(SMI, {})
     assert first == {
         "index": 0, "uuid": "GPU-aaaa", "name": "NVIDIA H100 PCIe", "memory_mb": 81559, "device": "/dev/nvidia0",
     }  # fmt: skip
@@ -73,7 +73,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
 
 
 def test_a_gpus_device_file_is_that_of_its_minor_number() -> None:
-    devices = [gpu["device"] for gpu in program.parse_gpus(SMI, {"GPU-aaaa": "1", "GPU-bbbb": "0"})]
+    devices = [gpu["device"] for gpu in facts.parse_gpus(SMI, {"GPU-aaaa": "1", "GPU-bbbb": "0"})]
     assert devices == ["/dev/nvidia1", "/dev/nvidia0"]
 
 
@@ -81,7 +81,7 @@ def test_a_gpus_device_file_is_that_of_its_minor_number() -> None:
     "text", ["", "No devices were found\n", "NVIDIA-SMI has failed because, it, could not, talk\n"]
 )
 def test_what_nvidia_smi_says_when_there_is_no_gpu_is_no_gpu(text: str) -> None:
-    assert program.parse_gpus(text, {}) == []
+    assert facts.parse_gpus(text, {}) == []
 
 
 STATUS = b"""\
@@ -108,7 +108,7 @@ Version: 2.36-9
 
 
 def test_installed_packages_are_read_from_dpkgs_own_file() -> None:
-    found = program.parse_dpkg_status(STATUS, ["munge", "munge-doc", "libc6", "slurmd"])
+    found = packages.parse_dpkg_status(STATUS, ["munge", "munge-doc", "libc6", "slurmd"])
     assert found == {"munge": "0.5.15-2", "libc6": "2.36-9"}
 
 
@@ -124,7 +124,7 @@ slurm-old:
   Installed: (none)
   Candidate: (none)
 """
-    assert program.parse_apt_policy(text) == {"slurmd": "22.05.8-4+deb12u3"}
+    assert packages.parse_apt_policy(text) == {"slurmd": "22.05.8-4+deb12u3"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ slurm-old:
     ],
 )
 def test_a_mount_unit_is_named_as_systemd_names_it(path: str, name: str) -> None:
-    assert program.unit_name(path) == name
+    assert mounts.unit_name(path) == name
 
 
 def attribute(kind: int, data: bytes) -> bytes:
@@ -149,10 +149,10 @@ def attribute(kind: int, data: bytes) -> bytes:
 def test_fields_of_a_netlink_message_are_read_with_their_padding_and_a_broken_one_ends_it() -> None:
     nested = 0x8000
     data = attribute(1, b"filter\0") + attribute(4 | nested, attribute(1, b"\0\0\0\1"))
-    fields = program.netlink_fields(data)
+    fields = netlink.netlink_fields(data)
     assert fields[1] == b"filter\0"
-    assert program.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
-    assert program.netlink_fields(data + bytes(8)) == fields
+    assert netlink.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
+    assert netlink.netlink_fields(data + bytes(8)) == fields
 
 
 RULESETS = [
@@ -172,7 +172,7 @@ RULESETS = [
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nft"), reason="needs root and nftables")
 @pytest.mark.parametrize(("rules", "expected"), RULESETS)
 def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: str, expected: str) -> None:
-    ask = "from shoal.agent import program; print(program.firewall())"
+    ask = "from shoal.agent.program.netlink import firewall; print(firewall())"
     script = f"nft '{rules}' && exec {sys.executable} -c \"$1\"" if rules else 'exec "$0" -c "$1"'
     line = ["unshare", "--net", "sh", "-c", script, sys.executable, ask]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
@@ -181,5 +181,5 @@ def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: st
 
 def test_a_file_can_be_asked_for_without_being_read(tmp_path: Path) -> None:
     (tmp_path / "library").touch()
-    assert program.file_fact(str(tmp_path / "library"), "there") == {"there": True}
-    assert program.file_fact(str(tmp_path / "none"), "there") == {"there": False}
+    assert facts.file_fact(str(tmp_path / "library"), "there") == {"there": True}
+    assert facts.file_fact(str(tmp_path / "none"), "there") == {"there": False}

@@ -1,57 +1,131 @@
-"""The program is one file that an old Python on a bare host can run, and that starts quickly."""
+"""The program is a few files that an old Python on a bare host can run as one, and that start quickly."""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
 import sys
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
-from shoal.agent import client, program
+import pytest
 
-SOURCE = Path(program.__file__).read_text()
+from shoal.agent import loader, program
+
+FOLDER = Path(program.__file__).parent
+FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+SOURCE = {name: (FOLDER / f"{name}.py").read_text() for name in FILES}
 # What came to the standard library after 3.8, among the names one reaches for.
 TOO_NEW = re.compile(
     r"\.(?:removeprefix|removesuffix|bit_count|pairwise|is_relative_to|with_stem|hardlink_to)\b"
     r"|functools\.cache\b|\bmath\.lcm\b|\bstrict=|\bzoneinfo\b|\btomllib\b|\bgraphlib\b|\bExceptionGroup\b"
     r"|os\.(?:pidfd_open|waitstatus_to_exitcode|eventfd|splice|unshare|setns)\b|signal\.pidfd_send_signal"
 )
+# Inner names of some versions of CPython; each is tried, with a public one to fall back to.
+INNER = {"_json", "_sha2", "_sha256", "_signal", "_socket"}
 
 
-def test_the_syntax_is_that_of_python_3_8() -> None:
-    ast.parse(SOURCE, feature_version=(3, 8))
+@pytest.mark.parametrize("name", FILES)
+def test_the_syntax_is_that_of_python_3_8(name: str) -> None:
+    ast.parse(SOURCE[name], feature_version=(3, 8))
 
 
 def test_the_loader_is_the_syntax_of_any_python_3() -> None:
-    ast.parse(client.LOADER, feature_version=(3, 4))
+    ast.parse(loader.LOADER, feature_version=(3, 4))
 
 
-def test_nothing_newer_than_python_3_8_is_used() -> None:
-    assert TOO_NEW.findall(SOURCE) == []
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_newer_than_python_3_8_is_used(name: str) -> None:
+    assert TOO_NEW.findall(SOURCE[name]) == []
 
 
-def test_annotations_are_not_evaluated() -> None:
-    assert "from __future__ import annotations" in SOURCE
+@pytest.mark.parametrize("name", FILES)
+def test_annotations_are_not_evaluated(name: str) -> None:
+    assert "from __future__ import annotations" in SOURCE[name]
 
 
-def test_only_the_standard_library_is_imported() -> None:
-    assert imported(ast.walk(ast.parse(SOURCE))) <= sys.stdlib_module_names | {"_sha2", "_sha256"}
+def test_every_file_is_sent_and_after_those_it_imports_from() -> None:
+    assert sorted(loader.MODULES) == FILES
+    for at, name in enumerate(loader.MODULES):
+        needed = {module.split(".")[-1] for module in imported(ast.walk(ast.parse(SOURCE[name]))) if "." in module}
+        assert needed <= set(loader.MODULES[:at]), name
 
 
-def test_what_every_run_imports_is_little() -> None:
-    quick = {"__future__", "errno", "fcntl", "json", "os", "select", "signal", "stat", "struct", "sys", "time"}
-    assert imported(iter(ast.parse(SOURCE).body)) == quick
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_standard_library_and_the_programs_own_files_are_imported(name: str) -> None:
+    outside = {module for module in imported(ast.walk(ast.parse(SOURCE[name]))) if "." not in module}
+    assert outside <= sys.stdlib_module_names | INNER
+
+
+def test_the_supervisor_stands_alone() -> None:
+    assert not [module for module in imported(ast.walk(ast.parse(SOURCE["supervise"]))) if "." in module]
 
 
 def test_the_command_line_is_constant_and_carries_no_secret() -> None:
-    assert client.COMMAND == ("python3", "-I", "-S", "-B", "-c", client.LOADER)
+    assert loader.COMMAND == ("python3", "-I", "-S", "-B", "-c", loader.LOADER)
 
 
-def imported(nodes: object) -> set[str]:
+def run(tmp_path: Path, request: bytes, *, after: str = "", payload: bytes | None = None) -> tuple[int, str, str]:
+    """Run the program as a host does, with nothing around it; `after` is Python that runs when it has ended."""
+    command = [sys.executable, *loader.COMMAND[1:-1], loader.LOADER + after]
+    whole = (loader.payload(str(tmp_path)) if payload is None else payload) + request
+    done = subprocess.run(command, input=whole, capture_output=True, cwd="/", env={}, timeout=60)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_it_runs_alone_from_its_sources_and_from_what_it_kept_of_them(tmp_path: Path) -> None:
+    for _ in range(2):
+        status, said, complaint = run(tmp_path, b'{"op":"facts"}\n{"op":"exit"}\n')
+        assert (status, complaint) == (0, "")
+        assert json.loads(said)["facts"]["hostname"] == os.uname().nodename
+
+
+def test_a_run_that_changes_nothing_loads_little_of_the_standard_library(tmp_path: Path) -> None:
+    """Each of these costs as much as all that the agent does itself on such a host."""
+    request = b'{"op":"facts","services":["x"],"users":["root"]}\n{"op":"check","items":[]}\n{"op":"exit"}\n'
+    run(tmp_path, b"")
+    _, said, _ = run(tmp_path, request, after='\nprint(" ".join(sys.modules))')
+    loaded = set(said.splitlines()[-1].split())
+    assert "os" in loaded
+    slow = {"re", "enum", "json", "socket", "signal", "typing", "hashlib", "subprocess", "zlib", "collections"}
+    assert not slow & loaded
+
+
+def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
+    status, _, complaint = run(tmp_path, b"not JSON\n")
+    assert status == 1
+    places = re.findall(r'File "shoal/agent/program/(\w+)\.py", line (\d+), in (\w+)', complaint)
+    assert [(file, function) for file, _, function in places] == [
+        ("main", "main"),
+        ("wire", "request"),
+        ("quick", "loads"),
+    ]
+    for file, line, _ in places:
+        assert SOURCE[file].splitlines()[int(line) - 1].strip()
+
+
+def test_half_a_program_is_not_run(tmp_path: Path) -> None:
+    cut = loader.payload(str(tmp_path))[:-100]
+    assert run(tmp_path, b"", payload=cut) == (4, "", "")
+
+
+def test_the_payload_is_small() -> None:
+    header, _, packed = loader.payload().partition(b"\n")
+    assert len(packed) == int(header.split()[0]) < 40_000
+    assert len(json.loads(zlib.decompress(packed[:-1]))) == len(FILES)
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules that are imported: whole names of our own, the first part of others."""
     names: set[str] = set()
-    for node in nodes:  # type: ignore[attr-defined]
+    for node in nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").split(".")[0])
-    return names - {"typing"}
+            module = node.module or ""
+            names.add(module if module.startswith("shoal.") else module.split(".")[0])
+    return names

@@ -1,0 +1,32 @@
+"""Guarded commands: run when their guard says so, or when something they belong to has changed."""
+
+from __future__ import annotations
+
+import time
+
+from shoal.agent.program.failure import Failure
+from shoal.agent.program.running import last_lines, run
+from shoal.agent.program.wire import Item
+from shoal.agent.program.world import Change, World, settle
+
+
+def check_command(item: Item, world: World) -> Change | None:
+    if item["on_change"] and item["key"] not in world.due:
+        return None
+    if item["unless"] and run(item["unless"], timeout=30.0)[0] == 0:
+        return None
+    reason = f" ({world.due[item['key']]})" if item["on_change"] else ""
+    return Change(f"run {item['name']}{reason}")
+
+
+def make_command(item: Item, world: World) -> str:
+    for attempt in range(item["retries"] + 1):
+        if attempt:
+            world.tell(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")
+            time.sleep(2.0)
+        status, text = run(item["argv"], stdin=item["stdin"].encode(), timeout=item["timeout"])
+        if status == 0:
+            settle(world, item["key"])
+            return ""
+    why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
+    raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())

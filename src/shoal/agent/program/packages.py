@@ -1,0 +1,117 @@
+"""Packages: which are there, which could be, and installing those that are missing."""
+
+from __future__ import annotations
+
+import os
+
+from shoal.agent.program.apt import APT_LOCKS, have_package_lists, install, lock_holder, update_lists
+from shoal.agent.program.disk import read_bytes, read_text, remove, write_atomic
+from shoal.agent.program.failure import Failure
+from shoal.agent.program.running import run, which
+from shoal.agent.program.wire import Item
+from shoal.agent.program.world import Change, World
+
+POLICY = "/usr/sbin/policy-rc.d"
+POLICY_TEXT = (
+    b"#!/bin/sh\n# Made by shoal: daemons start after they are configured, not while packages install.\nexit 101\n"
+)
+
+
+def check_packages(item: Item, world: World) -> Change | None:
+    manager = package_manager()
+    if manager != "apt":
+        raise Failure(
+            f"this host's package manager is {manager}; Shoal installs packages with apt only (Debian, Ubuntu). "
+            f"Install {' '.join(item['names'])} by hand, or use a host that has apt"
+        )
+    missing = missing_packages(item)
+    return Change(f"install {' '.join(missing)}") if missing else None
+
+
+def make_packages(item: Item, world: World) -> str:
+    ours = hold_daemons()
+    try:
+        install(missing_packages(item), world)
+    finally:
+        if ours:
+            remove(POLICY)
+    world.forget_units()
+    return ""
+
+
+def missing_packages(item: Item) -> list[str]:
+    installed = installed_packages(item["names"])
+    return [name for name in item["names"] if name not in installed]
+
+
+def hold_daemons() -> bool:
+    """Keep packages from starting their daemons half-configured. False when somebody else's policy is in place."""
+    if os.path.exists(POLICY) and read_bytes(POLICY) != POLICY_TEXT:
+        return False
+    write_atomic(POLICY, POLICY_TEXT, 0o755, 0, 0)
+    return True
+
+
+def release_daemons() -> None:
+    """Remove a policy of ours that a killed run left behind, unless its dpkg is still at work."""
+    if read_text(POLICY).encode() == POLICY_TEXT and not lock_holder(APT_LOCKS[0]):
+        remove(POLICY)
+
+
+def package_manager() -> str:
+    for name, program in (("apt", "apt-get"), ("dnf", "dnf"), ("yum", "yum"), ("zypper", "zypper"), ("apk", "apk")):
+        if which(program):
+            return name
+    return "pacman" if which("pacman") else "none"
+
+
+def package_facts(names: list[str], world: World) -> Item:
+    if not names or package_manager() != "apt":
+        return {}
+    installed = installed_packages(names)
+    absent = [name for name in names if name not in installed]
+    if absent and not have_package_lists():
+        world.tell("apt: fetching package lists")
+        try:
+            update_lists([], world)
+        except Failure as failure:
+            world.tell(str(failure))
+    candidates = package_candidates(absent) if absent else {}
+    return {name: {"installed": installed.get(name), "candidate": candidates.get(name)} for name in names}
+
+
+def installed_packages(names: list[str]) -> dict[str, str]:
+    """The versions of those of `names` that are fully installed, read from dpkg's own file: no process is started."""
+    try:
+        return parse_dpkg_status(read_bytes("/var/lib/dpkg/status"), names)
+    except OSError:
+        return {}
+
+
+def parse_dpkg_status(data: bytes, names: list[str]) -> dict[str, str]:
+    data = b"\n" + data
+    found = {}
+    for name in names:
+        head = b"\nPackage: " + name.encode() + b"\n"
+        start = data.find(head)
+        while start >= 0:  # more than once where there is more than one architecture
+            stanza = data[start : data.find(b"\n\n", start)]
+            if b"\nStatus: install ok installed\n" in stanza or b"\nStatus: hold ok installed\n" in stanza:
+                found[name] = stanza.split(b"\nVersion: ")[1].split(b"\n")[0].decode()
+                break
+            start = data.find(head, start + 1)
+    return found
+
+
+def package_candidates(names: list[str]) -> dict[str, str]:
+    return parse_apt_policy(run(["apt-cache", "policy", *names], timeout=120.0)[1])
+
+
+def parse_apt_policy(text: str) -> dict[str, str]:
+    found, name = {}, ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            name = line.rstrip(":")
+        elif line.strip().startswith("Candidate:") and "(none)" not in line:
+            found[name] = line.split()[1]
+    return found

@@ -1,0 +1,109 @@
+"""Running programs on the host."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from shoal.agent.program.failure import Failure
+from shoal.agent.program.quick import signal
+
+TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
+if TYPE_CHECKING:
+    from typing import Callable
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "HOME": "/root",
+    **{name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")},
+}
+
+
+def run(
+    argv: list[str], stdin: bytes = b"", timeout: float = 60.0, watch: Callable[[str], None] | None = None
+) -> tuple[int, str]:
+    """Run a program to its end: its status and what it said. 127: not there; 124: took longer than `timeout`.
+
+    Output goes to memory files, not to pipes: if the agent is killed, a half-done `dpkg` goes on undisturbed. `watch`
+    is called with each line the program writes to descriptor 3.
+    """
+    said, told, given = memory_file(), memory_file(), memory_file()
+    try:
+        os.write(given, stdin)
+        os.lseek(given, 0, os.SEEK_SET)
+        actions = [(os.POSIX_SPAWN_DUP2, fd, to) for fd, to in ((given, 0), (said, 1), (said, 2), (told, 3))]
+        try:
+            pid = os.posix_spawnp(
+                argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigdef=[signal.SIGPIPE]
+            )
+        except OSError as error:
+            return 127, f"{argv[0]}: {error.strerror}"
+        return _await(pid, timeout, told, watch), text_of(said)
+    finally:
+        for fd in (said, told, given):
+            os.close(fd)
+
+
+def _await(pid: int, timeout: float, told: int, watch: Callable[[str], None] | None) -> int:
+    deadline, pause, seen = time.monotonic() + timeout, 0.0005, 0
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if watch:
+            data = os.pread(told, 1 << 20, seen)
+            whole = data[: data.rfind(b"\n") + 1]
+            seen += len(whole)
+            for line in whole.decode("utf-8", "replace").splitlines():
+                watch(line)
+        if ended:
+            return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return 124
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        # High enough to stay clear of the descriptors 0 to 3 that are handed to the child.
+        return _raised(os.memfd_create("shoal"))
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:
+        return _raised(os.dup(file.fileno()))
+
+
+def _raised(fd: int) -> int:
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(fd)
+    return high
+
+
+def text_of(fd: int) -> str:
+    size = os.fstat(fd).st_size
+    start = max(0, size - (1 << 20))
+    return os.pread(fd, size - start, start).decode("utf-8", "replace")
+
+
+def must(argv: list[str], what: str, timeout: float = 120.0) -> str:
+    """Run a program that has to succeed."""
+    status, text = run(argv, timeout=timeout)
+    if status:
+        raise Failure(f"{what}: `{' '.join(argv)}` ended with status {status}\n{last_lines(text)}")
+    return text
+
+
+def last_lines(text: str, count: int = 20) -> str:
+    return "\n".join(text.strip().splitlines()[-count:])
+
+
+def which(name: str) -> str | None:
+    for folder in (ENVIRONMENT["PATH"] + ":/usr/lib/wsl/lib").split(":"):
+        path = folder + "/" + name
+        if os.access(path, os.X_OK):
+            return path
+    return None

@@ -1,0 +1,53 @@
+"""The agent's JSON is the standard library's, on a Python that has its inner parts and on one that has not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.agent.program.quick import dumps, loads
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES)
+def test_a_value_comes_back_as_it_went(value: Any) -> None:
+    assert loads(dumps(value)) == json.loads(dumps(value)) == loads(json.dumps(value, indent=1)) == value
+    assert "\n" not in dumps(value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "nope", "{} {}", '{"a" 1}', '"\n"'])
+def test_what_is_not_json_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        loads(text)
+
+
+def test_what_has_no_place_in_json_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"^bytes has no place in JSON$"):
+        dumps({"key": b"secret"})
+
+
+def test_a_python_without_the_inner_parts_does_the_same() -> None:
+    script = (
+        "import json, signal, socket, sys\n"
+        "sys.modules.update(dict.fromkeys(['_json', '_signal', '_socket']))\n"
+        "from shoal.agent.program import quick\n"
+        "assert (quick.signal, quick.socket) == (signal, socket)\n"
+        'assert quick.dumps(quick.loads(\' {"a": [1, 2.5, null, "\\u00e9"]} \')) == sys.argv[1]\n'
+        "for text in ('', '{} {}', 'nope'):\n"
+        "    try: quick.loads(text)\n"
+        "    except ValueError: continue\n"
+        "    raise SystemExit(text)\n"
+    )
+    whole = dumps({"a": [1, 2.5, None, "é"]})
+    done = subprocess.run([sys.executable, "-c", script, whole], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
