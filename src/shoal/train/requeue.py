@@ -56,6 +56,9 @@ def _ask_slurm(environ: Mapping[str, str]) -> Answer:
         return "failed"
     try:
         shown = subprocess.run([scontrol, "show", "job", job], capture_output=True, text=True, timeout=_PATIENCE)
+        if _requeued_by_slurm(shown.stdout, environ):
+            log.warning("job %s is in the queue again already", job)
+            return "requeued"
         if _cancelled(shown.stdout):
             log.warning("job %s was cancelled: it is not requeued", job)
             return "cancelled"
@@ -68,6 +71,12 @@ def _ask_slurm(environ: Mapping[str, str]) -> Answer:
         return "failed"
     log.warning("job %s requeued", job)
     return "requeued"
+
+
+def _requeued_by_slurm(shown: str, environ: Mapping[str, str]) -> bool:
+    """Whether the job is on its next turn already: its grace has passed, or somebody requeued it."""
+    restarts = re.search(r"\bRestarts=(\d+)", shown)
+    return restarts is not None and int(restarts[1]) > int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _cancelled(shown: str) -> bool:

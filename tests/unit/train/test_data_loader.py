@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_worker_init_runs_in_each_worker(data, tmp_path):
     list(loader)
     loader.close()
     assert sorted(path.name for path in tmp_path.glob("worker-*")) == ["worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize("number", ["USR1", "USR2", "TERM"])
+def test_workers_outlive_the_signals_that_slurm_sends_to_every_process_of_a_job(number):
+    """Sent by another process than the trainer, as slurmstepd does."""
+    seen: list[int] = []
+    loader = Loader(Numbers(40), global_batch=4, workers=2, prefetch=1, collate=list)
+    for step, batch in enumerate(loader):
+        if step == 1:
+            pids = [str(worker.pid) for worker in loader._batches._iterator._workers]
+            subprocess.run(["kill", f"-{number}", *pids], check=True)
+        seen += batch
+    loader.close()
+    assert sorted(seen) == list(range(40))
 
 
 def test_seeds_of_samples_do_not_change_what_the_dataset_keeps():

@@ -45,6 +45,16 @@ def test_a_running_job_and_one_at_its_time_limit_are_requeued(tmp_path: Path, st
     assert (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
 
 
+def test_a_job_that_slurm_has_requeued_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _slurm(tmp_path, "COMPLETING", "None")  # its first turn ends, and Slurm counts no restart
+    assert requeue(environ={"PATH": path, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}) == "cancelled"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(scontrol.read_text().replace("Restarts=0", "Restarts=3"))
+    assert requeue(environ={"PATH": path, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "requeued"
+    assert "requeue" not in (tmp_path / "asked").read_text()
+    assert "job 7 is in the queue again already" in caplog.text
+
+
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
 def test_a_cancelled_job_does_not_come_back(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}

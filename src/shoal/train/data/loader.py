@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed
 import torch.utils.data
 
+from ..stop import starting_workers, worker_signals
 from .errors import DataError
 from .order import BLOCK, WINDOW, Order, share
 
@@ -72,7 +74,7 @@ class Loader:
         """`decode` makes of a sample what `collate` makes a batch of; both run in the workers.
 
         rank, world_size: by default those of torch.distributed.
-        worker_init: called in each worker with its number, for instance to set what it does on signals.
+        worker_init: called in each worker with its number. Workers outlive the signals that stop a job (`stop.py`).
         context: how workers are started: "fork", "forkserver" or "spawn".
         block, window: see `order.py`; fewer and smaller reads against better mixing.
         """
@@ -91,7 +93,7 @@ class Loader:
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
-            worker_init_fn=worker_init,
+            worker_init_fn=partial(_worker_started, worker_init),
             pin_memory=pin_memory,
             multiprocessing_context=context if workers else None,
             # DataLoader draws a number at each start. From torch's own generator, a resumed run would draw once more
@@ -196,7 +198,9 @@ class Loader:
     def _fetched(self) -> Iterator[Any]:
         """DataLoader's batches; a worker that dies without a word gets one from us."""
         try:
-            yield from self._batches
+            with starting_workers():
+                batches = iter(self._batches)
+            yield from batches
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
@@ -296,6 +300,13 @@ class _Fetch:
                 + (f"; the sample has the fields {', '.join(fields)}" if fields else ""),
                 fix="repair or leave out the sample, or handle it in decode",
             ) from error
+
+
+def _worker_started(then: Callable[[int], None] | None, worker: int) -> None:
+    """What a worker does first."""
+    worker_signals(worker)
+    if then is not None:
+        then(worker)
 
 
 def _place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
