@@ -14,14 +14,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 from shoal.errors import ConnectionLost, HostError, Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
-from shoal.hosts.process import KILLED, LineProcess, as_it_is, run_to_end, told
+from shoal.hosts.process import KILLED, LineHost, LineProcess, as_it_is, told
 
 
 @dataclass
@@ -64,7 +63,7 @@ Answer = bytes | Result | Callable[[Call], bytes | Result] | Program
 Answers = Mapping[tuple[str, ...], Answer]
 
 
-class FakeHost:
+class FakeHost(LineHost):
     """A host with scripted answers. `calls` holds what it was asked, in order."""
 
     def __init__(
@@ -88,41 +87,20 @@ class FakeHost:
         self._running: set[_FakeWire] = set()
 
     @property
-    def name(self) -> str:
-        return self.target.name
-
-    @property
     def argvs(self) -> list[tuple[str, ...]]:
         return [call.argv for call in self.calls]
-
-    async def run(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
-    ) -> Result:
-        process = self._open(argv, root=root, whole_stderr=True)
-        return await run_to_end(self.name, argv, process, stdin, timeout)
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        return self._open(argv, root=root, whole_stderr=False)
 
     async def close(self) -> None:
         self.closed = True
         for wire in list(self._running):
             await wire.kill()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     def lose(self) -> None:
         """Break the connection under every program that runs now."""
         for wire in list(self._running):
             wire.lose()
 
-    def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
+    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         call = Call(tuple(argv), root)
         self.calls.append(call)
         refused = root and self.sudo_refused

@@ -8,14 +8,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 from shoal.errors import HostError, Unreachable
 from shoal.hosts import sudo
-from shoal.hosts.api import Result, Target
+from shoal.hosts.api import Target
 from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
-from shoal.hosts.process import KILLED, LineProcess, as_it_is, run_to_end, told
+from shoal.hosts.process import KILLED, LineHost, LineProcess, as_it_is, told
 
 _CHUNK = 128 << 10
 # One that sudo made root's may take its time to notice that its pipes are gone.
@@ -31,7 +30,7 @@ class LocalConnector:
         return LocalHost(target)
 
 
-class LocalHost:
+class LocalHost(LineHost):
     """This machine. `through_sudo` says whether root is reached by sudo; by default, when we are not root."""
 
     def __init__(self, target: Target, *, through_sudo: bool | None = None) -> None:
@@ -39,30 +38,9 @@ class LocalHost:
         self._through_sudo = os.geteuid() != 0 if through_sudo is None else through_sudo
         self._running: set[_LocalWire] = set()
 
-    @property
-    def name(self) -> str:
-        return self.target.name
-
-    async def run(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
-    ) -> Result:
-        process = await self._open(argv, root=root, whole_stderr=True)
-        return await run_to_end(self.name, argv, process, stdin, timeout)
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        return await self._open(argv, root=root, whole_stderr=False)
-
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
         await asyncio.gather(*(wire.kill() for wire in self._running))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._through_sudo

@@ -1,17 +1,53 @@
-"""A running program, spoken to line by line: the same over SSH, on this machine and in the fake."""
+"""Running programs and speaking with them line by line: the same over SSH, on this machine and in the fake."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from shoal.errors import TimedOut
-from shoal.hosts.api import Result
+from shoal.hosts.api import Result, Target
 from shoal.hosts.pipes import Inbox, Tail
 
 KILLED = 128 + signal.SIGKILL
+
+
+class LineHost(ABC):
+    """What every kind of host has in common. Each says for itself how a program is started and how the host is left."""
+
+    target: Target
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
+    ) -> Result:
+        process = await self._open(argv, root=root, whole_stderr=True)
+        return await run_to_end(self.name, argv, process, stdin, timeout)
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        return await self._open(argv, root=root, whole_stderr=False)
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @abstractmethod
+    async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
+        """Start a program. `whole_stderr` keeps all that it says there, not only the end."""
 
 
 class Wire(Protocol):

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import asyncssh
 
@@ -19,7 +18,7 @@ from shoal.errors import HostError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
-from shoal.hosts.process import LineProcess, run_to_end, told
+from shoal.hosts.process import LineHost, LineProcess, told
 from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
@@ -131,7 +130,7 @@ class SshConnector:
         return connection
 
 
-class SshHost:
+class SshHost(LineHost):
     """A host we are logged in to."""
 
     def __init__(
@@ -148,19 +147,6 @@ class SshHost:
         self._sessions = asyncio.Semaphore(_SESSIONS)
         self._running: set[SshChannel] = set()
 
-    @property
-    def name(self) -> str:
-        return self.target.name
-
-    async def run(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
-    ) -> Result:
-        process = await self._open(argv, root=root, whole_stderr=True)
-        return await run_to_end(self.name, argv, process, stdin, timeout)
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        return await self._open(argv, root=root, whole_stderr=False)
-
     async def close(self) -> None:
         on_close, self._on_close = self._on_close, None
         try:
@@ -169,14 +155,6 @@ class SshHost:
         finally:
             if on_close:
                 await on_close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"
