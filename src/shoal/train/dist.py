@@ -28,6 +28,7 @@ from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError, RendezvousError
 from shoal.train.explain import reachability
 from shoal.train.interfaces import interface_of, local_addresses, settings_for
+from shoal.train.proving import begin as begin_proof
 from shoal.train.rendezvous import Meeting, Patience, meet
 
 log = logging.getLogger("shoal.train")
@@ -74,6 +75,7 @@ def init(
     env = read_env(environ)
     patience = Patience(timeout, explain_after)
     set_threads(env, environ)
+    begin_proof(environ)
     meeting = _meet(env, environ, patience)
     store = _open_store(env, meeting, patience)
     interface = use_interface(env, meeting, environ)

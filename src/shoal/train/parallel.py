@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.train.errors import ParallelError
+from shoal.train.proving import watch
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,10 +48,16 @@ def parallelize(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ParallelError(f"the model cannot be spread with {kind}: none of its parameters is trained")
     place = _device(device)
+    proof = watch(model)  # None unless `shoal prove` runs the script
+    if proof is not None:
+        kind, mixed_precision, compile = proof.kind(kind), None, False
     precision = _PRECISIONS[mixed_precision] if mixed_precision else None
     if activation_checkpointing:
         _recompute_blocks(model)
-    return _ddp(model, place, precision, compile) if kind == "ddp" else _fsdp(model, place, precision, compile)
+    parallel = _ddp(model, place, precision, compile) if kind == "ddp" else _fsdp(model, place, precision, compile)
+    if proof is not None:
+        proof.parallelized(kind)
+    return parallel
 
 
 def _device(asked: torch.device | str | None) -> torch.device:

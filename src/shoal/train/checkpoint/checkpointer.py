@@ -28,6 +28,7 @@ from shoal.train.checkpoint.files import Manifest
 from shoal.train.checkpoint.state import TrainState, blank, capture, put_back
 from shoal.train.checkpoint.writer import CommittingWriter
 from shoal.train.errors import CheckpointError
+from shoal.train.proof import recorder
 from shoal.train.ranks import Ranks
 
 log = logging.getLogger("shoal.train.checkpoint")
@@ -67,7 +68,8 @@ class Checkpointer:
         """With `asynchronous`, `save` returns once the state is copied to memory, and a thread writes it."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least one checkpoint is kept")
-        self.directory = Path(directory).absolute()
+        proof = recorder()  # None unless `shoal prove` runs the script, which begins from no checkpoint and leaves none
+        self.directory = Path(proof.scratch if proof else directory).absolute()
         self.keep_last = keep_last
         self.asynchronous = asynchronous
         self.failures = 0

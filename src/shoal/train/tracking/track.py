@@ -22,6 +22,7 @@ from typing import Any, Literal
 from shoal.train.contract import SHOAL_TRACKING_URI
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
+from shoal.train.proof import Recorder, recorder
 from shoal.train.tracking.background import Background
 from shoal.train.tracking.identity import facts, find_place, run_id
 from shoal.train.tracking.remote import RunName
@@ -58,6 +59,9 @@ def tracker(
     returns at once. With a server (`uri`, SHOAL_TRACKING_URI or MLFLOW_TRACKING_URI) records are sent to it; without
     one they stay in the JSON-lines files of `directory`, by default `tracking` in the job's directory.
     """
+    proof = recorder(environ)
+    if proof is not None:
+        return Tracker(proof=proof)  # `shoal prove` compares the losses; nothing else of it is worth a record
     env = env if env is not None else read_env(environ)
     if env.rank != 0 and (env.local_rank != 0 or not run_id(environ)):
         return Tracker()
@@ -96,7 +100,9 @@ class Tracker:
         background: Background | None = None,
         env: Env | None = None,
         system_every: float = 0.0,
+        proof: Recorder | None = None,
     ) -> None:
+        self._proof = proof
         self.directory = directory
         self._background = background
         self._all = spools
@@ -122,6 +128,8 @@ class Tracker:
 
         After a requeue, steps that are done again and come out the same are not recorded again.
         """
+        if self._proof is not None:
+            self._proof.metrics(metrics, step)
         if self._spool is None or self._closed:
             return
         values: dict[str, float | str] = {}

@@ -1,0 +1,166 @@
+"""Keeps what one process of a proof did, for `shoal prove` to compare: losses, samples, gradients, parameters.
+
+`recorder()` is None unless `shoal prove` runs the script. Each rank writes on its own, so that no rank waits for one
+that does less than it should: that is one of the mistakes a proof is there to find. In the proof's directory it leaves
+
+    rank-R.jsonl     a line for each thing that happened
+    rank-R.start     its part of the parameters before the first step, as float64, one after the other
+    rank-R.end       the same after the last one
+
+The lines, by `kind`:
+
+    start   rank, world_size, launcher, dtype
+    model   parallel, batch_norm, dropout: how it is spread, and the layers whose result depends on how it is
+    step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples
+    loss    source, step, loss, samples: what the script said, and how many samples it had seen since the last one
+    tensors what is in rank-R.start or rank-R.end: name, shape, sharded, count
+
+Numbers that are compared are written as `float.hex` does, which loses no bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.train.contract import (
+    SHOAL_JOB_DIR,
+    SHOAL_PROOF_DIR,
+    SHOAL_PROOF_DTYPE,
+    SHOAL_PROOF_PARALLEL,
+    SHOAL_PROOF_STEPS,
+)
+from shoal.train.env import Env, read_env
+
+LOSS_NAMES = ("loss", "train_loss", "train/loss")
+"""What a script may call the metric that is the loss."""
+
+Moment = Literal["start", "end"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `shoal prove` asks of a run."""
+
+    directory: Path
+    dtype: str = "float64"
+    parallel: str = ""
+    """Empty: as the script says."""
+    steps: int = 0
+    """0: as many as the script takes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a parameter."""
+
+    name: str
+    shape: Sequence[int]
+    """Of the whole parameter."""
+    sharded: bool
+    """The parts of all ranks, one after the other, are the parameter; otherwise each rank has all of it."""
+    values: bytes
+    """float64, in the order of the parameter's elements."""
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
+    """What this run is to prove; None where it is no proof."""
+    directory = environ.get(SHOAL_PROOF_DIR)
+    if not directory:
+        return None
+    return Settings(
+        Path(environ.get(SHOAL_JOB_DIR, "."), directory).absolute(),
+        environ.get(SHOAL_PROOF_DTYPE) or "float64",
+        environ.get(SHOAL_PROOF_PARALLEL, ""),
+        int(environ.get(SHOAL_PROOF_STEPS) or 0),
+    )
+
+
+_recorders: dict[Path, Recorder] = {}
+
+
+def recorder(environ: Mapping[str, str] = os.environ) -> Recorder | None:
+    """The record of this process, the same one at every call; None where this is no proof."""
+    if not environ.get(SHOAL_PROOF_DIR):
+        return None
+    asked = settings(environ)
+    assert asked is not None
+    if asked.directory not in _recorders:
+        _recorders[asked.directory] = Recorder(asked, read_env(environ))
+    return _recorders[asked.directory]
+
+
+class Recorder:
+    """Writes one rank's record. A full disk raises: a proof without its records proves nothing."""
+
+    def __init__(self, asked: Settings, env: Env) -> None:
+        self.settings = asked
+        self.rank = env.rank
+        asked.directory.mkdir(parents=True, exist_ok=True)
+        self._file = (asked.directory / f"rank-{env.rank}.jsonl").open("a", buffering=1)
+        self._fresh: list[str] = []
+        self._seen: dict[str, int] = {}
+        self._samples = 0
+        self.steps = 0
+        """Steps of the optimizer so far."""
+        self._line("start", rank=env.rank, world_size=env.world_size, launcher=env.launcher, dtype=asked.dtype)
+
+    @property
+    def scratch(self) -> Path:
+        """Where checkpoints of a proof go: it neither begins from one of the real run, nor leaves one there."""
+        return self.settings.directory / "checkpoints"
+
+    @property
+    def enough(self) -> bool:
+        """All steps that the proof wants are done."""
+        return bool(self.settings.steps) and self.steps >= self.settings.steps
+
+    def model(self, parallel: str, batch_norm: Sequence[str], dropout: Sequence[str]) -> None:
+        self._line("model", parallel=parallel, batch_norm=list(batch_norm), dropout=list(dropout))
+
+    def saw(self, digests: Iterable[str]) -> None:
+        """The model is given these samples, to train on."""
+        before = len(self._fresh)
+        self._fresh += digests
+        self._samples += len(self._fresh) - before
+
+    def step(self, lr: float, whole: float, sharded: float) -> None:
+        """The optimizer is about to take a step, with gradients whose squares sum up to this."""
+        if self.enough:
+            return
+        samples, self._fresh = self._fresh, []
+        gradients = [float(whole).hex(), float(sharded).hex()]
+        self.steps += 1
+        self._line("step", step=self.steps, lr=float(lr).hex(), gradients=gradients, samples=samples)
+
+    def loss(self, source: str, step: int, loss: Any) -> None:
+        """The script tells its loss. It may be a tensor."""
+        try:
+            number = float(loss)
+        except (TypeError, ValueError):
+            return
+        samples = self._samples - self._seen.get(source, 0)
+        self._seen[source] = self._samples
+        self._line("loss", source=source, step=int(step), loss=number.hex(), samples=samples)
+
+    def metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """The script tells its metrics, and the loss may be among them."""
+        name = next((name for name in LOSS_NAMES if name in metrics), None)
+        if name is not None:
+            self.loss("tracker", step, metrics[name])
+
+    def tensors(self, moment: Moment, parts: Iterable[Part]) -> None:
+        """Keep this rank's part of the parameters. A second call for the same moment adds those of another model."""
+        described = []
+        with (self.settings.directory / f"rank-{self.rank}.{moment}").open("ab") as file:
+            for part in parts:
+                file.write(part.values)
+                described.append([part.name, list(part.shape), part.sharded, len(part.values) // 8])
+        self._line("tensors", moment=moment, parts=described)
+
+    def _line(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
