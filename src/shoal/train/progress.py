@@ -31,6 +31,7 @@ from typing import Any, Literal
 from shoal.train.contract import SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
+from shoal.train.proof import recorder
 
 FILE = "progress.json"
 WINDOW = 60.0
@@ -80,6 +81,7 @@ class Progress:
         self._peak = (peak_flops or peak_of_this_gpu() or 0.0) * env.world_size
         self._restarts = env.restart_count
         self._active = env.rank == 0
+        self._proof = recorder(environ)
         place = directory or environ.get(SHOAL_JOB_DIR)
         self._file = Path(place, FILE) if place else None
         self._write = write or (lambda line: print(line, flush=True))
@@ -97,6 +99,8 @@ class Progress:
 
         `samples` is this step's number over all ranks, where it differs from `samples_per_step`.
         """
+        if self._proof is not None:
+            self._proof.loss("progress", step, loss)
         if not self._active:
             return
         self._samples += samples if samples is not None else self._samples_per_step or 0
