@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,18 @@ class Cluster:
 
     def answers(self, host: str) -> bool:
         return self.ssh(host, "true").returncode == 0
+
+
+@contextmanager
+def running(directory: Path, text: str) -> Iterator[Cluster]:
+    """A cluster that is up for as long as the block lasts."""
+    cluster = Cluster(directory, text)
+    cluster.shoal("down", "--force")
+    try:
+        assert cluster.json("up", timeout=600)["whole"]
+        yield cluster
+    finally:
+        cluster.shoal("down", "--force")
 
 
 def read_until(process: subprocess.Popen[str], phase: str) -> None:

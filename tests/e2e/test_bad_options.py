@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -19,13 +19,8 @@ GOOD = "{KillWait: 31}"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("options"), SPEC)
-    made.shoal("down", "--force")
-    try:
-        assert made.json("up", timeout=600)["whole"]
+    with running(tmp_path_factory.mktemp("options"), SPEC) as made:
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -21,13 +21,8 @@ OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("confined"), SPEC)
-    made.shoal("down", "--force")
-    try:
-        assert made.json("up", timeout=600)["whole"]
+    with running(tmp_path_factory.mktemp("confined"), SPEC) as made:
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 def settings(cluster: Cluster, file: str) -> dict[str, str]:

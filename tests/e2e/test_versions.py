@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, running
 from tests.e2e.lent import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
@@ -24,13 +24,8 @@ nodesets:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("mixed"), MIXED)
-    made.shoal("down", "--force")
-    try:
-        assert made.json("up", timeout=600)["whole"]
+    with running(tmp_path_factory.mktemp("mixed"), MIXED) as made:
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 def test_nodes_of_two_releases_run_one_job(mixed: Cluster) -> None:
