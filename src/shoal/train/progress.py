@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from shoal.train import profile
 from shoal.train.contract import SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
@@ -80,6 +81,7 @@ class Progress:
         self._flops = flops_per_sample
         self._peak = (peak_flops or peak_of_this_gpu() or 0.0) * env.world_size
         self._restarts = env.restart_count
+        self._environ = environ
         self._active = env.rank == 0
         self._proof = recorder(environ)
         place = directory or environ.get(SHOAL_JOB_DIR)
@@ -101,6 +103,7 @@ class Progress:
         """
         if self._proof is not None:
             self._proof.loss("progress", step, loss)
+        profile.step("progress", self._environ)
         if not self._active:
             return
         self._samples += samples if samples is not None else self._samples_per_step or 0
