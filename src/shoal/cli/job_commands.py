@@ -62,6 +62,13 @@ def run(
     ] = None,
     error: Annotated[str | None, typer.Option("--error", "-e", help="The same for what srun complains about.")] = None,
     job_name: Annotated[str | None, typer.Option("--job-name", "-J", help="Its name. Default: the script's.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile every rank: with torch, nsys or line. `shoal logs` says where it is.")
+    ] = None,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="The MLflow server; MLFLOW_TRACKING_PASSWORD and the like go with it.")
+    ] = None,
+    experiment: Annotated[str | None, typer.Option(help="Its experiment. Default: the job's name.")] = None,
     export: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the script's environment; may be given many times.")
     ] = None,
@@ -84,7 +91,8 @@ def run(
         **{"cpus_per_task": cpus_per_task, "mem": mem, "time": time, "partition": partition, "constraint": constraint},
         **{"account": account, "qos": qos, "array": array, "dependency": dependency, "nodelist": nodelist},
         **{"exclusive": exclusive, "requeue": requeue, "signal": signal, "output": output, "error": error},
-        **{"job_name": job_name, "python": python, "directory": directory},
+        **{"job_name": job_name, "python": python, "directory": directory, "profile": profile},
+        **{"tracking_uri": tracking_uri, "experiment": experiment},
     }
     with Session(json) as session:
         from shoal.jobs.load import job_of, load_job

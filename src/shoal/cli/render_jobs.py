@@ -32,6 +32,8 @@ def show_submitted(console: Console, job: Submitted) -> None:
         highlight=False,
     )
     console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+    if job.traces:
+        console.print(f"  its profile will be on its nodes in {job.traces}", highlight=False)
 
 
 def show_jobs(console: Console, result: JobsResult) -> None:
@@ -117,6 +119,11 @@ def _duration(seconds: float) -> str:
 
 
 def _why(view: JobView) -> str:
+    profile = f"profile in {view.record.traces}" if view.record.traces else ""
+    return "; ".join(filter(None, (_how_it_does(view), profile)))
+
+
+def _how_it_does(view: JobView) -> str:
     if view.reason is not None:
         return view.reason.text
     if view.progress:

@@ -58,15 +58,16 @@ class LogReader:
         self.lines: list[LogLine] = []
         self.ends: dict[tuple[int, int], RankEnd] = {}
         self.progress: dict[str, Any] = {}
+        self._progress_at = 0.0
         self._node_of: dict[str, str] = {}
 
     def take(self, node: str, raw: bytes) -> LogLine | None:
         """One line of a node's answer; the log line in it, where it is one."""
         name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
-        if not tab or self._node_of.setdefault(name, node) != node:
-            return None
         if name == "progress":
-            self.progress = _object(rest.partition(" ")[2]) or self.progress
+            self._take_progress(rest)
+            return None
+        if not tab or self._node_of.setdefault(name, node) != node:
             return None
         if name == "batch":
             stamp, _, text = rest.partition(" ")
@@ -81,6 +82,13 @@ class LogReader:
             return None
         stamp, _, text = rest.partition(" ")
         return self._keep(LogLine(_seconds(stamp), rank, restart, text, node))
+
+    def _take_progress(self, rest: str) -> None:
+        """The newest counts: after a requeue rank 0 may be on another node, and an old file stays where it was."""
+        stamp, _, text = rest.partition(" ")
+        found = _object(text)
+        if found and _seconds(stamp) >= self._progress_at:
+            self.progress, self._progress_at = found, _seconds(stamp)
 
     def result(self) -> JobLogs:
         ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))

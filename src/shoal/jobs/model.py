@@ -18,10 +18,16 @@ from pydantic import BeforeValidator, Field, StrictBool
 from shoal import hostlist
 from shoal.spec.model import Closed
 from shoal.spec.words import Between, SlurmTime, choice, refusal
+from shoal.train.contract import WARNING
 
 JOBS_DIRECTORY = "/var/lib/shoal/jobs"
 """Where jobs live on the hosts, one directory a cluster below it."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "mpirun", "python")
+PROFILER_NAMES = ("torch", "nsys", "line")
+PROFILE_DIRECTORY = "profile"
+"""In a job's directory: what its profiler leaves."""
+SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+"""Variables of the operator's that go to a job with a tracker, and never into its script: anybody may read that."""
 
 _DEPENDENCY = re.compile(
     r"(singleton|(after|afterany|afterburstbuffer|aftercorr|afternotok|afterok)(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+)"
@@ -72,6 +78,9 @@ def _variable(value: object) -> str:
         raise refusal("not the name of a variable", "use letters, digits and `_`")
     if value.startswith(("SLURM_", "SHOAL_")):
         raise refusal("Slurm and Shoal set this variable themselves", "give it another name")
+    if value in SECRETS:
+        fix = "set it where you run `shoal run` with --tracking-uri: it takes it from there, past the script"
+        raise refusal("this variable is a secret, and everybody can read a batch script", fix, value)
     return value
 
 
@@ -80,6 +89,25 @@ def _value(value: object) -> str:
     if not isinstance(text, str) or "\0" in text:
         raise refusal("not text", "put it in quotes")
     return text
+
+
+def _tracking_uri(value: object) -> str:
+    fix = "write it like http://tracking.example:5000"
+    if isinstance(value, str) and "@" in value:
+        raise refusal(
+            "the address has a password in it, and everybody can read a batch script",
+            "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where you run `shoal run`",
+            "...@" + value.rpartition("@")[2],
+        )
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[!-~]{1,500}", value):
+        raise refusal("not the address of a tracking server", fix)
+    return value
+
+
+def _experiment(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > 200:
+        raise refusal("not the name of an experiment", "give one line of text")
+    return value
 
 
 _size = _word("size", r"[0-9]{1,12}[KMGTkmgt]?", "write a number and K, M, G or T: 512M, 16G; 0 is the whole node")
@@ -150,12 +178,18 @@ class JobSpec(Closed):
     """Share the nodes with no other job."""
     requeue: StrictBool = True
     """Queue the job again when a node fails, when it is preempted, and when the script asks for it."""
-    signal: Annotated[str, BeforeValidator(_signal)] = "USR1@60"
+    signal: Annotated[str, BeforeValidator(_signal)] = WARNING
     """The warning before the end, and how many seconds before it. Scripts that do not handle it do not notice it."""
     output: OutputPath | None = None
     """A file on the first node for all that the ranks print, as sbatch names them. `shoal logs` needs none."""
     error: OutputPath | None = None
     """The same for what srun and the launcher complain about."""
+    profile: Annotated[str, BeforeValidator(choice("profiler", PROFILER_NAMES))] | None = None
+    """Profile every rank: with torch.profiler a few steps, with nsys all of it, with line each line of the script."""
+    tracking_uri: Annotated[str, BeforeValidator(_tracking_uri)] | None = None
+    """The MLflow server that the run is recorded on. Its password comes from MLflow's own variables where you are."""
+    experiment: Annotated[str, BeforeValidator(_experiment)] | None = None
+    """The MLflow experiment that the run belongs to. Default: the job's name."""
     job_name: Name | None = None
     """The job's name. Default: the script's."""
     directory: Annotated[str, BeforeValidator(_directory)] | None = None
@@ -206,6 +240,24 @@ class Shipped:
     """The content hash of Shoal's own part; `lib/HASH` below `root`."""
     workdir: str = "."
     """Where in the tree the script starts: where the person stood."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What `shoal run` leaves in a job's comment, where Slurm keeps it: what it uses, so that nobody cleans it away."""
+
+    code: str
+    runtime: str
+    profile: str = ""
+
+    def __str__(self) -> str:
+        return "shoal:" + "/".join(filter(None, (self.code, self.runtime, self.profile)))
+
+    @classmethod
+    def parse(cls, comment: str) -> Note | None:
+        """The note in a comment; None in one that somebody else wrote."""
+        match = re.fullmatch(r"shoal:([0-9a-z]+)/([0-9a-z]+)(?:/([a-z]+))?", comment)
+        return cls(match[1], match[2], match[3] or "") if match else None
 
 
 def job_root(spec: JobSpec, cluster: str) -> str:

@@ -46,9 +46,15 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
     """Print what is new in a file: whole lines, the rest of one only when nothing more will come."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            if name == "progress":  # replaced as a whole by another file: whatever of it is new is all of it
+                if at.get(name) == status.st_mtime_ns:
+                    return
+                tail = 0
+                at.pop(name, None)
             start = at.get(name, max(0, size - tail) if tail else 0)
-            stamp = b"%.6f " % os.fstat(file.fileno()).st_mtime if name in ("batch", "progress") else b""
+            stamp = b"%.6f " % status.st_mtime if name in ("batch", "progress") else b""
             file.seek(start)
             data = file.read(size - start)
     except OSError:
@@ -60,7 +66,7 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
     lines = data[:end].split(b"\n")[:-1]
     if start and name not in at:
         lines = lines[1:]  # the tail begins inside of a line
-    at[name] = start + min(end, size - start)
+    at[name] = status.st_mtime_ns if name == "progress" else start + min(end, size - start)
     for line in lines:
         sys.stdout.buffer.write(name.encode() + b"\t" + stamp + line + b"\n")
 

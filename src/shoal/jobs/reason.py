@@ -173,7 +173,11 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
         fix = "the ranks' output says which are missing; can the nodes reach each other on every port?"
         return Reason("rendezvous", text, first.rank, first.node, printed, fix)
     if first.status == 127 and last.startswith("shoal: cannot start"):
-        return Reason("start", f"{who}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=_START_FIX)
+        fix = _NSYS_FIX if last.startswith("shoal: cannot start nsys") else _START_FIX
+        return Reason("start", f"{who}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=fix)
+    if last.endswith(("No module named kernprof", "No module named line_profiler")):
+        text = f"{who} could not be profiled: {last}"
+        return Reason("start", text, first.rank, first.node, fix=_LINE_FIX)
     if first.status < 0:
         return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed)
     said = f": {last[:300]}" if last else ""
@@ -182,6 +186,8 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
 
 
 _START_FIX = "name a program that the nodes have: --python /path/to/python"
+_NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
+_LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"
 
 
 def _never_started(record: JobRecord, batch: Sequence[str]) -> Reason:

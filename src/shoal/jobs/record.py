@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from shoal.jobs.model import PROFILE_DIRECTORY, Note
+
 ACTIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"),
     *("REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING", "STOPPED"),
@@ -42,6 +44,7 @@ class JobRecord:
     work_dir: str = ""
     number: str = ""
     """Slurm's own number of it; differs from `id` in an array."""
+    comment: str = ""
 
     @property
     def active(self) -> bool:
@@ -50,6 +53,16 @@ class JobRecord:
     @property
     def failed(self) -> bool:
         return not self.active and self.state not in GOOD
+
+    @property
+    def note(self) -> Note | None:
+        """What `shoal run` noted of it; None for a job that came by another way."""
+        return Note.parse(self.comment)
+
+    @property
+    def traces(self) -> str:
+        """The directory on its nodes where the profiler's files are; empty where it has none."""
+        return f"{self.work_dir}/{self.id}/{PROFILE_DIRECTORY}" if self.note and self.note.profile else ""
 
 
 def show_command(job: str = "") -> tuple[str, ...]:
@@ -95,6 +108,7 @@ def _record(text: str) -> JobRecord:
         output=_text(values, "StdOut"),
         work_dir=_text(values, "WorkDir"),
         number=values["JobId"],
+        comment=_text(values, "Comment"),
     )
 
 

@@ -9,6 +9,7 @@ from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
 from shoal.jobs.launchers import LAUNCHERS, Launcher
 from shoal.jobs.model import JobSpec, ResolvedJob
+from shoal.jobs.profilers import PROFILERS
 from shoal.slurm.state import NodeState, PartitionState
 from shoal.spec.rules import nearest
 from shoal.spec.words import minutes, printable
@@ -21,6 +22,7 @@ _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState]) -> ResolvedJob:
     """The job with every number known. Raises UsageError where Slurm would refuse it, or let it wait for ever."""
     launcher = LAUNCHERS[job.launcher]
+    _check_profile(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
     # A node that is down cannot be sent the code, and must not be given the job when it comes back.
@@ -187,6 +189,14 @@ def _check_memory(job: JobSpec, chosen: list[NodeState]) -> None:
         raise UsageError(
             f"the job asks for {job.mem} of memory a node; no node it may use has more than {most}M",
             hint=f"say --mem {most}M, or --mem 0 for all of a node's",
+        )
+
+
+def _check_profile(job: JobSpec) -> None:
+    if job.profile and PROFILERS[job.profile].python and not job.script.endswith(".py"):
+        raise UsageError(
+            f"--profile {job.profile} reads Python, and {printable(job.script)} is no Python script",
+            hint="use --profile nsys, or profile the Python script that it starts",
         )
 
 

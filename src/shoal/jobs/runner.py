@@ -5,22 +5,24 @@
     runner.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
 
 Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.log`, where N counts the job's restarts, and when it ends `rank-R.N.end`.
+With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-from types import FrameType
-from typing import Any, Iterator
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
+    from types import FrameType
+    from typing import Any, Iterator
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LONGEST_LINE = 16 * 1024
@@ -44,6 +46,7 @@ class Rank:
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.directory = os.environ["SHOAL_JOB_DIR"]
         self.name = os.path.join(self.directory, "rank-%d.%d" % (rank, self.restart))
+        self.traces = os.path.join(self.directory, "profile", "rank-%d.%d" % (rank, self.restart))
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         self.echo = os.environ.get("SHOAL_ECHO") == "1"
         self.log = -1
@@ -52,7 +55,7 @@ class Rank:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        os.makedirs(self.directory, exist_ok=True)
+        own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
         self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         torch_variables(self.rank)
         wake_r, wake_w = os.pipe()
@@ -65,11 +68,12 @@ class Rank:
         try:
             os.chdir(working_tree(self.directory))
             out_r, out_w = os.pipe()
+            command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces)
             child = self.child = subprocess.Popen(
-                self.command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_deaf_to_warnings
+                command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_deaf_to_warnings
             )
         except OSError as error:
-            self._line(time.time(), ("shoal: cannot start %s: %s" % (self.command[0], error)).encode())
+            self._say("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
             self._ended(start, 127, False)
             return 127
         os.close(out_w)
@@ -80,6 +84,7 @@ class Rank:
             status = child.wait()
         if self.partial:
             self._line(time.time(), self.partial)
+        self._tell_traces(status)
         self._ended(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
         if status == int(os.environ.get("SHOAL_EXIT_REQUEUE", "-1")):
             # Slurm and torchrun take any other status than 0 for a failure and would end the other ranks at once.
@@ -129,6 +134,24 @@ class Rank:
             with contextlib.suppress(OSError):
                 os.write(1, text + b"\n")
 
+    def _say(self, text: str) -> None:
+        self._line(time.time(), ("shoal: " + text).encode())
+
+    def _tell_traces(self, status: int) -> None:
+        kind = os.environ.get("SHOAL_PROFILE")
+        place, start = os.path.split(self.traces)
+        if kind == "line" and os.path.exists(self.traces + ".lprof"):
+            # Here, where the script is: its lines are in the report, and a person can read it anywhere.
+            with contextlib.suppress(OSError, subprocess.SubprocessError), open(self.traces + ".txt", "w") as report:
+                line = [self.command[0], "-m", "line_profiler", self.traces + ".lprof"]
+                subprocess.run(line, stdout=report, stdin=subprocess.DEVNULL, timeout=60, check=False)
+        with contextlib.suppress(OSError):
+            left = [name for name in sorted(os.listdir(place)) if name.startswith(start + ".")] if kind else []
+            for name in left:
+                self._say("--profile %s: %s:%s/%s" % (kind, self.node, place, name))
+            if kind and not left and status == 0:
+                self._say("--profile %s left nothing" % kind)
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         if self.child is not None and self.child.returncode is None:
@@ -145,6 +168,8 @@ class Rank:
             "out_of_memory": out_of_memory,
             "signals": [signal.Signals(number).name for number in self.signals],
         }
+        import json  # not before the script has started: the person waits for that
+
         with contextlib.suppress(OSError), open(self.name + ".end", "w") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -153,6 +178,44 @@ def _deaf_to_warnings() -> None:
     """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+def own_directory(directory: str, submission: str) -> None:
+    """Make the job's directory. A cluster that was built again counts its jobs from 1 again: what an earlier job of
+    this number left there, code and checkpoints too, is put aside."""
+    place, name = os.path.split(directory)
+    os.makedirs(place, exist_ok=True)
+    if not submission:
+        return os.makedirs(directory, exist_ok=True)
+    mark = os.path.join(directory, "submission")
+    with open(os.path.join(place, ".%s.lock" % name), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError), open(mark) as file:
+            if file.read() == submission:
+                return
+        if os.path.isdir(directory):
+            os.rename(directory, "%s.before-%s" % (directory, submission))
+        os.makedirs(directory)
+        with open(mark, "w") as file:
+            file.write(submission)
+
+
+def profiled(command: list[str], kind: str, traces: str) -> list[str]:
+    """The command with a profiler around it, which leaves files whose names begin with `traces`."""
+    if not kind:
+        return command
+    os.makedirs(os.path.dirname(traces), exist_ok=True)
+    if kind == "nsys":
+        place, name = os.path.split(traces)
+        restart = name.rpartition(".")[2]
+        output = os.path.join(place, "rank-%q{RANK}." + restart)  # nsys puts the variable in
+        return ["nsys", "profile", "--force-overwrite=true", "--output=" + output, *command]
+    python, script = command[0], command[1:]
+    if kind == "line":
+        # Every function of the script, not only those that are marked for it.
+        options = ["--line-by-line", "--prof-mod", script[0], "--outfile", traces + ".lprof"]
+        return [python, "-m", "kernprof", *options, *script]
+    return [python, "-m", "shoal.train.profile", *script]
 
 
 def torch_variables(rank: int) -> None:
@@ -179,16 +242,16 @@ def working_tree(directory: str) -> str:
         with open(os.path.join(directory, "tree.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.isdir(tree):
+                import tarfile  # most ranks find the tree there and start without it
+
                 fresh = "%s.%s.%d" % (tree, os.uname().nodename, os.getpid())
                 with tarfile.open(os.environ["SHOAL_CODE"]) as archive:
-                    archive.extractall(fresh, **_as_it_is())
+                    # As it is: Python 3.14 would refuse links that lead out of the tree.
+                    trust: dict[str, Any] = {"filter": "fully_trusted"}
+                    archive.extractall(fresh, **(trust if hasattr(tarfile, "fully_trusted_filter") else {}))
                 with contextlib.suppress(OSError):  # on shared storage another node may have been first
                     os.rename(fresh, tree)
     return os.path.join(tree, os.environ.get("SHOAL_WORKDIR", "."))
-
-
-def _as_it_is() -> dict[str, Any]:
-    return {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
 
 
 def spawn(count: int, command: list[str]) -> int:

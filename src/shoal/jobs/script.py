@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 from shoal.hostlist import compress
 from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
-from shoal.jobs.model import ResolvedJob, Shipped
+from shoal.jobs.model import Note, ResolvedJob, Shipped
 from shoal.train import contract
 
 _FIRST_PORT, _PORTS = 10000, 20000
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this."""
+
+SUBMISSION = "SHOAL_SUBMISSION"
+"""A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
 
 _ENDING = """
 # A rank that saved its work and asks for another turn left a note; the job goes back into the queue under its own id.
@@ -55,6 +58,7 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
     yield "--requeue" if spec.requeue else "--no-requeue"
     # Without `B:` Slurm sends it to the ranks, not to this shell.
     yield f"--signal={spec.signal}"
+    yield f"--comment={Note(shipped.code, shipped.runtime, spec.profile or '')}"
     yield "--open-mode=append"
     yield f"--chdir={shipped.root}"
     yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
@@ -68,9 +72,10 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield "export SHOAL_JOB=${SHOAL_JOB:-$SLURM_JOB_ID}"
     yield f"export {contract.SHOAL_JOB_DIR}={root}/$SHOAL_JOB"
     yield f"[ -e {root}/.shared ] && export {contract.SHOAL_STORE_DIR}=${contract.SHOAL_JOB_DIR}"
-    yield f"export {contract.SHOAL_RUN_ID}={shlex.quote(shipped.cluster)}-$SHOAL_JOB"
+    # A cluster that is built again counts its jobs from 1 again; what `shoal run` hands to sbatch tells them apart.
+    yield f"export {contract.SHOAL_RUN_ID}={shlex.quote(shipped.cluster)}-$SHOAL_JOB${{{SUBMISSION}:+-${SUBMISSION}}}"
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
-    yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar SHOAL_CODE_HASH={shipped.code}"
+    yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_LAUNCHER={spec.launcher} SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
@@ -81,6 +86,12 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
     yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
     yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    if spec.profile:
+        yield f"export {contract.SHOAL_PROFILE}={spec.profile}"
+    if spec.tracking_uri:
+        yield f"export {contract.SHOAL_TRACKING_URI}={shlex.quote(spec.tracking_uri)}"
+    if spec.experiment:
+        yield f"export {contract.SHOAL_EXPERIMENT}={shlex.quote(spec.experiment)}"
     for name, value in spec.env.items():
         yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={root}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"

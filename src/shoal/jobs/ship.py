@@ -6,12 +6,15 @@ number tells: where all hosts read the same number, one copy serves; otherwise e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import CommandFailed, Partly
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle
+
+KEEP_NEWEST, KEEP_DAYS = 20, 7
+"""Code that no job uses is kept while it is among the newest, or young."""
 
 _LOOK = r"""
 set -eu
@@ -25,10 +28,18 @@ if [ ! -s "$root/.id" ]; then
 fi
 cat "$root/.id"; echo
 [ ! -e "$root/.shared" ] || echo shared
-[ ! -e "$root/code/$code.tar" ] || echo code
-[ ! -d "$root/lib/$lib" ] || echo lib
+exec 9> "$root/code/.lock"
+flock 9
+[ ! -e "$root/code/$code.tar" ] || { touch "$root/code/$code.tar"; echo code; }
+[ ! -d "$root/lib/$lib" ] || { touch "$root/lib/$lib"; echo lib; }
+flock -u 9
+old() { [ "$(find "$root" -maxdepth 2 "$@" -mtime +KEEP_DAYS 2> /dev/null | wc -l)" -gt KEEP_NEWEST ]; }
+if old -path "$root/code/*.tar" || old -path "$root/lib/*" || old -name tree.lock; then echo old; fi
+""".replace("KEEP_DAYS", str(KEEP_DAYS)).replace("KEEP_NEWEST", str(KEEP_NEWEST))
+"""Makes the directories, open to every user as /tmp is; says which storage this is and what is there already.
+
+What is there is touched, under the lock that `clean` holds too: it has just been used, and stays.
 """
-"""Makes the directories, open to every user as /tmp is; says which storage this is and what is there already."""
 
 _TAKE = r"""
 set -eu
@@ -48,6 +59,36 @@ fi
 """
 """Takes an archive from standard input; it has its name only once it is there whole."""
 
+_CLEAN_CODE = r"""
+set -eu
+root=$1 newest=$2 days=$3 used=" $4 "
+exec 9> "$root/code/.lock"
+flock 9
+for place in code lib; do
+    cd "$root/$place"
+    ls -t | tail -n "+$((newest + 1))" | while IFS= read -r name; do
+        case $used in *" ${name%.tar} "*) continue ;; esac
+        [ -z "$(find "$name" -maxdepth 0 -mtime "+$days")" ] || rm -rf "./$name"
+    done
+done
+"""
+"""Removes archives that nobody has used for long. The directories are root's, so no user can put a link there."""
+
+_CLEAN_TREES = r"""
+set -eu
+root=$1 newest=$2 days=$3 used=" $4 "
+cd "$root"
+ls -t ./*/tree.lock 2> /dev/null | tail -n "+$((newest + 1))" | while IFS=/ read -r _ job _; do
+    case $used in *" $job "*) continue ;; esac
+    [ -O "$job/tree.lock" ] && [ -n "$(find "$job/tree.lock" -mtime "+$days")" ] || continue
+    find "$job/tree" -type f ! -newermt @0 -delete
+    find "$job/tree" -depth -type d -empty -delete
+    rm -f "$job/tree.lock"
+done
+"""
+"""Removes from the trees of ended jobs the files that were sent, by their date of 1970: a script may have written its
+results and checkpoints between them. Runs as the user whose jobs they are."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -59,6 +100,8 @@ class Found:
     """It is marked as shared."""
     code: bool = False
     runtime: bool = False
+    old: bool = False
+    """There is more than need be kept."""
 
 
 async def look(host: Host, root: str, code: str, runtime: str) -> Found:
@@ -67,7 +110,7 @@ async def look(host: Host, root: str, code: str, runtime: str) -> Found:
     if result.status != 0:
         raise CommandFailed(host.name, f"cannot make {root}: {result.error_text.strip()}", hint="is its disk full?")
     lines = result.text.split()
-    return Found(lines[0], "shared" in lines, "code" in lines, "lib" in lines)
+    return Found(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
 
 
 def who_needs_it(found: Mapping[str, Found]) -> tuple[str, ...]:
@@ -90,6 +133,16 @@ async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: Foun
         await _take(host, f"{root}/code/{code.hash}.tar", "tar", code.data)
         sent += len(code.data)
     return sent
+
+
+async def clean(
+    host: Host, root: str, jobs: Collection[str], hashes: Collection[str], newest: int = KEEP_NEWEST
+) -> None:
+    """Remove old code but what these jobs and those of these hashes use. Logs, checkpoints and whatever else jobs
+    wrote stay. What fails here fails the next time too, and harms nobody."""
+    kept = [root, str(newest), str(KEEP_DAYS)]
+    await host.run(["sh", "-c", _CLEAN_CODE, "sh", *kept, " ".join(hashes)], timeout=60)
+    await host.run(["sh", "-c", _CLEAN_TREES, "sh", *kept, " ".join(jobs)], timeout=60, root=False)
 
 
 async def _take(host: Host, place: str, kind: str, data: bytes) -> None:

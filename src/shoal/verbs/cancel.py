@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.errors import SlurmError, UsageError
 from shoal.verbs.context import Context
 from shoal.verbs.logs import check_job, find_records
+from shoal.verbs.slurmctld import while_it_runs
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,15 @@ async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
         check_job(job)
     async with await context.fleet([context.controller]) as fleet:
         controller = await fleet.host(context.controller.name)
-        records = {job: await find_records(controller, job) for job in jobs}
-        unknown = [job for job, found in records.items() if not found]
+        found = await while_it_runs(controller, *(find_records(controller, job) for job in jobs))
+        records = dict(zip(jobs, found, strict=True))
+        unknown = [job for job, known in records.items() if not known]
         if unknown:
             raise UsageError(
                 f"there is no job {', '.join(unknown)}; nothing was cancelled",
                 hint="`shoal jobs` lists those that Slurm knows",
             )
-        live = [job for job, found in records.items() if any(record.active for record in found)]
+        live = [job for job, known in records.items() if any(record.active for record in known)]
         if live:
             result = await controller.run(["scancel", *live], timeout=60, root=False)
             if result.status != 0:

@@ -15,6 +15,7 @@ from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.fleet import Fleet
 from shoal.verbs.context import Context
 from shoal.verbs.logs import nodes_of, read_tails
+from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
 PROGRESS = "progress.json"
@@ -43,7 +44,9 @@ class JobsResult:
 async def jobs(context: Context) -> JobsResult:
     """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes."""
     async with await context.fleet() as fleet:
-        records = parse_records(await ask(await fleet.host(context.controller.name), show_command()))
+        controller = await fleet.host(context.controller.name)
+        [said] = await while_it_runs(controller, ask(controller, show_command()))
+        records = parse_records(said)
         failed = [record for record in records if record.failed and record.state != "CANCELLED"][-EXPLAINED:]
         running = [record for record in records if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, running)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.errors import HostError, SlurmError, UsageError
+from shoal.errors import HostError, SlurmError, TimedOut, UsageError
 from shoal.hosts.api import Host, Process
 from shoal.jobs import reader
 from shoal.jobs.logs import JobLogs, LogLine, LogReader, merge
@@ -19,6 +19,8 @@ from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.fleet import Fleet
 from shoal.verbs.context import Context
+from shoal.verbs.slurmctld import while_it_runs
+from shoal.verbs.status import look_at_slurmctld
 
 READER = Path(reader.__file__).read_text()
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -44,7 +46,8 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     """All that the ranks of a job have printed."""
     check_job(job)
     async with await context.fleet() as fleet:
-        record = await find_record(await fleet.host(context.controller.name), job)
+        controller = await fleet.host(context.controller.name)
+        [record] = await while_it_runs(controller, find_record(controller, job))
         found = await read(fleet, nodes_of(context), job, _root(context, record, directory))
         failures = dict(fleet.failures)
     if record is None and not found.lines and not failures:
@@ -60,7 +63,7 @@ async def follow(
     check_job(job)
     async with await context.fleet() as fleet:
         controller = await fleet.host(context.controller.name)
-        record = await find_record(controller, job)
+        [record] = await while_it_runs(controller, find_record(controller, job))
         if record is None:
             result = await logs(context, job, directory)
             for line in result.lines:
@@ -114,7 +117,11 @@ async def find_record(controller: Host, job: str) -> JobRecord | None:
 
 async def find_records(controller: Host, job: str) -> list[JobRecord]:
     """The job, or every task of an array, as Slurm has it; nothing when Slurm does not know it (any more)."""
-    result = await controller.run(show_command(job), timeout=60)
+    try:
+        result = await controller.run(show_command(job), timeout=60)
+    except TimedOut:
+        cause = f"slurmctld on {controller.name} does not answer"
+        raise SlurmError(cause, hint=look_at_slurmctld(controller.name)) from None
     if result.status != 0 and "nvalid job id" not in result.error_text:
         raise SlurmError(f"`scontrol show job` on {controller.name} failed: {result.error_text.strip()}")
     return parse_records(result.text) if result.status == 0 else []

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import SlurmError, UsageError
+from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
-from shoal.jobs.model import JobSpec, ResolvedJob, Shipped, job_root
+from shoal.jobs.model import PROFILE_DIRECTORY, SECRETS, JobSpec, ResolvedJob, Shipped, job_root
+from shoal.jobs.profilers import lacks_profiler, refuse_without_profiler
+from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
-from shoal.jobs.script import sbatch_script
-from shoal.jobs.ship import Found, look, mark, refuse_partly, send, who_needs_it
+from shoal.jobs.script import SUBMISSION, sbatch_script
+from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
 from shoal.plan.fleet import Fleet
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
 from shoal.verbs.context import Context
+from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
 
@@ -44,6 +49,8 @@ class Submitted:
     sent: int
     """Bytes that were not on the nodes yet."""
     script: str
+    traces: str = ""
+    """The directory on its nodes where the profiler's files will be."""
 
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
@@ -52,13 +59,23 @@ async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAU
         return await _prepare(context, await fleet.host(context.controller.name), job, here, limit)
 
 
-async def run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Submitted:
+async def run(
+    context: Context,
+    job: JobSpec,
+    here: Path,
+    limit: int = DEFAULT_LIMIT,
+    environ: Mapping[str, str] = os.environ,
+) -> Submitted:
     """Send the working tree to the nodes and queue the job. Whatever can be refused is refused before."""
+    secrets = _secrets(job, environ)
     async with await context.fleet() as fleet:
         controller = await fleet.host(context.controller.name)
         prepared = await _prepare(context, controller, job, here, limit)
-        sent = await _ship(context, fleet, prepared)
-        number = await _sbatch(controller, prepared.script)
+        found = await _look(fleet, prepared)
+        await _expect_profiler(fleet, prepared.job)
+        sent = await _ship(fleet, prepared, found)
+        number = await _sbatch(controller, prepared.script, secrets)
+        await _clean(fleet, controller, prepared, found)
     resolved = prepared.job
     return Submitted(
         number,
@@ -69,22 +86,24 @@ async def run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_L
         prepared.tree.hash,
         sent,
         prepared.script,
+        f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
     )
 
 
 async def _prepare(context: Context, controller: Host, job: JobSpec, here: Path, limit: int) -> Prepared:
     tree = working_tree(here, job.script, limit)
-    nodes, partitions = await asyncio.gather(ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND))
+    nodes, partitions = await while_it_runs(
+        controller, ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND)
+    )
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
     ours = runtime()
     shipped = Shipped(context.cluster, job_root(job, context.cluster), tree.hash, ours.hash, tree.workdir)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped))
 
 
-async def _ship(context: Context, fleet: Fleet, prepared: Prepared) -> int:
-    """The code on every node that Slurm may choose; how many bytes were sent."""
-    root, tree, ours = prepared.shipped.root, prepared.tree, prepared.runtime
-    wanted = prepared.job.hosts
+async def _look(fleet: Fleet, prepared: Prepared) -> dict[str, Found]:
+    """What every node that Slurm may choose has already."""
+    shipped, wanted = prepared.shipped, prepared.job.hosts
     strangers = [name for name in wanted if name not in fleet.targets]
     if strangers:
         raise UsageError(
@@ -93,17 +112,34 @@ async def _ship(context: Context, fleet: Fleet, prepared: Prepared) -> int:
         )
 
     async def see(name: str) -> Found:
-        return await look(await fleet.host(name), root, tree.hash, ours.hash)
+        return await look(await fleet.host(name), shipped.root, shipped.code, shipped.runtime)
 
     found = await fleet.each(wanted, see)
     refuse_partly(wanted, found, fleet.failures)
+    return found
+
+
+async def _expect_profiler(fleet: Fleet, job: ResolvedJob) -> None:
+    if job.spec.profile is None:
+        return
+
+    async def one(name: str) -> bool:
+        return await lacks_profiler(await fleet.host(name), job.spec)
+
+    lacking = await fleet.each(job.hosts, one)
+    refuse_without_profiler(job.spec, [name for name, lacks in lacking.items() if lacks])
+
+
+async def _ship(fleet: Fleet, prepared: Prepared, found: Mapping[str, Found]) -> int:
+    """The code to every node, or once to the storage they share; how many bytes were sent."""
+    root = prepared.shipped.root
     shared = len(found) > 1 and len({state.id for state in found.values()}) == 1
 
     async def give(name: str) -> int:
         host = await fleet.host(name)
         if found[name].shared != shared:
             await mark(host, root, shared)
-        return await send(host, root, tree, ours, found[name])
+        return await send(host, root, prepared.tree, prepared.runtime, found[name])
 
     chosen = who_needs_it(found)
     sent = await fleet.each(chosen, give)
@@ -111,8 +147,43 @@ async def _ship(context: Context, fleet: Fleet, prepared: Prepared) -> int:
     return sum(sent.values())
 
 
-async def _sbatch(controller: Host, script: str) -> str:
-    result = await controller.run(["sbatch", "--parsable"], stdin=script.encode(), timeout=60, root=False)
+async def _clean(fleet: Fleet, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:
+    """Remove old code where there is much of it. The job is in the queue: nothing that fails here may stop it."""
+    crowded = [name for name in who_needs_it(found) if found[name].old]
+    if not crowded:
+        return
+    with contextlib.suppress(ShoalError):
+        active = [record for record in parse_records(await ask(controller, show_command())) if record.active]
+        hashes = {part for record in active if record.note for part in (record.note.code, record.note.runtime)}
+
+        async def one(name: str) -> None:
+            await clean(await fleet.host(name), prepared.shipped.root, [record.id for record in active], hashes)
+
+        await fleet.each(crowded, one)
+
+
+def _secrets(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the job's tracker wants to know and nobody else may."""
+    found = {name: environ[name] for name in SECRETS if job.tracking_uri and environ.get(name)}
+    broken = [name for name, value in found.items() if not value.isprintable()]
+    if broken:
+        raise UsageError(f"{', '.join(broken)} is no line of text", hint="set it again, or unset it")
+    return found
+
+
+SUBMIT = r"""
+while IFS= read -r line && [ -n "$line" ]; do export "$line"; done
+exec sbatch --parsable
+"""
+"""Takes variables from standard input until an empty line; the rest is the script."""
+
+
+async def _sbatch(controller: Host, script: str, secrets: Mapping[str, str]) -> str:
+    """Queue the job. Slurm keeps the environment of sbatch with it, where only its user and root can read it."""
+    variables = {SUBMISSION: os.urandom(4).hex(), **secrets}
+    told = "".join(f"{name}={value}\n" for name, value in variables.items())
+    stdin = f"{told}\n{script}".encode()
+    result = await controller.run(["sh", "-c", SUBMIT], stdin=stdin, timeout=60, root=False)
     if result.status != 0:
         said = result.error_text.strip().removeprefix("sbatch: error: ")
         raise SlurmError(f"sbatch refused the job: {said}", hint="`shoal run --dry-run` shows the script")

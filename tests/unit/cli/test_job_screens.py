@@ -42,6 +42,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         JobView(running, {"step": 12, "total_steps": 100, "loss": 0.51234, "state": "running"}),
         JobView(failed, reason=Reason("script", "rank 2 on n2 failed first")),
         JobView(JobRecord("19", "PENDING", reason="Resources", node_count=4)),
+        JobView(JobRecord("20", "COMPLETED", work_dir="/jobs", comment="shoal:c0de/11b/torch")),
     )
     show_jobs(console, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")}))
     said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
@@ -52,6 +53,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         "17 train ann running 00:01:00 unlimited n[1-2] step 12/100, loss 0.5123",
         "18 [red]x ann failed, restart 2 0 rank 2 on n2 failed first",
         "19 pending 4 Resources",
+        "20 completed 0 profile in /jobs/20/profile",
     ]
 
 
@@ -79,6 +81,12 @@ def test_a_job_in_the_queue_says_how_to_see_it() -> None:
     assert out.getvalue() == (
         "✓ job 17 (train): 4 processes on 2 nodes of main; 2 KiB sent\n  `shoal logs -f 17` shows what it prints\n"
     )
+
+
+def test_a_profiled_job_says_where_its_traces_will_be() -> None:
+    console, out = screen()
+    show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
+    assert out.getvalue().splitlines()[-1] == "  its profile will be on its nodes in /jobs/17/profile"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,13 @@ WRONG: dict[str, Any] = {
     "directory": ("relative/path", "--directory: not a directory"),
     "python": ("-c", "--python: not a Python"),
     "env": ({"SLURM_X": "1"}, "Slurm and Shoal set this variable themselves"),
+    "profile": ("perf", '--profile: unknown profiler, found "perf", choose one of torch, nsys, line'),
+    "tracking_uri": (
+        "ftp://x",
+        '--tracking-uri: not the address of a tracking server, found "ftp://x", write it like'
+        " http://tracking.example:5000",
+    ),
+    "experiment": ("a\nb", "--experiment: not the name of an experiment"),
 }
 
 
@@ -105,6 +112,28 @@ def test_a_wrong_value_is_refused_in_plain_words(name: str) -> None:
 def test_nothing_that_could_end_its_line_or_word_gets_into_an_sbatch_option(name: str, text: str) -> None:
     with pytest.raises(SpecError):
         job(**{name: text})
+
+
+@pytest.mark.parametrize("uri", ["http://ann:hunter2@mlflow:5000", "ann:hunter2@mlflow", "http://hunter2@mlflow/x"])
+def test_a_password_in_the_trackers_address_is_refused_and_not_repeated(uri: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(tracking_uri=uri)
+    assert "the address has a password in it" in str(caught.value) and "hunter2" not in str(caught.value)
+    with pytest.raises(SpecError) as caught:
+        load_job_text(f"script: a.py\ntracking_uri: {uri}\n", "job.yaml")
+    assert "the address has a password in it" in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"])
+def test_a_secret_does_not_get_into_the_batch_script_by_export(name: str) -> None:
+    for refused in (
+        lambda: job(env={name: "hunter2"}),
+        lambda: load_job_text(f"script: a\nenv: {{{name}: hunter2}}", "f"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            refused()
+        assert "this variable is a secret, and everybody can read a batch script" in str(caught.value)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_the_jobs_name_is_the_scripts() -> None:

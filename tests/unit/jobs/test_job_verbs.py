@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,16 @@ import shoal
 from shoal.errors import Partly, SlurmError, UsageError
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost
+from shoal.hosts.local import LocalHost
 from shoal.jobs.logs import LogLine
+from shoal.jobs.profilers import lacks_profiler
 from shoal.spec.load import load_text
 from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import jobs
 from shoal.verbs.logs import follow, logs
-from shoal.verbs.run import dry_run, run
+from shoal.verbs.run import SUBMIT, dry_run, run
 
 SPEC = """
 cluster: reef
@@ -31,7 +37,7 @@ nodesets:
 NODE = "NodeName={} CPUTot=4 CPUAlloc=0 RealMemory=14700 Gres=gpu:t4:2 Partitions=main State=IDLE Version=22.05.8\n"
 PARTITION = "PartitionName=main Default=YES Nodes=n[1-2] State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"
 RECORD = "JobId=17 JobName=train UserId=root(0) JobState={} Reason=None Restarts=0 ExitCode={} TimeLimit=UNLIMITED"
-RECORD += " NodeList=n[1-2] BatchHost=n1 NumNodes=2 WorkDir=/jobs\n"
+RECORD += " NodeList=n[1-2] BatchHost=n1 NumNodes=2 WorkDir=/jobs Comment={}\n"
 END = {"rank": 3, "node": "n2", "restart": 0, "start": 1.0, "end": 2.0, "status": 1}
 
 
@@ -43,12 +49,29 @@ class Reef:
         self.disks: dict[str, dict[str, bytes]] = {}
         self.states = ["FAILED"]
         self.files: dict[str, str] = {}
-        controller = {("scontrol",): self._scontrol, ("sbatch",): b"17;reef\n", ("scancel",): b""}
+        self.old: list[str] = []
+        self.comment = "(null)"
+        self.slurmctld = "active"
+        self.sbatch: bytes | Result = b"17;reef\n"
+        self.submitted: dict[str, str] = {}
+        controller = {
+            ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
+            ("scontrol",): self._scontrol,
+            ("systemctl", "is-active", "slurmctld"): lambda call: f"{self.slurmctld}\n".encode(),
+            ("sh",): self._submit,
+            ("scancel",): b"",
+        }
         self.controller = FakeHost(Target("c1"), controller)
         self.nodes = {name: FakeHost(Target(name), self._node(name)) for name in ("n1", "n2")}
         self.context = Context(
             load_text(SPEC, "shoal.yaml"), connector=FakeConnector(self.controller, *self.nodes.values())
         )
+
+    def _submit(self, call: Call) -> bytes | Result:
+        assert "sbatch" in call.argv[2] and not call.root, "the job is the login user's, not root's"
+        variables, _, self.submitted["script"] = call.stdin.decode().partition("\n\n")
+        self.submitted.update(line.split("=", 1) for line in variables.splitlines())
+        return self.sbatch
 
     def _scontrol(self, call: Call) -> bytes | Result:
         if call.argv[-1] == "node":
@@ -58,7 +81,7 @@ class Reef:
         if call.argv[-1] not in ("17", "job"):
             return Result(1, stderr=b"slurm_load_jobs error: Invalid job id specified\n")
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        return RECORD.format(state, "1:0" if state == "FAILED" else "0:0").encode()
+        return RECORD.format(state, "1:0" if state == "FAILED" else "0:0", self.comment).encode()
 
     def _node(self, name: str) -> dict[tuple[str, ...], Any]:
         disk = self.disks.setdefault("all" if self.shared else name, {})
@@ -68,8 +91,11 @@ class Reef:
             if call.stdin:
                 disk[words[0]] = call.stdin
                 return b""
+            if len(words) > 3:
+                return b""
             root, code, lib = words
             found = [name if not self.shared else "one", "shared" if f"{root}/.shared" in disk else ""]
+            found += ["old"] if name in self.old else []
             found += ["code" if f"{root}/code/{code}.tar" in disk else "", "lib" if f"{root}/lib/{lib}" in disk else ""]
             return "\n".join(found).encode()
 
@@ -83,7 +109,13 @@ class Reef:
                 await program.readline()
             return 0
 
-        return {("sh",): shell, ("touch",): touch, ("python3",): python, ("cat",): b'{"step": 12, "loss": 0.5}\n'}
+        return {
+            ("sh",): shell,
+            ("env",): b"",
+            ("touch",): touch,
+            ("python3",): python,
+            ("cat",): b'{"step": 12, "loss": 0.5}\n',
+        }
 
     def sent(self) -> dict[str, list[str]]:
         return {
@@ -102,9 +134,7 @@ async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
     shown = await dry_run(reef.context, job(nodes=2), tree)
     assert all(host.calls == [] for host in reef.nodes.values()), "a dry run touches no node"
     submitted = await run(reef.context, job(nodes=2), tree)
-    [call] = [call for call in reef.controller.calls if call.argv[0] == "sbatch"]
-    assert call.stdin.decode() == shown.script == submitted.script
-    assert not call.root, "the job is the login user's, not root's"
+    assert reef.submitted["script"] == shown.script == submitted.script
     assert (submitted.id, submitted.world_size, submitted.code) == ("17", 4, shown.tree.hash)
 
 
@@ -131,7 +161,7 @@ async def test_nothing_is_queued_when_a_node_cannot_get_the_code(tree: Path) -> 
     with pytest.raises(Partly) as caught:
         await run(reef.context, job(), tree)
     assert caught.value.message == ("the code did not reach n2, so nothing was queued: n2: does not answer within 10 s")
-    assert not any(call.argv[0] == "sbatch" for call in reef.controller.calls)
+    assert reef.submitted == {}
 
 
 async def test_nothing_is_sent_when_the_job_cannot_run(tree: Path) -> None:
@@ -144,13 +174,146 @@ async def test_nothing_is_sent_when_the_job_cannot_run(tree: Path) -> None:
 
 async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
     reef = Reef()
-    reef.controller.answers = {
-        **reef.controller.answers,
-        ("sbatch",): Result(1, stderr=b"sbatch: error: Invalid qos\n"),
-    }
+    reef.sbatch = Result(1, stderr=b"sbatch: error: Invalid qos\n")
     with pytest.raises(SlurmError) as caught:
         await run(reef.context, job(qos="x"), tree)
     assert str(caught.value) == ("sbatch refused the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
+
+
+async def test_each_submission_has_a_number_that_slurm_keeps_with_the_job(tree: Path) -> None:
+    reef = Reef()
+    numbers = set()
+    for _ in range(3):
+        await run(reef.context, job(), tree, environ={})
+        numbers.add(reef.submitted["SHOAL_SUBMISSION"])
+    assert len(numbers) == 3 and set(reef.submitted) == {"SHOAL_SUBMISSION", "script"}
+    assert "SHOAL_RUN_ID=reef-$SHOAL_JOB${SHOAL_SUBMISSION:+-$SHOAL_SUBMISSION}\n" in reef.submitted["script"]
+
+
+async def test_the_trackers_password_is_in_no_argument_and_no_script(tree: Path) -> None:
+    reef = Reef()
+    secrets = {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": "hunter2 '$x"}
+    submitted = await run(reef.context, job(tracking_uri="http://mlflow:5000"), tree, environ={**secrets, "OTHER": "x"})
+    assert {name: reef.submitted[name] for name in secrets} == secrets and "OTHER" not in reef.submitted
+    assert "export SHOAL_TRACKING_URI=http://mlflow:5000\n" in submitted.script
+    told = [word for host in (reef.controller, *reef.nodes.values()) for argv in host.argvs for word in argv]
+    assert not any("hunter2" in text for text in (*told, reef.submitted["script"], repr(submitted)))
+
+
+async def test_a_job_without_a_tracker_gets_no_password_of_one(tree: Path) -> None:
+    reef = Reef()
+    await run(reef.context, job(), tree, environ={"MLFLOW_TRACKING_PASSWORD": "hunter2"})
+    assert set(reef.submitted) == {"SHOAL_SUBMISSION", "script"}
+
+
+async def test_a_password_that_would_be_two_lines_is_refused_and_not_repeated(tree: Path) -> None:
+    reef = Reef()
+    with pytest.raises(UsageError, match="MLFLOW_TRACKING_TOKEN is no line of text") as caught:
+        await run(reef.context, job(tracking_uri="http://m"), tree, environ={"MLFLOW_TRACKING_TOKEN": "hunter2\n\nx"})
+    assert "hunter2" not in str(caught.value) and reef.controller.calls == []
+
+
+def test_what_is_handed_to_sbatch_reaches_it_and_its_job(tmp_path: Path) -> None:
+    """The shell line for real, with a program in place of sbatch that says what it got."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$0.env"; cat > "$0.script"; echo "$*"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    script = "#!/bin/bash\n\necho 'a\\b'\n"
+    stdin = f"MLFLOW_TRACKING_PASSWORD=p'w $x\\\nSHOAL_SUBMISSION=ab\n\n{script}"
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", SUBMIT], input=stdin, capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("--parsable\n", "")
+    assert (tmp_path / "sbatch.script").read_text() == script
+    assert "MLFLOW_TRACKING_PASSWORD=p'w $x\\\n" in (tmp_path / "sbatch.env").read_text()
+
+
+@pytest.mark.parametrize("verb", ["run", "dry_run", "jobs", "logs", "follow", "cancel"])
+async def test_a_slurmctld_that_does_not_run_is_said_at_once(tree: Path, verb: str) -> None:
+    """Slurm's commands would wait for it; here they would do so for ever."""
+    reef = Reef()
+    reef.slurmctld = "failed"
+
+    async def never(program: Any) -> int:
+        await asyncio.Event().wait()
+        return 1
+
+    reef.controller.answers = {**reef.controller.answers, ("scontrol",): never}
+    verbs = {
+        "run": lambda: run(reef.context, job(), tree),
+        "dry_run": lambda: dry_run(reef.context, job(), tree),
+        "jobs": lambda: jobs(reef.context),
+        "logs": lambda: logs(reef.context, "17"),
+        "follow": lambda: follow(reef.context, "17", print),
+        "cancel": lambda: cancel(reef.context, ["17"]),
+    }
+    with pytest.raises(SlurmError) as caught:
+        await asyncio.wait_for(verbs[verb](), 60)
+    assert caught.value.message == "slurmctld does not run on c1 (failed)"
+    assert caught.value.hint == "run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    assert all(call.killed for call in reef.controller.calls if call.argv[:2] == ("scontrol", "-o"))
+
+
+async def test_a_controller_without_slurm_says_so(tree: Path) -> None:
+    reef = Reef()
+    reef.slurmctld = "inactive"
+    reef.controller.answers = {("systemctl",): b"inactive\n"}
+    with pytest.raises(SlurmError, match="c1 has no Slurm yet"):
+        await run(reef.context, job(), tree)
+
+
+MISSING = {
+    "torch": "--profile torch needs torch, which is missing in python3 on n2",
+    "nsys": "--profile nsys needs nsys, which is missing on n2",
+    "line": "--profile line needs kernprof, which is missing in python3 on n2",
+}
+
+
+@pytest.mark.parametrize("profiler", MISSING)
+async def test_a_profiler_that_a_node_lacks_is_said_before_anything_is_queued(tree: Path, profiler: str) -> None:
+    reef = Reef()
+    for name, answer in (("n1", b""), ("n2", b"missing\n")):
+        reef.nodes[name].answers = {**reef.nodes[name].answers, ("env",): answer}
+    with pytest.raises(UsageError) as caught:
+        await run(reef.context, job(profile=profiler), tree)
+    assert caught.value.message == MISSING[profiler]
+    assert caught.value.hint.endswith("choose other nodes with --nodelist, or leave out --profile")
+    assert reef.submitted == {} and reef.sent() == {"n1": [], "n2": []}
+    submitted = await run(reef.context, job(profile=profiler, nodelist="n1"), tree)
+    assert submitted.traces == "/var/lib/shoal/jobs/reef/17/profile"
+    assert f"export SHOAL_PROFILE={profiler}\n" in submitted.script
+
+
+async def test_a_profiler_of_python_is_refused_for_other_programs(tree: Path) -> None:
+    (tree / "go").write_text("#!/bin/sh\n")
+    (tree / "go").chmod(0o755)
+    with pytest.raises(UsageError, match="--profile line reads Python, and go is no Python script"):
+        await run(Reef().context, job("go", profile="line"), tree)
+
+
+async def test_whether_a_host_has_a_profiler_is_asked_of_the_jobs_python_with_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "kernprof.py").write_text("")
+    async with LocalHost(Target("n1"), through_sudo=False) as host:
+        python = sys.executable
+        assert not await lacks_profiler(host, job(profile="line", python=python, env={"PYTHONPATH": str(tmp_path)}))
+        assert await lacks_profiler(host, job(profile="line", python="/usr/bin/python3", env={"PYTHONPATH": ""}))
+        assert not await lacks_profiler(host, job(profile="line", python="/no/such/python"))
+        assert await lacks_profiler(host, job(profile="nsys", env={"PATH": "/usr/bin:/bin"}))
+
+
+async def test_old_code_is_cleaned_after_the_job_is_queued_and_only_where_it_crowds(tree: Path) -> None:
+    reef = Reef()
+    reef.old = ["n2"]
+    await run(reef.context, job(), tree)
+    cleaned = {
+        name: [c for c in host.calls if "flock" in c.argv[2] and len(c.argv) == 8] for name, host in reef.nodes.items()
+    }
+    assert cleaned["n1"] == [] and len(cleaned["n2"]) == 1
+    assert cleaned["n2"][0].argv[4:] == ("/var/lib/shoal/jobs/reef", "20", "7", "")
+    reef.states = ["RUNNING"]
+    reef.comment = "shoal:c0de/11b"
+    await run(reef.context, job(), tree)
+    trees = reef.nodes["n2"].calls[-1]
+    assert trees.argv[-1] == "17" and not trees.root, "each user's trees by himself"
+    assert set(reef.nodes["n2"].calls[-2].argv[-1].split()) == {"c0de", "11b"}
 
 
 def failing() -> Reef:

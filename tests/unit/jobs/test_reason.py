@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.model import Note
 from shoal.jobs.reason import explain_failure, last_traceback
 from shoal.jobs.record import JobRecord, parse_records
 
@@ -32,6 +33,40 @@ def printed(rank: int, *lines: str, restart: int = 0, at: float = 1.0) -> list[L
 
 def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
     return RankEnd(rank, f"fish{rank // 2 + 1}", more.pop("restart", 0), 0.0, at, status, **more)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "text", "fix"),
+    [
+        (
+            "shoal: cannot start nsys: No such file or directory",
+            127,
+            "rank 0 on fish1: cannot start nsys: No such file or directory",
+            "install NVIDIA Nsight Systems on the nodes, or leave out --profile",
+        ),
+        (
+            "/usr/bin/python3: No module named kernprof",
+            1,
+            "rank 0 on fish1 could not be profiled: /usr/bin/python3: No module named kernprof",
+            "install line_profiler for the Python of the job, or leave out --profile",
+        ),
+    ],
+)
+def test_a_profiler_that_is_not_there_is_told_with_what_to_do(said: str, status: int, text: str, fix: str) -> None:
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
+    assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
+
+
+@pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])
+def test_a_comment_that_somebody_else_wrote_is_no_note(comment: str) -> None:
+    [record] = parse_records(f"JobId=7 JobState=RUNNING WorkDir=/jobs Comment={comment}\n")
+    assert (record.note, record.traces) == (None, "")
+
+
+def test_what_a_job_uses_is_read_from_its_comment() -> None:
+    [record] = parse_records("JobId=7 JobState=RUNNING WorkDir=/jobs Comment=shoal:c0de/11b/nsys\n")
+    assert record.note == Note("c0de", "11b", "nsys") and record.traces == "/jobs/7/profile"
+    assert record.comment == str(record.note)
 
 
 def test_slurms_records_are_read_as_it_writes_them() -> None:

@@ -122,9 +122,7 @@ def test_a_rank_that_was_killed_says_by_which_signal(node: MakeNode) -> None:
 def test_a_program_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
     made = node("")
     assert made.run(command=("/no/such/python", "script.py")) == 127
-    assert made.text() == [
-        "shoal: cannot start /no/such/python: [Errno 2] No such file or directory: '/no/such/python'"
-    ]
+    assert made.text() == ["shoal: cannot start /no/such/python: No such file or directory"]
 
 
 def test_the_status_that_asks_for_another_turn_leaves_a_note_and_is_no_failure(node: MakeNode) -> None:
@@ -178,6 +176,100 @@ def test_with_an_output_file_lines_are_printed_as_well(node: MakeNode) -> None:
     made.env["SHOAL_ECHO"] = "1"
     made.run()
     assert made.printed == "hello\n"
+
+
+def test_what_an_earlier_cluster_left_under_this_number_is_put_aside(node: MakeNode) -> None:
+    made = node("import os\nprint(sorted(os.listdir()))\nopen('checkpoint', 'w')")
+    made.env["SHOAL_SUBMISSION"] = "a1"
+    made.run()
+    made.env["SLURM_RESTART_COUNT"] = "1"
+    made.run()
+    assert made.text("rank-1.1.log") == ["['checkpoint', 'script.py']"], "the same job, in another turn"
+    made.env.update(SHOAL_SUBMISSION="b2", SLURM_RESTART_COUNT="0")
+    made.run()
+    assert made.text() == ["['script.py']"], "another job of the same number"
+    aside = made.directory.with_name("17.before-b2")
+    assert (aside / "tree" / "sub" / "checkpoint").exists() and (aside / "rank-1.1.log").exists()
+
+
+def test_of_many_ranks_that_start_at_once_none_puts_the_others_aside(node: MakeNode) -> None:
+    made = node("print('here')")
+    made.directory.mkdir()
+    (made.directory / "rank-9.0.log").write_text("1.0 old\n")
+    made.env["SHOAL_SUBMISSION"] = "a1"
+    started = []
+    for rank in range(8):
+        made.env["SLURM_PROCID"] = str(rank)
+        started.append(made.start())
+    assert [process.wait(timeout=60) for process in started] == [0] * 8
+    for process in started:
+        process.communicate()
+    assert [made.text(f"rank-{rank}.0.log") for rank in range(8)] == [["here"]] * 8
+    assert made.text("rank-9.0.log") == []
+
+
+NSYS = """#!/bin/sh
+for word; do echo "$word"; done > "$SHOAL_JOB_DIR/nsys.words"
+echo trace > "$SHOAL_JOB_DIR/profile/rank-$RANK.0.nsys-rep"
+while [ "$1" != "$PYTHON" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_nsys_goes_around_the_rank_and_its_report_is_named(node: MakeNode, tmp_path: Path) -> None:
+    """A stand-in for nsys: this is about its command line only."""
+    (tmp_path / "nsys").write_text(NSYS)
+    (tmp_path / "nsys").chmod(0o755)
+    made = node("import sys\nprint('hello', sys.argv[1:])")
+    made.env.update(SHOAL_PROFILE="nsys", PATH=f"{tmp_path}:{made.env['PATH']}", PYTHON=sys.executable)
+    assert made.run(command=(sys.executable, "script.py", "two words")) == 0
+    assert (made.directory / "nsys.words").read_text().splitlines() == [
+        *("profile", "--force-overwrite=true", f"--output={made.directory}/profile/rank-%q{{RANK}}.0"),
+        *(sys.executable, "script.py", "two words"),
+    ]
+    assert made.text() == [
+        "hello ['two words']",
+        f"shoal: --profile nsys: n1:{made.directory}/profile/rank-1.0.nsys-rep",
+    ]
+
+
+def test_a_node_without_nsys_says_so(node: MakeNode) -> None:
+    made = node("print('hello')")
+    made.env.update(SHOAL_PROFILE="nsys", PATH="/nowhere")
+    assert made.run() == 127
+    assert made.text() == ["shoal: cannot start nsys: No such file or directory"]
+
+
+def test_line_profiler_times_every_function_of_the_script(node: MakeNode) -> None:
+    pytest.importorskip("line_profiler")
+    made = node("import sys\ndef work():\n    return sum(range(1000))\nprint(work(), sys.argv)\n")
+    made.env["SHOAL_PROFILE"] = "line"
+    assert made.run(command=(sys.executable, "script.py", "--lr", "1")) == 0
+    assert made.text()[0] == "499500 ['script.py', '--lr', '1']"
+    report = made.directory / "profile" / "rank-1.0.txt"
+    assert made.text()[-2:] == [
+        f"shoal: --profile line: n1:{report.with_suffix('.lprof')}",
+        f"shoal: --profile line: n1:{report}",
+    ]
+    assert "Function: work at line 2" in report.read_text() and "return sum(range(1000))" in report.read_text()
+
+
+def test_a_python_without_line_profiler_says_so(node: MakeNode) -> None:
+    made = node("print('hello')")
+    made.env["SHOAL_PROFILE"] = "line"
+    assert made.run(command=("/usr/bin/python3", "script.py")) == 1
+    assert made.text() == ["/usr/bin/python3: No module named kernprof"]
+
+
+def test_torchs_profiler_leaves_its_traces_where_the_log_says(node: MakeNode) -> None:
+    pytest.importorskip("torch")
+    made = node("import torch\nprint(torch.ones(2).sum().item())")
+    made.env["SHOAL_PROFILE"] = "torch"
+    assert made.run() == 0
+    trace = made.directory / "profile" / "rank-1.0.start.json.gz"
+    assert trace.exists()
+    assert made.text()[-1] == f"shoal: --profile torch: n1:{trace}"
+    assert "2.0" in made.text()
 
 
 def test_spawn_starts_the_ranks_of_its_node(node: MakeNode) -> None:

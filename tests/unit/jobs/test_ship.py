@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from shoal.errors import CommandFailed
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
 from shoal.jobs.bundle import Bundle, runtime, working_tree
-from shoal.jobs.ship import Found, look, mark, send, who_needs_it
+from shoal.jobs.ship import KEEP_NEWEST, Found, clean, look, mark, send, who_needs_it
 
 
 def here(name: str = "here") -> LocalHost:
@@ -69,3 +73,104 @@ async def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     async with here("n1") as host:
         with pytest.raises(CommandFailed, match=r"n1: cannot make .*/file/jobs: .*Not a directory"):
             await look(host, str(tmp_path / "file" / "jobs"), "a", "b")
+
+
+LONG_AGO = time.time() - 30 * 24 * 3600
+
+
+def aged(path: Path, order: int) -> Path:
+    os.utime(path, (LONG_AGO + order, LONG_AGO + order))
+    return path
+
+
+def crowd(root: Path, count: int) -> None:
+    """So many archives that nobody has used for a month, the first one for the longest."""
+    for place in ("code", "lib"):
+        (root / place).mkdir(parents=True)
+    for number in range(count):
+        (root / "code" / f"c{number:02}.tar").write_text("")
+        aged(root / "code" / f"c{number:02}.tar", number)
+        (root / "lib" / f"l{number:02}").mkdir()
+        aged(root / "lib" / f"l{number:02}", number)
+
+
+async def test_old_code_is_removed_but_the_newest_and_what_jobs_use(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    crowd(root, KEEP_NEWEST + 4)
+    async with here() as host:
+        assert (await look(host, str(root), "none", "none")).old
+        await clean(host, str(root), [], ["c01", "l02"])
+        left = [
+            sorted(path.name for path in (root / place).iterdir() if path.name[0] != ".") for place in ("code", "lib")
+        ]
+        assert [len(names) for names in left] == [KEEP_NEWEST + 1, KEEP_NEWEST + 1]
+        assert left[0][:2] == ["c01.tar", "c04.tar"] and left[1][:2] == ["l02", "l04"]
+
+
+async def test_code_that_was_used_in_the_last_days_stays_however_much_there_is(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    crowd(root, KEEP_NEWEST + 3)
+    for path in (root / "code").glob("*.tar"):
+        os.utime(path)
+    async with here() as host:
+        await clean(host, str(root), [], [])
+    assert len(list((root / "code").glob("*.tar"))) == KEEP_NEWEST + 3
+    assert len(list((root / "lib").iterdir())) == KEEP_NEWEST
+
+
+async def test_a_submission_that_finds_its_code_there_keeps_another_ones_cleaning_from_it(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    crowd(root, KEEP_NEWEST + 2)
+    async with here() as one, here() as two:
+        assert (await look(one, str(root), "c00", "l00")).code
+        await clean(two, str(root), [], [])  # whose list of jobs does not have the first one's yet
+    assert (root / "code" / "c00.tar").exists() and (root / "lib" / "l00").exists()
+    assert not (root / "code" / "c01.tar").exists()
+
+
+async def test_a_cleaning_waits_for_a_submission_that_looks(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    crowd(root, KEEP_NEWEST + 1)
+    late = "echo held; read line; touch $0"
+    holder = await asyncio.create_subprocess_exec(
+        *("flock", root / "code" / ".lock", "sh", "-c", late, root / "code" / "c00.tar"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert holder.stdout is not None and await holder.stdout.readline() == b"held\n"
+    async with here() as host:
+        cleaning = asyncio.ensure_future(clean(host, str(root), [], []))
+        done, _ = await asyncio.wait([cleaning], timeout=0.3)
+        assert not done
+        await holder.communicate(b"\n")
+        await cleaning
+    assert (root / "code" / "c00.tar").exists()
+
+
+def job_tree(root: Path, number: str, tree: Bundle, order: int) -> Path:
+    """A job of a month ago: its code unpacked as on the nodes, its log, and what the script wrote between its files."""
+    place = root / number
+    (place / "tree").mkdir(parents=True)
+    with tarfile.open(fileobj=io.BytesIO(tree.data)) as archive:
+        archive.extractall(place / "tree", filter="fully_trusted")
+    (place / "rank-0.0.log").write_text("1.0 a\n")
+    (place / "tree.lock").touch()
+    aged(place / "tree.lock", order)
+    return place
+
+
+async def test_of_old_trees_the_code_is_removed_and_what_jobs_wrote_stays(tmp_path: Path, tree: Bundle) -> None:
+    root = tmp_path / "jobs"
+    crowd(root, 0)
+    first, used, wrote = (job_tree(root, number, tree, order) for order, number in enumerate(("1", "2_3", "3")))
+    (wrote / "tree" / "checkpoints").mkdir()
+    (wrote / "tree" / "checkpoints" / "step-5").write_text("precious")
+    for number in range(KEEP_NEWEST):
+        job_tree(root, str(100 + number), tree, 10 + number)
+    async with here() as host:
+        assert (await look(host, str(root), "none", "none")).old
+        await clean(host, str(root), ["2_3"], [])
+    assert sorted(path.name for path in first.iterdir()) == ["rank-0.0.log"]
+    assert (used / "tree" / "train.py").exists()
+    assert [path.name for path in sorted((wrote / "tree").rglob("*"))] == ["checkpoints", "step-5"]
+    assert (root / "100" / "tree" / "train.py").exists()
