@@ -60,6 +60,7 @@ def test_what_slurm_cannot_read_is_found_by_check_and_never_put_in_place(
     for done in (checked, applied):
         assert complaint in done.stdout + done.stderr
         assert advice in done.stdout + done.stderr
+    assert f"fix: {advice} in the cluster's file, then run `shoal up` again" in applied.stderr, applied.stderr
     assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
     assert cluster.on("controller", "systemctl", "show", "-p", "MainPID", "slurmctld") == started, "not even restarted"
     assert state_of(cluster, job) == "RUNNING"

@@ -41,7 +41,9 @@ class ItemResult:
     """What was or would be done: `restart slurmd (file /etc/slurm/slurm.conf changes)`."""
     diff: str = ""
     detail: str = ""
-    """Why it failed and what to do, or what is worth knowing."""
+    """Why it failed, or what is worth knowing."""
+    fix: str = ""
+    """What to do about a failure, where that is not to be done on the host."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Report:
         """Raises AgentFailed for the first item that failed, if one did. `again` is the command to run once mended."""
         failed = next((item for item in self.items if item.status == "failed"), None)
         if failed is not None:
-            hint = f"{_remedy(failed.key, host)}, then run `{again}` again"
+            hint = f"{failed.fix or _remedy(failed.key, host)}, then run `{again}` again"
             raise AgentFailed(host, f"{failed.key}: {failed.detail}", hint=hint)
 
 
@@ -152,9 +154,8 @@ class AgentSession:
             if event["event"] == "progress":
                 on_event(ItemEvent(event["key"], event["text"]))
             elif event["event"] == "item":
-                result = ItemResult(
-                    event["key"], event["status"], event["action"], event["diff"], event.get("detail", "")
-                )
+                told = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
+                result = ItemResult(event["key"], event["status"], **told)
                 if event["index"] < 0:
                     further.append(result)
                 else:

@@ -15,6 +15,7 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.providers.api import Instance, Request
+from shoal.roles.base import MUNGE_KEY
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import Stage, documents
 from shoal.roles.in_force import SLURM_CONF, in_force
@@ -128,16 +129,25 @@ def clock_findings(observed: Observed) -> list[Finding]:
 def _left_behind(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     """Hosts that go and that nobody deletes: we no longer know the way to them, and what we put there stays."""
     deleted = {instance.name for _, instance in orphans}
-    return [
-        Finding(
-            "warning",
-            "leaves the cluster, and slurmd and the munge key stay on it",
-            fix=f"put it back into the file and run `shoal node remove {name}`",
-            host=name,
-        )
-        for name in goal.left
-        if name not in deleted
-    ]
+    return [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in deleted]
+
+
+def _left_node(name: str) -> Finding:
+    return Finding(
+        "warning",
+        "leaves the cluster, and slurmd and the munge key stay on it",
+        fix=f"put it back into the file and run `shoal node remove {name}`",
+        host=name,
+    )
+
+
+def _left_host(name: str) -> Finding:
+    return Finding(
+        "warning",
+        "leaves the cluster, and the munge key stays on it",
+        fix=f"on it, as root: systemctl disable --now munge && rm {MUNGE_KEY}",
+        host=name,
+    )
 
 
 def _unasked(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> tuple[str, ...]:
@@ -149,7 +159,7 @@ def _unasked(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> tuple[str
 def _stuck(reports: Mapping[str, Report]) -> list[Finding]:
     """What the agents already know that they cannot bring about."""
     return [
-        Finding("error", f"{item.key} cannot be brought about", item.detail, host=name)
+        Finding("error", f"{item.key} cannot be brought about", item.detail, item.fix, host=name)
         for name, report in reports.items()
         for item in report.items
         if item.status == "failed"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agent_place import ME, WithPython, here
 
-from shoal.agent.client import AgentSession
+from shoal.agent.client import AgentSession, ItemResult, Report
 from shoal.agent.document import File, SecretRef
 from shoal.agent.loader import COMMAND, LOADER
 from shoal.errors import AgentFailed, SudoRefused
@@ -64,6 +64,32 @@ async def test_a_python_without_its_standard_library_is_told_with_the_fix() -> N
         "n1: its python3 is not complete: ModuleNotFoundError: No module named 'json'\n"
         "  fix: install the whole standard library: apt-get install python3"
     )
+
+
+FAILURES = [
+    pytest.param(ItemResult("file /c", "failed", detail="no"), "mend it on the host (`shoal ssh n1`)", id="file"),
+    pytest.param(
+        ItemResult("service d", "failed", detail="no"), "look at `shoal ssh n1 journalctl -u d`", id="service"
+    ),
+    pytest.param(
+        ItemResult("packages a b", "failed", detail="no"),
+        "see what `shoal ssh n1 apt-get install a b` says",
+        id="packages",
+    ),
+    pytest.param(
+        ItemResult("file /c", "failed", detail="no", fix="delete options.Bad in the cluster's file"),
+        "delete options.Bad in the cluster's file",
+        id="a mistake in the cluster's file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("failed", "fix"), FAILURES)
+def test_a_failed_item_is_told_with_what_to_do_and_the_command_to_run_then(failed: ItemResult, fix: str) -> None:
+    report = Report((ItemResult("group g", "ok"), failed), 0, 1)
+    with pytest.raises(AgentFailed) as caught:
+        report.raise_failed("n1", "shoal up")
+    assert str(caught.value) == f"n1: {failed.key}: no\n  fix: {fix}, then run `shoal up` again"
 
 
 async def test_a_user_without_sudo_is_told_as_such() -> None:

@@ -60,7 +60,8 @@ async def test_content_that_its_reader_refuses_is_never_put_in_place(place: Plac
     bad = place.file("c.conf", "Bad=1\n", **more)
     for (found,) in (await place.check(bad), await place.apply(bad)):
         assert found.status == "failed"
-        assert found.detail == f"reader: error: unknown key Bad=1; delete options.Bad\n{path} was not changed"
+        assert found.detail == f"reader: error: unknown key Bad=1\n{path} was not changed"
+        assert found.fix == "delete options.Bad"
         assert path.read_text() == "Good=1\n"
     assert not Path(place.path("state/pending-restarts")).exists()
     (made,) = await place.apply(place.file("c.conf", "Good=2\n", accepted_by=REFUSES_BAD))

@@ -132,9 +132,10 @@ async def test_a_service_that_does_not_start_with_a_new_file_gets_its_old_one_ba
     written, failed, skipped = await place.apply(bad, careful(place), tell)
     assert [written.status, failed.status, skipped.status] == ["changed", "failed", "skipped"]
     assert failed.detail == (
-        f"d did not start with the new {place.path('d.conf')}: fatal: unknown key Bad=1; delete options.Bad\n"
+        f"d did not start with the new {place.path('d.conf')}: fatal: unknown key Bad=1\n"
         "The old file is back in force, and d runs"
     )
+    assert failed.fix == "delete options.Bad"
     conf = place.folder / "d.conf"
     assert conf.read_text() == "Good=1\n" and conf.stat().st_mode & 0o777 == 0o640
     assert process_start(record(place)["child"])
@@ -155,9 +156,9 @@ async def test_a_service_that_did_not_run_before_keeps_the_new_file_and_says_wha
     bad = place.file("d.conf", "Bad=1\n", restarts=("d",), advice=(("Bad", "delete options.Bad"),))
     _, failed = await place.apply(bad, careful(place))
     assert failed.detail == (
-        "d started under the supervisor and did not stay up\nfatal: unknown key Bad=1\n"
-        "fatal: unknown key Bad=1; delete options.Bad"
+        "d started under the supervisor and did not stay up\nfatal: unknown key Bad=1\nfatal: unknown key Bad=1"
     )
+    assert failed.fix == "delete options.Bad"
     assert (place.folder / "d.conf").read_text() == "Bad=1\n"
 
 

@@ -24,7 +24,7 @@ def advice(items: list[Item], text: str) -> str:
     """What to do, by the words that a complaint names; "" where it names none of ours."""
     line = telling_line(text, items).lower()
     known = [todo for item in items for word, todo in item.get("advice", ()) if word.lower() in line]
-    return f"; {known[0]}" if known else ""
+    return known[0] if known else ""
 
 
 def log_size(path: str) -> int:

@@ -104,7 +104,7 @@ def guarded(step: Callable[[], Item], item: Item) -> Item:
     try:
         return step()
     except Failure as failure:
-        return {"status": "failed", "detail": str(failure)}
+        return {"status": "failed", "detail": str(failure), "fix": failure.fix}
     except OSError as error:
         return {"status": "failed", "detail": explain(error, item.get("path", "/"), item["key"])}
     except Exception as error:

@@ -7,7 +7,11 @@ import os
 
 
 class Failure(Exception):
-    """An item cannot be brought about. The text says what was found and what to do."""
+    """An item cannot be brought about. The text says what was found, `fix` what to do if not on the host."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.fix = fix
 
 
 def explain(error: OSError, path: str, what: str) -> str:

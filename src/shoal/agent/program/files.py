@@ -46,7 +46,7 @@ def refuse_unaccepted(item: Item) -> None:
     status, text = run(item["accepted_by"], stdin=_content(item) or b"", timeout=30.0)
     if status not in (0, 127):  # 127: it is not installed yet, and nobody reads the file
         what = telling_line(text, [item]) or f"`{' '.join(item['accepted_by'])}` ended with status {status}"
-        raise Failure(f"{what}{advice([item], text)}\n{item['path']} was not changed")
+        raise Failure(f"{what}\n{item['path']} was not changed", advice([item], text))
 
 
 def make_file(item: Item, world: World) -> str:

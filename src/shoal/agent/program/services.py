@@ -72,9 +72,9 @@ def or_old_files(step: Callable[[Item, World], str], item: Item, world: World) -
         new = [entry for entry in world.replaced if name in entry[0]["restarts"]]
         items = [entry[0] for entry in new]
         text = f"{failure}\n{text_from(service_log(name), logged)}"
-        todo, told = advice(items, text), telling_line(text, items)
+        fix, told = advice(items, text), telling_line(text, items)
         if not ran or not new:
-            raise Failure(f"{failure}{todo and chr(10) + told + todo}") from None
+            raise Failure(f"{failure}\n{told}" if fix else str(failure), fix) from None
         paths = ", ".join(one["path"] for one in items)
         world.tell(f"{name} does not start with the new {paths}; putting the old back")
         for one, data, found in reversed(new):
@@ -83,12 +83,13 @@ def or_old_files(step: Callable[[Item, World], str], item: Item, world: World) -
         try:
             start_again(item, world)
         except Failure as again:
-            raise Failure(f"{failure}\nNor does it start with the old {paths}: {again}") from None
+            raise Failure(f"{failure}\nNor does it start with the old {paths}: {again}", fix) from None
         for key in {key for one in items for key in one["reloads"]}:
             settle(world, key)
         raise Failure(
-            f"{name} did not start with the new {paths}: {told or failure}{todo}\n"
-            f"The old {'file is' if len(new) == 1 else 'files are'} back in force, and {name} runs"
+            f"{name} did not start with the new {paths}: {told or failure}\n"
+            f"The old {'file is' if len(new) == 1 else 'files are'} back in force, and {name} runs",
+            fix,
         ) from None
 
 
