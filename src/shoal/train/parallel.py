@@ -71,19 +71,36 @@ def _ddp(model: nn.Module, device: torch.device, precision: torch.dtype | None, 
     model.to(device)
     if precision is not None:
         model.forward = torch.autocast(device.type, dtype=precision)(model.forward)
-    # After its first step DDP lays its buckets out anew, and more than two ranks then sum in another order: a resumed
-    # run would differ in the last bits. Only where it looks for unused parameters does it leave them: torch warns once
-    # that this walks over the graph in each step.
-    keep_buckets = dist.get_world_size() > 2
     parallel: nn.Module = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=keep_buckets,
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
+    if dist.get_world_size() > 2:
+        _settle_buckets(parallel, model)
     if compile:
         parallel.compile(**_backend(compile))
     return parallel
+
+
+def _settle_buckets(parallel: nn.Module, model: nn.Module) -> None:
+    """One backward pass of zeros, before the training.
+
+    After the first pass DDP lays its buckets out anew, in the order in which gradients came, and more than two ranks
+    then sum in another order: the first step of a resumed run would differ from that of an uninterrupted one in the
+    last bits. Here the first pass is always this one.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    forward = model.__dict__.get("forward")
+    model.forward = lambda: sum(
+        (parameter.sum() * 0 for parameter in trained), torch.zeros((), device=trained[0].device)
+    )
+    try:
+        parallel().backward()
+    finally:
+        del model.forward
+        if forward is not None:
+            model.forward = forward
+    for parameter in trained:
+        parameter.grad = None
 
 
 def _fsdp(model: nn.Module, device: torch.device, precision: torch.dtype | None, compile: bool | str) -> nn.Module:
