@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.cli import job_commands
+from shoal.cli import job_commands, prove_commands
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
@@ -237,6 +237,7 @@ def node_remove(
 
 
 job_commands.register(app)
+prove_commands.register(app)
 
 
 @app.callback(invoke_without_command=True)

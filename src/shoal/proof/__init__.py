@@ -1,0 +1,1 @@
+"""Convergence proofs: the records that runs leave (`shoal.train.proof`), compared, and explained where they differ."""
