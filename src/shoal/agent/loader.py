@@ -14,9 +14,9 @@ STATE = "/var/lib/shoal"
 PACKAGE = "shoal.agent.program"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
-    *("quick", "failure", "disk", "running", "wire", "systemd", "world", "complaints", "netlink", "apt", "packages"),
-    *("accounts", "files", "supervise", "supervised", "services", "mounts", "kernel", "commands", "facts", "converge"),
-    "main",
+    *("quick", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
+    *("packages", "accounts", "files", "supervise", "supervised", "services", "mounts", "kernel", "commands"),
+    *("facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from shoal.agent.program.disk import read_text
+from shoal.agent.program.ports import port_holder
 from shoal.agent.program.running import run
 from shoal.agent.program.wire import Item
 
@@ -48,21 +49,4 @@ def taken_port(name: str) -> str:
     for port in re.findall(r"port \((\d+)\): Address already in use", log)[-1:]:
         holder = port_holder(int(port))
         return f"\nport {port} is taken by {holder}; stop it and run again" if holder else ""
-    return ""
-
-
-def port_holder(port: int) -> str:
-    """The process that listens on a TCP port; "" when there is none, or none that we can see."""
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        for line in read_text("/proc/net/" + table).splitlines()[1:]:
-            field = line.split()
-            if field[3] == "0A" and int(field[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{field[9]}]")
-    for pid in filter(str.isdigit, os.listdir("/proc")) if sockets else ():
-        try:
-            if any(os.readlink(entry.path) in sockets for entry in os.scandir(f"/proc/{pid}/fd")):
-                return f"{read_text(f'/proc/{pid}/comm').strip()} (pid {pid})"
-        except OSError:
-            continue
     return ""

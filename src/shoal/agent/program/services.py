@@ -7,6 +7,7 @@ import time
 from shoal.agent.program.complaints import advice, log_size, taken_port, telling_line, text_from
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.files import put_back
+from shoal.agent.program.ports import listens
 from shoal.agent.program.running import last_lines, must, run
 from shoal.agent.program.supervise import SERVICE_LOGS
 from shoal.agent.program.supervised import check_supervised, make_supervised, supervised
@@ -124,7 +125,9 @@ def bring_up(item: Item, world: World) -> str:
         if step in ("start", "restart"):
             start_unit(name, world)
         else:
-            must(["systemctl", step, "--", name], f"could not {step} {name}")
+            # Told nothing else, these two have systemd read all its units again, which matters at the next boot only.
+            reload = ["--no-reload"] if step in ("enable", "disable") else []
+            must(["systemctl", step, *reload, "--", name], f"could not {step} {name}")
     world.forget_units()
     if not world.defer or "start" in steps or "stop" in steps:
         settle_service(name, world)
@@ -158,14 +161,26 @@ def start_unit(name: str, world: World) -> None:
         status, text = run(["systemctl", "restart", "--", name], timeout=300.0)
     if status:
         raise Failure(f"{name} did not start\n{unit_log(name, text)}")
-    for _ in range(3):
-        time.sleep(0.1)
+    see_it_stay_up(name)
+
+
+SAYS_WHEN_READY = ("notify", "notify-reload", "forking", "oneshot", "dbus")
+"""Types of units that systemd counts as started when they are ready. The others count from their first breath."""
+
+
+def see_it_stay_up(name: str) -> None:
+    """Raises when a service is down again. One that cannot say that it is ready is watched until it listens."""
+    until = time.monotonic() + 0.3
+    while True:
         unit = show_units([name])[name]
         finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
         if unit.get("ConditionResult") == "no":
             raise Failure(f"{name} was not started: a condition in its unit is not met\n{unit_log(name)}")
         if unit.get("ActiveState") not in ("active", "reloading") and not finished:
             raise Failure(f"{name} started and did not stay up\n{unit_log(name)}")
+        if unit.get("Type") in SAYS_WHEN_READY or listens(unit.get("MainPID", "")) or time.monotonic() > until:
+            return
+        time.sleep(0.03)
 
 
 def unit_log(name: str, said: str = "") -> str:

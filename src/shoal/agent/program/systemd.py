@@ -14,7 +14,7 @@ def has_systemd() -> bool:
 def show_units(names: list[str]) -> dict[str, dict[str, str]]:
     if not names or not has_systemd():
         return {name: {} for name in names}
-    wanted = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result"
+    wanted = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
     _, text = run(["systemctl", "show", "-p", wanted, "--", *names], timeout=30.0)
     # In the order asked: an alias answers with another Id.
     answers = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
