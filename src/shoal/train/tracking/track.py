@@ -61,11 +61,12 @@ def tracker(
     """
     proof = recorder(environ)
     if proof is not None:
-        return Tracker(proof=proof)  # `shoal prove` compares the losses; nothing else of it is worth a record
+        directory = proof.settings.directory / "tracking"  # not into the records of a real run, nor to its server
     env = env if env is not None else read_env(environ)
     if env.rank != 0 and (env.local_rank != 0 or not run_id(environ)):
-        return Tracker()
-    server = _server(uri or environ.get(SHOAL_TRACKING_URI) or environ.get("MLFLOW_TRACKING_URI") or "", environ)
+        return Tracker(proof=proof)
+    wanted = uri or environ.get(SHOAL_TRACKING_URI) or environ.get("MLFLOW_TRACKING_URI") or ""
+    server = _server(wanted if proof is None else "", environ)
 
     def open_at(directory: Path | None) -> tuple[Path, RunName, tuple[Spool, ...]]:
         address = server.uri if server else ""
@@ -81,7 +82,7 @@ def tracker(
         log.error("tracking: %s; records go to %s on %s instead", error, place, env.node)
         place, name, spools = open_at(place)
     shipping = Shipping(server, name, [s.path for s in spools], create=env.rank == 0) if server else None
-    made = Tracker(place, spools, Background(spools, shipping), env, system_every)
+    made = Tracker(place, spools, Background(spools, shipping), env, system_every, proof)
     if env.rank == 0:
         made.tags(facts(env, environ))
         made.status("RUNNING")
