@@ -23,6 +23,7 @@ from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
 from shoal.hosts.ssh_keys import KeyFile, KeyRing, agent_keys
+from shoal.hosts.ssh_proxy import Proxy
 
 __all__ = ["SshConnector", "SshHost", "forget"]
 
@@ -93,32 +94,17 @@ class SshConnector:
         expected = pinned_key(route.name, pinned) if pinned else self._host_keys.known(route.name)
         client = _Client(route, self._keys.files(route), expected)
         try:
-            async with asyncio.timeout(self._timeout):
-                connection = await asyncssh.connect(
-                    route.host,
-                    route.port,
-                    tunnel=tunnel,
-                    proxy_command=route.proxy_command,
-                    config=None,
-                    username=route.user,
-                    client_factory=lambda: client,
-                    client_keys=None,
-                    # Not empty, or asyncssh would look into the user's own known_hosts; the client decides.
-                    known_hosts=([], [], []),
-                    server_host_key_algs=_host_key_algorithms(expected),
-                    x509_trusted_certs=None,
-                    gss_host=None,
-                    preferred_auth=["publickey"],
-                    keepalive_interval=self._keepalive,
-                    keepalive_count_max=_KEEPALIVE_MISSED,
-                    **_ALGORITHMS,
-                )
+            connection = await self._connect(route, client, expected, tunnel)
         except (*FOREIGN, TimeoutError) as error:
             if client.shown and expected and client.shown != expected:
                 raise changed(
                     route.name, expected, client.shown, self._host_keys.path, pinned=pinned is not None
                 ) from error
-            raise cannot_connect(route, error, tried=client.tried, timeout=self._timeout, via=via) from error
+            said = client.end_proxy()
+            raise cannot_connect(route, error, client.tried, timeout=self._timeout, via=via, said=said) from error
+        except BaseException:
+            client.end_proxy()
+            raise
         finally:
             client.close_agent()
         try:
@@ -128,6 +114,36 @@ class SshConnector:
             connection.abort()
             raise
         return connection
+
+    async def _connect(
+        self,
+        route: Route,
+        client: _Client,
+        expected: HostKey | None,
+        tunnel: asyncssh.SSHClientConnection | None,
+    ) -> asyncssh.SSHClientConnection:
+        sock = client.start_proxy() if route.proxy_command else ()
+        async with asyncio.timeout(self._timeout):
+            return await asyncssh.connect(
+                route.host,
+                route.port,
+                tunnel=tunnel,
+                proxy_command=None,
+                sock=sock,
+                config=None,
+                username=route.user,
+                client_factory=lambda: client,
+                client_keys=None,
+                # Not empty, or asyncssh would look into the user's own known_hosts; the client decides.
+                known_hosts=([], [], []),
+                server_host_key_algs=_host_key_algorithms(expected),
+                x509_trusted_certs=None,
+                gss_host=None,
+                preferred_auth=["publickey"],
+                keepalive_interval=self._keepalive,
+                keepalive_count_max=_KEEPALIVE_MISSED,
+                **_ALGORITHMS,
+            )
 
 
 class SshHost(LineHost):
@@ -227,6 +243,21 @@ class _Client(asyncssh.SSHClient):
         self._socket: Any = None
         self.shown: HostKey | None = None
         self.tried: list[str] = []
+        self._proxy: Proxy | None = None
+
+    def start_proxy(self) -> socket.socket:
+        self._proxy = Proxy(self._route.proxy_command)
+        return self._proxy.socket
+
+    def end_proxy(self) -> str:
+        """End the ProxyCommand, where there is one; what it said last."""
+        if self._proxy is None:
+            return ""
+        self._proxy.end()
+        return self._proxy.last_words
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end_proxy()
 
     def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
         self._socket = conn.get_extra_info("socket")

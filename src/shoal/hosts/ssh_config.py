@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class Route:
     only: bool
     """The agent may offer these identities only, not every key it holds."""
     jumps: tuple[Target, ...]
-    proxy_command: str | None
+    proxy_command: tuple[str, ...]
+    """The program that leads there, and its arguments; empty where none is needed."""
 
 
 class SshConfig:
@@ -57,8 +59,8 @@ class SshConfig:
         alias = target.address or target.name
         get = self._section(target, alias).get
         identities, chosen = _identities(target, get("IdentityFile"))
-        jump = get("ProxyJump")
-        proxy_command = get("ProxyCommand")
+        jump = _set(get("ProxyJump"))
+        command = _set(get("ProxyCommand"))
         return Route(
             name=target.name,
             host=str(get("Hostname") or alias),
@@ -68,8 +70,8 @@ class SshConfig:
             chosen=chosen,
             agent=self._agent_socket(get("IdentityAgent")),
             only=target.identity is not None or bool(get("IdentitiesOnly")),
-            jumps=_jumps(target, str(jump)) if jump else (),
-            proxy_command=str(proxy_command) if proxy_command and not jump else None,
+            jumps=_jumps(target, jump) if jump else (),
+            proxy_command=tuple(shlex.split(command)) if not jump else (),
         )
 
     def _section(self, target: Target, alias: str) -> Any:
@@ -106,6 +108,12 @@ def _identities(target: Target, configured: Any) -> tuple[tuple[Path, ...], bool
         return tuple(path for path in (Path(name).expanduser() for name in configured) if path.exists()), False
     home = Path("~/.ssh").expanduser()
     return tuple(path for path in (home / name for name in _DEFAULT_KEYS) if path.exists()), False
+
+
+def _set(value: object) -> str:
+    """A setting's text; "" where there is none, or where `none` takes an earlier one back."""
+    text = str(value or "").strip()
+    return "" if text.lower() == "none" else text
 
 
 def _jumps(target: Target, text: str) -> tuple[Target, ...]:

@@ -16,11 +16,18 @@ from shoal.hosts.ssh_config import Route
 FOREIGN = (OSError, EOFError, asyncssh.Error, UnicodeError, OverflowError)
 
 
-def cannot_connect(route: Route, error: BaseException, *, tried: Sequence[str], timeout: float, via: str) -> HostError:
-    """Why a connection could not be made. `tried` names the keys that were offered, `via` the jump host."""
+def cannot_connect(
+    route: Route, error: BaseException, tried: Sequence[str], *, timeout: float, via: str = "", said: str = ""
+) -> HostError:
+    """Why a connection could not be made.
+
+    `tried` names the keys that were offered, `via` the jump host; `said` is the last word of a ProxyCommand.
+    """
     name, place = route.name, f"{route.host}:{route.port}" + (f" (through {via})" if via else "")
     if isinstance(error, asyncssh.PermissionDenied) or "too many authentication failures" in str(error).lower():
         return _auth_refused(route, str(error), tried)
+    if route.proxy_command and isinstance(error, (asyncssh.ConnectionLost, OSError, EOFError)):
+        return _no_proxy(route, error, timeout, said)
     if isinstance(error, socket.gaierror):
         return Unreachable(
             name,
@@ -91,6 +98,19 @@ def _auth_refused(route: Route, found: str, tried: Sequence[str]) -> AuthRefused
         f"does not let {route.user}@{route.host}:{route.port} in (tried {offered})",
         hint=f"put your public key there: ssh-copy-id -p {route.port} {route.user}@{route.host}; "
         "or name another `user:` or `identity:` in the spec",
+    )
+
+
+def _no_proxy(route: Route, error: BaseException, timeout: float, said: str) -> Unreachable:
+    why = "ended before we were logged in"
+    if isinstance(error, FileNotFoundError | PermissionError):
+        why = f"cannot be started: {error.strerror}"
+    elif isinstance(error, TimeoutError):
+        why = f"did not lead to {route.host}:{route.port} within {timeout:g} s"
+    return Unreachable(
+        route.name,
+        f"its ProxyCommand `{route.proxy_command[0]}` {why}" + (f": {said}" if said else ""),
+        hint=f"mend ProxyCommand for {route.name} in ~/.ssh/config; compare with: ssh -v {route.name}",
     )
 
 

@@ -204,6 +204,7 @@ async def test_an_alias_is_looked_up_in_the_ssh_config(sshd: Sshd, known_hosts: 
         ("Host gpu01\n Port\n", "cannot understand the SSH config"),
         ('Host "gpu01\n', "cannot understand the SSH config"),
         ("Host gpu01\n ProxyJump user@:x\n", "cannot understand ProxyJump 'user@:x'"),
+        ("Host gpu01\n ProxyCommand nc 'a\n", "line 2: No closing quotation"),
     ],
 )
 async def test_a_broken_ssh_config_is_told_with_its_place(
@@ -253,6 +254,83 @@ async def test_a_host_the_jump_host_cannot_reach_is_told_apart(known_hosts: Path
         jump.stop()
         with pytest.raises(Unreachable, match=r"door: 127\.0\.0\.1:\d+ refuses the connection"):
             await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
+
+
+RELAY = """
+import os, socket, sys, threading
+link = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+with open(sys.argv[3], "a") as log:
+    log.write(" ".join(sys.argv[1:3]) + "\\n")
+def back():
+    while data := link.recv(65536):
+        print("data", file=sys.stderr, flush=True)
+        os.write(1, data)
+    os._exit(0)
+threading.Thread(target=back).start()
+while data := os.read(0, 65536):
+    link.sendall(data)
+link.shutdown(socket.SHUT_WR)
+"""
+
+
+def proxied(sshd: Sshd, folder: Path, command: str) -> Path:
+    """An SSH config in which every host is reached by a ProxyCommand."""
+    (folder / "relay.py").write_text(RELAY)
+    config = folder / "config"
+    config.write_text(
+        f"Host gpu*\n HostName 127.0.0.1\n Port {sshd.port}\n User {sshd.target().user}\n"
+        f" IdentityFile {sshd.identity}\n ProxyCommand {command}\n"
+    )
+    return config
+
+
+async def test_hosts_behind_a_proxy_command_are_reached_through_it(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path
+) -> None:
+    config = proxied(sshd, tmp_path, f"{sys.executable} {tmp_path}/relay.py %h %p {tmp_path}/used")
+    connector = SshConnector(known_hosts, ssh_config=config)
+    outcomes = await fan_out([Target("gpu1"), Target("gpu2")], lambda target: whoami(connector, target))
+    assert [outcome.error for outcome in outcomes.values()] == [None, None]
+    assert (tmp_path / "used").read_text() == f"127.0.0.1 {sshd.port}\n" * 2
+    assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"gpu1", "gpu2"}
+
+
+async def test_none_takes_a_proxy_back(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    config = proxied(sshd, tmp_path, "false")
+    for setting in ("ProxyCommand", "ProxyJump"):
+        (tmp_path / "direct").write_text(f"Host gpu1\n {setting} none\n" + config.read_text().replace("false", "none"))
+        assert await whoami(SshConnector(known_hosts, ssh_config=tmp_path / "direct"), Target("gpu1"))
+
+
+async def test_openssh_itself_can_be_the_proxy_command(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
+    with running_sshd(tmp_path / "door") as door:
+        options = f"-F none -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -i {door.identity}"
+        place = f"-p {door.port} {door.target().user}@127.0.0.1"
+        config = proxied(sshd, tmp_path, f"ssh -q {options} -W %h:%p {place}")
+        async with await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1")) as host:
+            assert (await host.run(["sh", "-c", "exit 7"], root=False)).status == 7
+        assert (door.folder / "log").read_text().count("Accepted publickey") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("sh -c 'exit 3'", "`sh` ended before we were logged in"),
+        ("sh -c 'echo no such tunnel >&2; exit 3'", "`sh` ended before we were logged in: no such tunnel"),
+        ("/no/such %h", "`/no/such` cannot be started: No such file or directory"),
+        ("sleep 61", "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
+    ],
+)
+async def test_a_proxy_command_that_fails_is_told_as_such(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, command: str, found: str
+) -> None:
+    config = proxied(sshd, tmp_path, command)
+    with pytest.raises(Unreachable) as caught:
+        await SshConnector(known_hosts, ssh_config=config, connect_timeout=0.5).connect(Target("gpu1"))
+    assert str(caught.value) == (
+        f"gpu1: its ProxyCommand {found.format(port=sshd.port)}\n"
+        "  fix: mend ProxyCommand for gpu1 in ~/.ssh/config; compare with: ssh -v gpu1"
+    )
 
 
 async def test_a_name_without_address_is_told(known_hosts: Path, no_config: Path) -> None:
