@@ -1,0 +1,56 @@
+"""Hosts that have a firewall of their own: ufw on one, firewalld on another. Each is told, with what opens it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.cluster import Cluster
+from tests.e2e.lent import Lent, lent_hosts, spec_text
+
+from shoal.spec.member import Shape
+
+pytestmark = pytest.mark.sandbox
+
+INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends {} >/dev/null 2>&1\n"
+UFW = INSTALL.format("ufw") + "ufw default deny incoming && ufw allow 22/tcp && ufw --force enable"
+FIREWALLD = INSTALL.format("firewalld dbus netbase") + "systemctl restart firewalld && firewall-cmd --state"
+
+
+@pytest.fixture(scope="module")
+def lent() -> Iterator[Lent]:
+    shapes = {name: Shape(memory_mb=512) for name in ("door", "wall", "ring")}
+    with lent_hosts("x-walls-made", shapes, "x-walls") as made:
+        made.shell("wall", UFW)
+        made.shell("ring", FIREWALLD)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("walls"), spec_text("x-walls", lent, "door", ("wall", "ring")))
+
+
+def warnings(said: Any) -> dict[str, tuple[str, str]]:
+    """What was found on each host about firewalls, and the command that was told."""
+    found = {}
+    for finding in said["findings"]:
+        if "firewall" in finding["what"]:
+            [command] = re.findall(r"run `([^`]+)` on it", finding["fix"])
+            found[finding["host"]] = (finding["found"], command)
+    return found
+
+
+def test_another_firewall_is_found_and_the_commands_told_open_slurms_ports(lent: Lent, cluster: Cluster) -> None:
+    told = warnings(cluster.json("plan"))
+    assert {host: found for host, (found, _) in told.items()} == {"wall": "ufw", "ring": "firewalld"}
+    for host, (_, command) in told.items():
+        lent.shell(host, command)
+    cluster.file.write_text(cluster.file.read_text() + "firewall: false\n")
+    done = cluster.json("up", timeout=600)
+    assert done["whole"] and not warnings(done), done
+    assert sorted(cluster.on("door", "srun", "-N2", "hostname").split()) == ["ring", "wall"]
+    assert cluster.json("up")["unchanged"]
