@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.proof.records import RunRecord
+from shoal.proof.samples import same_samples
 
 SMALL = 1e-3
 """A parameter smaller than this part of the model's largest is compared with that: where the true value is zero, as in
@@ -39,12 +40,15 @@ class Comparison:
     """Steps that one process took, and that many took."""
     apart: bool
     """Ranks that should hold the same parameters do not."""
+    samples: bool
+    """All ranks together read what one process reads, step by step. Where every rank reads all of it the numbers agree
+    too, and N processes are no faster than one."""
 
     def within(self, tolerance: float) -> bool:
         """Whether the two runs are the same but for rounding."""
         differences = (self.losses, self.gradient, self.parameters)
         same = all(difference.relative <= tolerance for difference in differences)
-        return same and self.steps[0] == self.steps[1] and not self.apart
+        return same and self.samples and self.steps[0] == self.steps[1] and not self.apart
 
 
 def compare(one: RunRecord, many: RunRecord) -> Comparison:
@@ -57,6 +61,7 @@ def compare(one: RunRecord, many: RunRecord) -> Comparison:
         parameters(one.start, many.start),
         (one.steps, many.steps),
         many.apart is not None,
+        all(same_samples(one, many, step) for step in range(min(one.steps, many.steps))),
     )
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shoal.proof.records import RunRecord
+
+
+def same_samples(one: RunRecord, many: RunRecord, step: int) -> bool:
+    """Whether the ranks together read what one process reads at a step; also where that is not known."""
+    batch, parts = one.samples(step)[0], many.samples(step)
+    read = Counter(name for part in parts for name in part)
+    return not batch or not read or read == Counter(batch)
 
 
 def which_samples(one: RunRecord, many: RunRecord, step: int) -> str:
@@ -13,10 +20,10 @@ def which_samples(one: RunRecord, many: RunRecord, step: int) -> str:
 
     Samples are called by their place in the batch of one process, counted from 1.
     """
+    if same_samples(one, many, step):
+        return ""
     batch, parts = one.samples(step)[0], many.samples(step)
     read = Counter(name for part in parts for name in part)
-    if not batch or not read or read == Counter(batch):
-        return ""
     ranks, sizes = len(parts), [len(part) for part in parts]
     if all(Counter(part) == Counter(parts[0]) for part in parts):
         return _all_the_same(batch, parts[0], ranks)
@@ -40,8 +47,9 @@ def _all_the_same(batch: Sequence[str], part: Sequence[str], ranks: int) -> str:
         return f"every rank reads the same {len(part)} samples, none of which one process reads then: {remedy}"
     unread = [at for at, name in enumerate(batch, 1) if name not in set(part)]
     return (
-        f"every rank reads the same {len(part)} samples, {places(known)} of the {len(batch)} that one process reads;"
-        f" no rank reads {places(unread)}: {remedy}"
+        f"every rank reads the same {len(part)} samples, {_numbers(known)} of the {len(batch)} that one process"
+        " reads;"
+        f" no rank reads {_numbers(unread)}: {remedy}"
     )
 
 
@@ -56,8 +64,8 @@ def _others(one: RunRecord, many: RunRecord, step: int) -> str:
     later = sum(name in elsewhere for names in strange.values() for name in names)
     if later:
         return (
-            f"{told}, but at another step ({later} of them): the order of samples depends on the number of ranks;"
-            " cut one global order into batches and each batch into parts, as shoal.train.data.Loader does"
+            f"{told}, but at another step ({later} of them): the ranks do not follow one order of the samples, the same"
+            " for any number of them; cut one global order into batches and each batch into parts, as shoal.train.data.Loader does"
         )
     return (
         f"{told}: their data is shuffled, split or changed at random by each rank for itself;"
@@ -71,27 +79,28 @@ def _missing(batch: Sequence[str], parts: Sequence[Sequence[str]], read: Counter
     twice = [at for at, name in enumerate(batch, 1) if read[name] > batch.count(name)]
     told = []
     if unread:
-        told.append(f"no rank reads {places(unread)} of the {len(batch)} samples that one process reads")
+        told.append(f"no rank reads {_numbers(unread)} of the {len(batch)} samples that one process reads")
     if twice:
         readers = [rank for rank, part in enumerate(parts) if batch[twice[0] - 1] in part]
-        told.append(f"{_ranks(readers)} the same: {places(twice)}")
+        told.append(f"{_ranks(readers)} the same: {_numbers(twice)}")
     sizes = [len(part) for part in parts]
-    fair = max(set(sizes), key=sizes.count)
+    fair = max(sizes)
     short = [rank for rank, size in enumerate(sizes) if size < fair]
     for rank in short[:1]:
         told.append(f"rank {rank} reads {sizes[rank]}, others {fair}")
     return "; ".join(told) + ": every sample of the batch must be read by one rank, and by one only"
 
 
-def places(numbers: Iterable[int]) -> str:
-    """Places in a batch as a person writes them: `1-4, 7`."""
+def _numbers(places: Sequence[int]) -> str:
+    """Places in a batch as a person writes them: `numbers 1-4, 7`."""
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    for place in sorted(places):
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
         else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            runs.append([place])
+    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"number{'s' * (len(places) > 1)} {told}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

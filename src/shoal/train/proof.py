@@ -101,7 +101,7 @@ class Recorder:
         self.settings = asked
         self.rank = env.rank
         asked.directory.mkdir(parents=True, exist_ok=True)
-        self._file = (asked.directory / f"rank-{env.rank}.jsonl").open("a", buffering=1)
+        self._path = asked.directory / f"rank-{env.rank}.jsonl"
         self._fresh: list[str] = []
         self._seen: dict[str, int] = {}
         self._samples = 0
@@ -163,4 +163,5 @@ class Recorder:
         self._line("tensors", moment=moment, parts=described)
 
     def _line(self, kind: str, **values: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")

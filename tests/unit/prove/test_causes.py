@@ -1,0 +1,163 @@
+"""A run that went another way is explained by what went wrong first, in words that say what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from tests.unit.prove.records import BATCH, ONE, many, rank, reading
+
+from shoal.proof.causes import likely_cause
+from shoal.proof.compare import compare
+from shoal.proof.records import RunRecord
+
+TOLERANCE = 1e-12
+
+
+def cause(run: RunRecord, one: RunRecord = ONE) -> str:
+    found = compare(one, run)
+    assert not found.within(TOLERANCE)
+    return likely_cause(one, run, found, TOLERANCE)
+
+
+def test_a_run_with_the_same_numbers_has_nothing_to_explain() -> None:
+    assert compare(ONE, many()).within(TOLERANCE)
+    assert compare(ONE, many(4, end=(3.0, 4.0 + 1e-13))).within(TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            reading("abcd", "abcd"),
+            "step 1: every rank reads the same 4 samples, numbers 1-4 of the 8 that one process reads; no rank reads"
+            " numbers 5-8:"
+            " give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does",
+        ),
+        (reading(BATCH, BATCH), "step 1: every rank reads all 8 samples that one process reads: give each rank"),
+        (reading("xy", "xy"), "every rank reads the same 2 samples, none of which one process reads then"),
+        (
+            reading(BATCH, "ijklmnop"),
+            "each of the 2 ranks reads 8 samples, 16 together, and one process 8: the batch is stated for a rank;"
+            " state it for the job, 8 // world_size a rank (or Loader(global_batch=8))",
+        ),
+        (
+            reading("abcd", "efg"),
+            "step 1: no rank reads number 8 of the 8 samples that one process reads; rank 1 reads 3, others 4: every"
+            " sample of the batch must be read by one rank, and by one only",
+        ),
+        (
+            reading("abcd", "defg"),
+            "no rank reads number 8 of the 8 samples that one process reads; ranks 0 and 1 read the same: number 4",
+        ),
+        (
+            reading("abcd", "efxy"),
+            "rank 1 reads 2 samples that one process does not read then: their data is shuffled, split or changed at"
+            " random by each rank for itself; draw the order from one seed for all ranks",
+        ),
+    ],
+)
+def test_samples_that_are_read_wrongly_are_named(run: RunRecord, said: str) -> None:
+    assert said in cause(run)
+
+
+def test_samples_that_come_at_another_step_show_an_order_that_depends_on_the_ranks() -> None:
+    one = RunRecord((rank(samples=("abcd", "efgh")),))
+    turned = RunRecord(
+        (rank(0, 2, samples=("ab", "cd"), losses=(5, 6)), rank(1, 2, samples=("ef", "gh"), losses=(5, 6)))
+    )
+    assert (
+        "rank 1 reads 2 samples that one process does not read then, but at another step (2 of them):"
+        " the ranks do not follow one order of the samples, the same for any number of them"
+    ) in cause(turned, one)
+
+
+def test_gradients_n_times_too_large_are_sums() -> None:
+    said = cause(many(4, gradients=(9.0 * 16, 4.0), end=(9.0, 9.0)))
+    assert said.startswith(
+        "the first gradient is 4 times that of one process; the loss itself agrees: gradients are summed over the 4"
+        " ranks instead of averaged"
+    )
+
+
+def test_gradients_n_times_too_small_are_divided_twice() -> None:
+    said = cause(many(4, gradients=(9.0 / 16, 4.0), losses=(0.5, 1.0)))
+    assert said.startswith(
+        "the first gradient is 1/4 of that of one process, as is the loss it tells: it is divided by"
+    )
+
+
+def test_a_gradient_of_the_wrong_size_fails_even_where_the_optimizer_hides_it() -> None:
+    found = compare(ONE, many(2, gradients=(36.0, 4.0)))
+    assert (found.losses.relative, found.parameters.relative) == (0.0, 0.0)
+    assert not found.within(TOLERANCE)
+
+
+def test_a_gradient_of_another_size_was_changed_on_the_way() -> None:
+    assert "the first gradient is 1.66667 times that of one process: something changes gradients" in cause(
+        many(2, gradients=(25.0, 4.0))
+    )
+
+
+def test_a_model_that_starts_elsewhere_is_the_cause_of_all_else() -> None:
+    said = cause(many(2, start=(1.0, 2.5), losses=(7.0, 7.0)))
+    assert said.startswith("the parameters differ before the first step (w): every run starts from another model")
+
+
+def test_a_learning_rate_that_follows_the_ranks_is_named() -> None:
+    said = cause(many(2, lr=0.2, end=(9.0, 9.0)))
+    assert said.startswith("step 1: the learning rate is 0.2 with 2 processes and 0.1 with one")
+
+
+def test_layers_that_look_at_their_own_rank_are_named() -> None:
+    said = cause(many(2, losses=(2.5, 1.0), batch_norm=("a", "b", "c", "d"), dropout=("e",)))
+    assert "on the same samples: a, b, c and 1 more (BatchNorm) looks at the samples of its own rank only" in said
+    assert "e (Dropout) draws other numbers on each rank" in said
+
+
+def test_a_first_loss_that_differs_for_no_known_reason_is_shown() -> None:
+    said = cause(many(2, losses=(2.5, 1.0)))
+    assert "the first loss differs, on the same samples and parameters: 2 with one process, 2.5 with 2" in said
+
+
+def test_a_loss_told_by_rank_0_alone_is_told_apart_from_a_wrong_one() -> None:
+    first, second = many(2, losses=(2.5, 1.5)).ranks
+    said = cause(RunRecord((first, dataclasses.replace(second, losses={}))))
+    assert said.startswith(
+        "only rank 0 of 2 told a loss, and it is that of its own part of the batch; the gradients agree"
+    )
+
+
+def test_ranks_that_drift_apart_are_named() -> None:
+    run = RunRecord((many(2).ranks[0], many(2, end=(3.0, 4.5)).ranks[1]))
+    assert cause(run).startswith("the ranks hold different parameters at the end: w of rank 1 is not that of rank 0")
+
+
+def test_unequal_batches_are_counted() -> None:
+    parts = (("abcde", "abcd"), ("fgh", "efgh"))
+    ranks = (rank(at, 2, samples=part, end=(3.0, 4.1)) for at, part in enumerate(parts))
+    assert cause(RunRecord(tuple(ranks))).startswith(
+        "step 1: the ranks have 5, 3 samples, and their gradients are averaged"
+    )
+
+
+def test_another_number_of_steps_is_told() -> None:
+    short = [dataclasses.replace(rank, steps=rank.steps[:1]) for rank in many(2).ranks]
+    assert cause(RunRecord(tuple(short))).startswith(
+        "one process took 2 steps, 2 took 1: the data of an epoch is divided"
+    )
+
+
+def test_a_loss_that_is_no_number_proves_nothing() -> None:
+    said = cause(many(2, losses=(2.0, math.nan)), RunRecord((rank(losses=(2.0, math.nan)),)))
+    assert said.startswith("the loss of one process is nan at step 2: that training diverges, and cannot be compared")
+
+
+def test_rounding_that_grew_is_told_from_a_mistake() -> None:
+    assert "rounding that grew" in cause(many(2, end=(3.0, 4.0 + 1e-9)))
+    assert "agree, and then the runs part" in cause(many(2, end=(3.0, 5.0)))
+
+
+def test_numbers_of_samples_are_written_as_a_person_would() -> None:
+    assert "no rank reads numbers 1, 4-5, 7-8 of the 8" in cause(reading("bc", "ff"))

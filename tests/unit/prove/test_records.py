@@ -1,0 +1,113 @@
+"""What ranks record is put together to the job's: shards, means, and what is missing."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+
+import pytest
+from tests.unit.prove.records import many
+
+from shoal.proof.compare import parameters, relative
+from shoal.proof.records import RunRecord, read_run, what_is_missing
+from shoal.train.env import read_env
+from shoal.train.proof import Part, Recorder, Settings, recorder, settings
+
+
+def recording(directory: Path, rank: int = 0, world: int = 1, steps: int = 0) -> Recorder:
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return Recorder(Settings(directory, steps=steps), read_env(environ if world > 1 else {}))
+
+
+def values(*numbers: float) -> bytes:
+    return array("d", numbers).tobytes()
+
+
+def test_without_the_variable_nothing_is_recorded() -> None:
+    assert recorder({}) is None and settings({}) is None
+
+
+def test_a_relative_directory_is_below_the_jobs(tmp_path: Path) -> None:
+    asked = settings({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
+    assert asked == Settings(tmp_path / "proof", "float64", "", 3)
+
+
+def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
+    third = 1 / 3
+    for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
+        made = recording(tmp_path, rank, 2)
+        made.model("fsdp", ["norm"], [])
+        made.tensors("start", [Part("w", (3,), True, values(*shard)), Part("b", (1,), False, values(0.5))])
+        made.saw(samples)
+        made.step(0.1, 1.0, 4.0)
+        made.loss("progress", 1, loss)
+        made.metrics({"accuracy": 1.0, "train_loss": 9.0}, 1)
+        made.tensors("end", [Part("w", (3,), True, values(*shard)), Part("b", (1,), False, values(0.5))])
+    run = read_run(tmp_path)
+    assert what_is_missing(run, 2) is None
+    assert (run.world_size, run.steps, run.source, run.tellers) == (2, 1, "progress", (0, 1))
+    assert run.losses[0].value == (1.0 * 2 + third * 4) / 6, "weighted by samples"
+    assert run.samples(0) == (("a", "b"), ("c", "d", "e", "f"))
+    assert run.gradient(0) == 3.0, "the whole ones once, the shards of every rank"
+    assert run.end == {"w": array("d", [1.0, 2.0, third]), "b": array("d", [0.5])}
+    assert run.apart is None
+    assert run.ranks[1].batch_norm == ("norm",)
+
+
+def test_enough_is_enough(tmp_path: Path) -> None:
+    made = recording(tmp_path, steps=2)
+    for _ in range(3):
+        made.step(0.1, 1.0, 0.0)
+    assert made.enough and made.steps == 2
+
+
+def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
+    recording(tmp_path).loss("tracker", 1, 0.5)
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write('{"kind": "loss", "sou')
+    assert [loss.value for loss in read_run(tmp_path).losses] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("calls", "said", "fix"),
+    [
+        (0, "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"),
+        (1, "the script has shown no model: it never called shoal.train.parallelize()", "model = parallelize(model"),
+        (2, "no optimizer took a step with the model's parameters", "make the optimizer after parallelize()"),
+        (3, "the script told nobody its loss", "progress.step(step, loss) with shoal.train.progress.Progress"),
+        (4, "not every rank kept its final parameters", "let the script end by itself"),
+    ],
+)
+def test_a_script_that_does_not_take_part_is_told_which_call_is_missing(
+    tmp_path: Path, calls: int, said: str, fix: str
+) -> None:
+    if calls > 0:
+        made = recording(tmp_path)
+    for call in range(1, calls):
+        if call == 1:
+            made.model("ddp", [], [])
+        elif call == 2:
+            made.step(0.1, 1.0, 0.0)
+        else:
+            made.loss("progress", 1, 1.0)
+    missing = what_is_missing(read_run(tmp_path), 1)
+    assert missing is not None and missing[0] == said and fix in missing[1]
+
+
+def test_a_rank_that_recorded_nothing_is_missed() -> None:
+    missing = what_is_missing(RunRecord(many(4).ranks[:1]), 4)
+    assert missing is not None and missing[0] == "of 4 processes only rank 0 recorded anything"
+
+
+def test_numbers_that_are_not_finite_differ_without_bound() -> None:
+    assert relative(1.0, math.nan) == relative(math.inf, math.inf) == math.inf
+    assert parameters({"w": array("d", [1.0])}, {"w": array("d", [math.nan])}).relative == math.inf
+    assert parameters({"w": array("d", [1.0])}, {"w": array("d", [1.0, 2.0])}).where == "w"
+    assert parameters({"w": array("d", [1.0])}, {}).relative == math.inf
+
+
+def test_a_parameter_is_compared_with_its_own_largest_value_and_not_with_noise() -> None:
+    one = {"large": array("d", [100.0, 1e-9]), "small": array("d", [0.5]), "zero": array("d", [1e-17])}
+    found = parameters(one, {**one, "small": array("d", [0.5000005]), "zero": array("d", [-1e-17])})
+    assert found.where == "small" and found.relative == pytest.approx(1e-6)

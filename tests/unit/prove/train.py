@@ -1,0 +1,89 @@
+"""A training script as a user writes it, and every way to get the parallel part of it wrong.
+
+python train.py [FAULT]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.train import init, parallelize, shutdown
+from shoal.train.data import Loader
+from shoal.train.progress import Progress
+from shoal.train.tracking import tracker
+
+SAMPLES, BATCH, TOTAL = 96, 16, 8
+
+
+class Data:
+    """Numbers of single precision, as most data is, and what to learn of them."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float32)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[at], self.x[at].sum().tanh()
+
+
+def net(fault: str) -> nn.Module:
+    norm: nn.Module = nn.BatchNorm1d(8) if fault == "batch norm" else nn.LayerNorm(8)
+    drop = nn.Dropout(0.5 if fault == "dropout" else 0.0)
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drop, nn.Linear(8, 1))
+
+
+def loader_of(fault: str, rank: int, world: int) -> Loader:
+    if fault == "same samples":  # every rank believes to be the first of all
+        return Loader(Data(), global_batch=BATCH, seed=3, rank=0, world_size=world)
+    if fault == "whole batch":
+        return Loader(Data(), global_batch=BATCH, seed=3, rank=0, world_size=1)
+    if fault == "batch a rank":
+        return Loader(Data(), global_batch=BATCH * world, seed=3)
+    return Loader(Data(), global_batch=BATCH, seed=3 + (rank if fault == "own shuffle" else 0))
+
+
+def train(fault: str = "", parallel: str = "ddp", **options: bool | str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if fault != "no seed":
+        torch.manual_seed(11 + rank)
+    model = net(fault)
+    if fault != "no model":
+        model = parallelize(model, parallel, **options)  # type: ignore[arg-type]
+    lr = 0.05 * (world if fault == "scaled rate" else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    loader = loader_of(fault, rank, world)
+    progress = Progress(TOTAL, write=lambda line: None)
+    with tracker() as track:
+        step = 0
+        while step < TOTAL:
+            for x, y in loader:
+                if fault == "drops samples" and rank == world - 1 > 0:
+                    x, y = x[:-1], y[:-1]
+                called = model.module if fault == "not wrapped" else model
+                loss = nn.functional.mse_loss(called(x).flatten(), y.to(torch.get_default_dtype()))
+                optimizer.zero_grad()
+                scale = {"sums": float(world), "divides twice": 1.0 / world}.get(fault, 1.0)
+                (loss * scale).backward()
+                optimizer.step()
+                step += 1
+                if fault == "tracker":
+                    track.log({"loss": loss}, step)
+                elif fault == "rank 0 tells":
+                    _ = rank == 0 and progress.step(step, loss)
+                elif fault != "no loss":
+                    progress.step(step, loss)
+                if step == TOTAL:
+                    break
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["no init"]:
+        init()
+        train(*sys.argv[1:])
+        shutdown()
