@@ -96,7 +96,6 @@ def run(
     }
     with Session(json) as session:
         from shoal.jobs.load import job_of, load_job
-        from shoal.verbs.logs import follow
         from shoal.verbs.run import dry_run as prepare
         from shoal.verbs.run import run as submit
 
@@ -108,7 +107,7 @@ def run(
         spec = load_job(job, options) if job is not None else job_of(options)
         if wait and spec.array:
             raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
-        context = session.open(file, cluster)
+        context = session.open(file, cluster, phases=False)
         limit = max_size * 1024 * 1024
         if dry_run:
             return session.finish_dry_run(session.run(prepare(context, spec, Path.cwd(), limit)))
@@ -116,6 +115,8 @@ def run(
         if not wait:
             return session.finish_run(submitted)
         session.tell_run(submitted)
+        from shoal.verbs.logs import follow
+
         try:
             ended = session.run(follow(context, submitted.id, session.log_line(None), spec.directory))
         except Interrupted:
@@ -131,7 +132,7 @@ def jobs(file: File = None, cluster: Cluster = None, json: Json = False) -> None
     with Session(json) as session:
         from shoal.verbs.jobs import jobs as verb
 
-        session.finish_jobs(session.run(verb(session.open(file, cluster))))
+        session.finish_jobs(session.run(verb(session.open(file, cluster, phases=False))))
 
 
 def logs(
@@ -149,7 +150,7 @@ def logs(
         from shoal.verbs.logs import follow as follow_verb
         from shoal.verbs.logs import logs as verb
 
-        context = session.open(file, cluster)
+        context = session.open(file, cluster, phases=False)
         if follow:
             show = session.log_line(rank, timestamps)
             return session.finish_follow(session.run(follow_verb(context, job, show, directory)), rank)
@@ -166,7 +167,7 @@ def cancel(
     with Session(json) as session:
         from shoal.verbs.cancel import cancel as verb
 
-        session.finish_cancel(session.run(verb(session.open(file, cluster), jobs)))
+        session.finish_cancel(session.run(verb(session.open(file, cluster, phases=False), jobs)))
 
 
 def _variable(text: str) -> tuple[str, str]:

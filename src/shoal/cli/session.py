@@ -11,18 +11,20 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
-from rich.console import Console
 
 from shoal.cli import interrupt
 from shoal.cli.as_json import dump, plain
 from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shoal.jobs.logs import LogLine
     from shoal.plan.model import Plan
     from shoal.spec.finding import Finding
@@ -48,6 +50,8 @@ ClickUsageError: Any = typer.BadParameter.__mro__[1]
 
 def console(stderr: bool = False) -> Console:
     """A console as wide as the terminal. What goes into a pipe or a file is not broken into lines of 80."""
+    from rich.console import Console
+
     made = Console(stderr=stderr)
     return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=PIPE_WIDTH)
 
@@ -58,14 +62,26 @@ class Session:
     def __init__(self, json: bool) -> None:
         self.json = json
         self.status = 0
-        self.console = console()
-        self.errors = console(stderr=True)
 
-    def open(self, file: Path | None, cluster: str | None) -> Context:
-        from shoal.cli.progress import TerminalProgress
+    # Made when something is to be said: a job is in the queue before rich is loaded.
+
+    @cached_property
+    def console(self) -> Console:
+        return console()
+
+    @cached_property
+    def errors(self) -> Console:
+        return console(stderr=True)
+
+    def open(self, file: Path | None, cluster: str | None, *, phases: bool = True) -> Context:
+        """The cluster. `phases`: the verb takes long, and says where it is."""
         from shoal.verbs.context import open_context
 
-        return open_context(file, cluster, None if self.json else TerminalProgress(self.errors))
+        if self.json or not phases:
+            return open_context(file, cluster)
+        from shoal.cli.progress import TerminalProgress
+
+        return open_context(file, cluster, TerminalProgress(self.errors))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""

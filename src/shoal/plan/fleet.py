@@ -1,40 +1,21 @@
-"""The hosts of one run: connected once, each with its agent, and a record of those that dropped out."""
+"""The hosts of one run, each with its agent."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Mapping
 
 from shoal.agent.client import AgentSession
-from shoal.errors import ControllerFailed, HostError
-from shoal.hosts.api import Connector, Host, Target
-from shoal.hosts.fanout import Outcome, fan_out
-
-T = TypeVar("T")
+from shoal.hosts.api import Connector, Target
+from shoal.plan.connections import Connections
 
 
-class Fleet:
-    """Connections and agents of many hosts. A host that fails drops out with its cause and does not stop the others."""
+class Fleet(Connections):
+    """Connections to many hosts, and agents on them."""
 
     def __init__(self, targets: Mapping[str, Target], connector: Connector) -> None:
-        self.targets = dict(targets)
-        self.failures: dict[str, HostError] = {}
-        self._connector = connector
-        self._hosts: dict[str, Host] = {}
+        super().__init__(targets, connector)
         self._agents: dict[str, AgentSession] = {}
-
-    @property
-    def live(self) -> list[str]:
-        """The hosts that have not dropped out, in the order of the spec."""
-        return [name for name in self.targets if name not in self.failures]
-
-    async def host(self, name: str) -> Host:
-        """The connection to a host, made on first use."""
-        if name not in self._hosts:
-            self._hosts[name] = await self._connector.connect(self.targets[name])
-        return self._hosts[name]
 
     async def agent(self, name: str) -> AgentSession:
         """The agent on a host, started on first use and kept: later questions cost one round trip."""
@@ -42,39 +23,7 @@ class Fleet:
             self._agents[name] = await AgentSession.open(await self.host(name))
         return self._agents[name]
 
-    async def each(
-        self,
-        names: Iterable[str],
-        action: Callable[[str], Awaitable[T]],
-        on_done: Callable[[Outcome[T]], None] | None = None,
-    ) -> dict[str, T]:
-        """Do something on many hosts at once. Answers come back by name; failures are kept in `failures`."""
-        names = [name for name in names if name not in self.failures]
-        outcomes = await fan_out(names, action, on_done=on_done)
-        answers: dict[str, T] = {}
-        for name, outcome in outcomes.items():
-            if outcome.error is not None:
-                self.failures[name] = outcome.error
-            else:
-                answers[name] = outcome.value  # type: ignore[assignment]
-        return answers
-
-    def require(self, name: str) -> None:
-        """Raises when a host that nothing goes on without has dropped out, and says what befell the others."""
-        if name not in self.failures:
-            return
-        raise self.failures[name] if len(self.failures) == 1 else ControllerFailed(name, self.failures)
-
     async def close(self) -> None:
         await asyncio.gather(*(agent.close() for agent in self._agents.values()), return_exceptions=True)
-        await asyncio.gather(*(host.close() for host in self._hosts.values()), return_exceptions=True)
         self._agents.clear()
-        self._hosts.clear()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        await super().close()

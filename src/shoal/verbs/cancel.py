@@ -22,7 +22,7 @@ async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
     """End jobs, running or waiting. Their processes get SIGTERM, and SIGKILL after Slurm's KillWait."""
     for job in jobs:
         check_job(job)
-    async with await context.fleet([context.controller]) as fleet:
+    async with await context.connections([context.controller]) as fleet:
         controller = await fleet.host(context.controller.name)
         found = await while_it_runs(controller, *(find_records(controller, job) for job in jobs))
         records = dict(zip(jobs, found, strict=True))

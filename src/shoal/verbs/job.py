@@ -77,7 +77,7 @@ class Job:
         return asyncio.run(logs(self._context, self._number(), self.spec.directory))
 
     async def _wait(self, number: str) -> JobRecord:
-        async with await self._context.fleet([self._context.controller]) as fleet:
+        async with await self._context.connections([self._context.controller]) as fleet:
             controller = await fleet.host(self._context.controller.name)
             record = await find_record(controller, number)
             if record is None:

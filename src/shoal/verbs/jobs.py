@@ -12,7 +12,7 @@ from shoal.hostlist import expand
 from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Connections
 from shoal.verbs.context import Context
 from shoal.verbs.logs import nodes_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
@@ -43,7 +43,7 @@ class JobsResult:
 
 async def jobs(context: Context) -> JobsResult:
     """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes."""
-    async with await context.fleet() as fleet:
+    async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [said] = await while_it_runs(controller, ask(controller, show_command()))
         records = parse_records(said)
@@ -56,12 +56,12 @@ async def jobs(context: Context) -> JobsResult:
     return JobsResult(context.cluster, views, failures)
 
 
-async def _reason(context: Context, fleet: Fleet, record: JobRecord) -> Reason | None:
+async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:
     root = record.work_dir or f"{JOBS_DIRECTORY}/{context.cluster}"
     return explain_failure(record, await read_tails(fleet, nodes_of(context), record.id, root))
 
 
-async def _progress(fleet: Fleet, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+async def _progress(fleet: Connections, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
     found: dict[str, Mapping[str, Any]] = {}
     nodes = {record.id: [name for name in expand(record.nodes) if name in fleet.targets] for record in running}

@@ -17,7 +17,7 @@ from shoal.jobs.logs import JobLogs, LogLine, LogReader, merge
 from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Connections
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import look_at_slurmctld
@@ -45,7 +45,7 @@ class LogsResult:
 async def logs(context: Context, job: str, directory: str | None = None) -> LogsResult:
     """All that the ranks of a job have printed."""
     check_job(job)
-    async with await context.fleet() as fleet:
+    async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
         found = await read(fleet, nodes_of(context), job, _root(context, record, directory))
@@ -61,7 +61,7 @@ async def follow(
 ) -> LogsResult:
     """Show lines as they come until the job has ended."""
     check_job(job)
-    async with await context.fleet() as fleet:
+    async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
         if record is None:
@@ -127,7 +127,7 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
     return parse_records(result.text) if result.status == 0 else []
 
 
-async def read(fleet: Fleet, nodes: list[str], job: str, root: str, tail: int = 0) -> JobLogs:
+async def read(fleet: Connections, nodes: list[str], job: str, root: str, tail: int = 0) -> JobLogs:
     """What all nodes have of a job."""
     taken = LogReader()
 
@@ -141,7 +141,7 @@ async def read(fleet: Fleet, nodes: list[str], job: str, root: str, tail: int = 
     return taken.result()
 
 
-async def read_tails(fleet: Fleet, nodes: list[str], job: str, root: str) -> JobLogs:
+async def read_tails(fleet: Connections, nodes: list[str], job: str, root: str) -> JobLogs:
     """Enough of a job's logs to work out why it failed."""
     return await read(fleet, nodes, job, root, _TAIL)
 

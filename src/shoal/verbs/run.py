@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -17,11 +18,14 @@ from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
-from shoal.plan.fleet import Fleet
+from shoal.plan.connections import Connections
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
+
+_AT_ONCE = 16
+"""Of a cluster with so many hosts at most, all are connected to at the beginning: the job may go to any of them."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Submitted:
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
     """What `run` would submit. Asks Slurm, changes nothing."""
-    async with await context.fleet([context.controller]) as fleet:
-        return await _prepare(context, await fleet.host(context.controller.name), job, here, limit)
+    async with await context.connections([context.controller]) as fleet:
+        return await _prepare(context, fleet, job, here, limit)
 
 
 async def run(
@@ -68,9 +72,11 @@ async def run(
 ) -> Submitted:
     """Send the working tree to the nodes and queue the job. Whatever can be refused is refused before."""
     secrets = _secrets(job, environ)
-    async with await context.fleet() as fleet:
+    async with await context.connections() as fleet:
+        if len(fleet.targets) <= _AT_ONCE:
+            fleet.meet(fleet.targets)
+        prepared = await _prepare(context, fleet, job, here, limit)
         controller = await fleet.host(context.controller.name)
-        prepared = await _prepare(context, controller, job, here, limit)
         found = await _look(fleet, prepared)
         await _expect_profiler(fleet, prepared.job)
         sent = await _ship(fleet, prepared, found)
@@ -90,18 +96,19 @@ async def run(
     )
 
 
-async def _prepare(context: Context, controller: Host, job: JobSpec, here: Path, limit: int) -> Prepared:
-    tree = working_tree(here, job.script, limit)
+async def _prepare(context: Context, fleet: Connections, job: JobSpec, here: Path, limit: int) -> Prepared:
+    fleet.meet([context.controller.name])
+    tree, ours = await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
+    controller = await fleet.host(context.controller.name)
     nodes, partitions = await while_it_runs(
         controller, ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND)
     )
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
-    ours = runtime()
     shipped = Shipped(context.cluster, job_root(job, context.cluster), tree.hash, ours.hash, tree.workdir)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped))
 
 
-async def _look(fleet: Fleet, prepared: Prepared) -> dict[str, Found]:
+async def _look(fleet: Connections, prepared: Prepared) -> dict[str, Found]:
     """What every node that Slurm may choose has already."""
     shipped, wanted = prepared.shipped, prepared.job.hosts
     strangers = [name for name in wanted if name not in fleet.targets]
@@ -119,7 +126,7 @@ async def _look(fleet: Fleet, prepared: Prepared) -> dict[str, Found]:
     return found
 
 
-async def _expect_profiler(fleet: Fleet, job: ResolvedJob) -> None:
+async def _expect_profiler(fleet: Connections, job: ResolvedJob) -> None:
     if job.spec.profile is None:
         return
 
@@ -130,7 +137,7 @@ async def _expect_profiler(fleet: Fleet, job: ResolvedJob) -> None:
     refuse_without_profiler(job.spec, [name for name, lacks in lacking.items() if lacks])
 
 
-async def _ship(fleet: Fleet, prepared: Prepared, found: Mapping[str, Found]) -> int:
+async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Found]) -> int:
     """The code to every node, or once to the storage they share; how many bytes were sent."""
     root = prepared.shipped.root
     shared = len(found) > 1 and len({state.id for state in found.values()}) == 1
@@ -147,7 +154,7 @@ async def _ship(fleet: Fleet, prepared: Prepared, found: Mapping[str, Found]) ->
     return sum(sent.values())
 
 
-async def _clean(fleet: Fleet, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:
+async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:
     """Remove old code where there is much of it. The job is in the queue: nothing that fails here may stop it."""
     crowded = [name for name in who_needs_it(found) if found[name].old]
     if not crowded:
