@@ -1,8 +1,8 @@
 """Hosts as people really have them: other ids, other package managers, no Python, a Slurm of their own, a busy apt.
 
 Six lent hosts, each odd in its own way, and four runs of `up`: the first meets them all, the second has agents and
-connections killed under it, the third finds everything mended, the fourth has nothing left to do. A host's clock is not
-among the oddities: sandbox hosts share this machine's.
+connections killed under it, the third finds everything mended, the fourth has nothing left to do. Sandbox hosts share
+this machine's clock; one that is wrong is wrong for Python only, by faketime.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ systemctl start munge
 systemd-run --quiet --unit=byhand slurmd -D -f /opt/slurm/etc/slurm.conf
 """
 
+FAST_CLOCK = """\
+DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends faketime >/dev/null 2>&1
+rm /usr/bin/python3
+printf '#!/bin/sh\\nexec faketime -f +130s /usr/bin/python3.11 "$@"\\n' > /usr/bin/python3
+chmod 755 /usr/bin/python3
+"""
+
+RIGHT_CLOCK = "ln -sf python3.11 /usr/bin/python3"
+
 HOLD_APT = """\
 rm -f /run/release /run/held
 systemd-run --quiet --collect --unit=holder python3 -c '
@@ -94,7 +103,7 @@ while [ ! -e /run/held ]; do sleep 0.1; done
 
 RELEASE_APT = "touch /run/release; while systemctl -q is-active holder; do sleep 0.1; done"
 
-ODDITIES = {"desk": DESK, "moved": MOVED, "stuck": STUCK, "alien": ALIEN, "bare": BARE, "made": MADE}
+ODDITIES = {"desk": DESK, "moved": MOVED, "stuck": STUCK, "alien": ALIEN, "bare": BARE, "made": MADE + FAST_CLOCK}
 NAMES = tuple(ODDITIES)
 
 
@@ -144,6 +153,19 @@ def test_the_plan_tells_all_that_stands_in_the_way_of_a_host_at_once(planned: An
     assert "stuck: user munge has id 7001 here and needs 905" in told
     assert "stuck: user slurm has id 7002 here and needs 64030" in told and "sleep (pid " in told
     assert all(change["action"] for change in planned["changes"]), planned
+
+
+def test_a_clock_that_is_off_is_told_with_how_far_and_what_munge_makes_of_it(planned: Any) -> None:
+    assert clocks(planned).keys() == {"made"}
+    found, fix = clocks(planned)["made"]
+    # As far as it is, give or take how long the answer took on a busy machine.
+    assert re.fullmatch(r"\+1[234]\d s against this machine", found), found
+    assert fix == "run `timedatectl set-ntp true` on it; munge refuses messages from 300 s on"
+
+
+def clocks(said: Any) -> dict[str, tuple[str, str]]:
+    found = [finding for finding in said["findings"] if finding["what"] == "the clock is off"]
+    return {finding["host"]: (finding["found"], finding["fix"]) for finding in found}
 
 
 def test_a_file_elsewhere_that_depends_on_an_id_is_reported_with_the_steps(first: str) -> None:
@@ -206,7 +228,7 @@ def second(place: Place, first: str) -> Any:
     lent.shell("stuck", "\n".join(dict.fromkeys(fix)))
     lent.shell("bare", "mv /usr/bin/python3.away /usr/bin/python3")
     lent.shell("alien", "mv /root/apt-get /usr/bin/apt-get; rm /usr/bin/dnf")
-    lent.shell("made", "systemctl stop byhand")
+    lent.shell("made", f"systemctl stop byhand; {RIGHT_CLOCK}")
     for host in ("bare", "alien"):
         lent.shell(host, HOLD_APT)
     running = place.cluster.background("up", "--json")
@@ -254,6 +276,10 @@ def third(place: Place, second: Any) -> Any:
 def test_the_next_up_converges_whatever_was_killed(place: Place, third: Any) -> None:
     assert third["whole"] and set(third["changed"]) == {"stuck", "alien", "bare"}, third
     assert sorted(place.cluster.on("desk", "srun", "-N6", "hostname").split()) == sorted(NAMES)
+
+
+def test_a_clock_that_was_set_right_is_told_no_more(third: Any) -> None:
+    assert clocks(third) == {}
 
 
 def test_nothing_of_a_killed_run_stays(place: Place, third: Any) -> None:

@@ -29,6 +29,14 @@ async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:
     )
 
 
+@pytest.mark.parametrize("ahead", [4000, -4000])
+async def test_how_far_a_hosts_clock_is_ahead_is_told(tmp_path: Path, ahead: int) -> None:
+    wrong = f"import sys, time; right = time.time; time.time = lambda: right() + {ahead}; exec(sys.argv[-1])"
+    async with await AgentSession.open(WithPython([sys.executable, "-c", wrong]), state=str(tmp_path)) as session:
+        facts = await session.facts()
+    assert facts.clock_offset == pytest.approx(ahead, abs=100)
+
+
 async def test_an_agent_that_crashes_is_told_with_its_last_words() -> None:
     host = FakeHost("n1", {("python3",): Result(1, stderr=b"Traceback (most recent call last):\nMemoryError\n")})
     with pytest.raises(AgentFailed) as caught:
