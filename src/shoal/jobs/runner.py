@@ -154,6 +154,7 @@ class Rank:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
+        note_warning(number)
         if self.child is not None and self.child.returncode is None:
             self.child.send_signal(number)
 
@@ -216,6 +217,14 @@ def profiled(command: list[str], kind: str, traces: str) -> list[str]:
         options = ["--line-by-line", "--prof-mod", script[0], "--outfile", traces + ".lprof"]
         return [python, "-m", "kernprof", *options, *script]
     return [python, "-m", "shoal.train.profile", *script]
+
+
+def note_warning(number: int) -> None:
+    """Leave word of a warning for a script that still starts, and does not hear it: shoal.train.stop looks here."""
+    if number in (signal.SIGUSR1, signal.SIGUSR2):
+        name = "stop.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
+        with contextlib.suppress(OSError), open(os.path.join(os.environ["SHOAL_JOB_DIR"], name), "w") as note:
+            note.write("%d\n" % number)
 
 
 def torch_variables(rank: int) -> None:
@@ -294,6 +303,7 @@ def agent(command: list[str]) -> int:
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        note_warning(number)
         for pid in registered(directory):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)

@@ -23,6 +23,9 @@ from collections.abc import Mapping
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """What asks a job to stop: --signal and preemption send the first two, scancel and the time limit the third."""
 
+STOP_NOTE = "stop"
+"""In the job's directory, with the number of its restarts: the warning that came, for a script that still starts."""
+
 WARNING_SIGNAL = "USR1"
 WARNING_SECONDS = 60
 """How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""

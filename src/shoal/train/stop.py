@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.train.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, STOP_SIGNALS
+from shoal.train.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
 from shoal.train.ranks import Ranks
 
 log = logging.getLogger("shoal.train.stop")
@@ -65,6 +66,8 @@ class Stopper:
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        if not self._signal:
+            self._signal, self._noted_at = _warned_before(environ)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
@@ -123,6 +126,17 @@ class Stopper:
 
 _TIME_LIMIT = 1
 """Stands in the all-reduce for the time limit; smaller than any signal of ours, which thereby wins."""
+
+
+def _warned_before(environ: Mapping[str, str]) -> tuple[int, float]:
+    """The warning that came while this script was still starting, and when: whoever runs the rank left word of it."""
+    note = Path(environ.get(SHOAL_JOB_DIR, ""), f"{STOP_NOTE}.{environ.get('SLURM_RESTART_COUNT') or 0}")
+    try:
+        if SHOAL_JOB_DIR in environ and (number := int(note.read_text())) in STOP_SIGNALS:
+            return number, time.monotonic() - max(0.0, time.time() - note.stat().st_mtime)
+    except (OSError, ValueError):
+        pass
+    return 0, 0.0
 
 
 def _number(environ: Mapping[str, str], name: str) -> float | None:

@@ -105,6 +105,36 @@ def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCapture
     assert "SHOAL_GRACE_SECONDS is 'soon', which is no number of seconds: ignored" in caplog.text
 
 
+def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_JOB_DIR", str(tmp_path))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert _noted(tmp_path, 2) == ""
+    runner.note_warning(signal.SIGTERM)  # of which the script would have died
+    assert _noted(tmp_path, 2) == ""
+    runner.note_warning(signal.SIGUSR1)
+    assert _noted(tmp_path, 2) == "SIGUSR1"
+    assert _noted(tmp_path, 3) == "", "that was the turn before"
+    (tmp_path / "stop.3").write_text("")  # just being written
+    assert _noted(tmp_path, 3) == ""
+
+
+def _noted(directory: Path, restart: int) -> str:
+    stopper = _stopper(SHOAL_JOB_DIR=str(directory), SLURM_RESTART_COUNT=str(restart))
+    stopper.close()
+    return stopper.noted
+
+
+def test_a_warning_before_the_start_has_less_of_its_time_left(tmp_path: Path) -> None:
+    (tmp_path / "stop.0").write_text(f"{int(signal.SIGUSR2)}\n")
+    os.utime(tmp_path / "stop.0", (time.time() - 45, time.time() - 45))
+    stopper = _stopper(SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_SECONDS="60")
+    stop = stopper.agree(1)
+    stopper.close()
+    assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 15
+
+
 def test_a_handler_that_was_there_before_is_still_called() -> None:
     called: list[int] = []
     original = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
