@@ -101,7 +101,7 @@ def run(
 
         options = {name: value for name, value in given.items() if value is not None}
         if export:
-            options["env"] = dict(_variable(text) for text in export)
+            options["env"] = dict(exported(text) for text in export)
         if script is not None:
             options.update(script=script, args=tuple(args or ()))
         spec = load_job(job, options) if job is not None else job_of(options)
@@ -170,7 +170,8 @@ def cancel(
         session.finish_cancel(session.run(verb(session.open(file, cluster, phases=False), jobs)))
 
 
-def _variable(text: str) -> tuple[str, str]:
+def exported(text: str) -> tuple[str, str]:
+    """The name and the value in an --export."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--export {name} has no value", hint=f"say --export {name}=VALUE")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.job_commands import exported
 from shoal.cli.options import Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from shoal.proof.model import Runner
+    from shoal.proof.model import Asked, ProofResult, Runner
 
 
 def prove(
@@ -30,60 +31,110 @@ def prove(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the optimizer to compare.", min=1)] = 10,
     timeout: Annotated[float, typer.Option(help="Seconds for each run.", min=1)] = 600,
-    python: Annotated[str | None, typer.Option(help="The Python that runs the script. Default: Shoal's own.")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the records and the output in this directory.")] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="The Python that runs the script. Default: Shoal's own; on a cluster python3."),
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the records in this directory.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Run as jobs of the cluster of this spec.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Run as jobs of this sandbox cluster, which has no file.")] = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="On a cluster: take partition, env and the rest from this file.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", "-N", help="On a cluster: how many nodes. Default: 1.")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="On a cluster: GPUs of each node. Default: all.")] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(help="On a cluster: NAME=VALUE for the script's environment; may be given many times."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that a script trains the same with many processes as with one.
 
     It runs with one process, then with many in every way asked for; the losses of each step and the final parameters
-    are compared. A difference that is more than rounding is explained, and the exit code is 1.
+    are compared. A difference that is more than rounding is explained, and the exit code is 1. Without --file or
+    --cluster it runs on this machine's CPU.
     """
     with Session(json) as session:
         from shoal.cli.progress import TerminalProgress
-        from shoal.cli.render_proof import show_proof
         from shoal.plan.progress import Silence
         from shoal.proof.local import LOCAL_LAUNCHERS, LocalRunner
         from shoal.proof.model import PARALLELS, TOLERANCES, Asked
         from shoal.verbs.prove import prove as verb
+        from shoal.verbs.prove_jobs import CLUSTER_LAUNCHERS
 
+        far = file is not None or cluster is not None
         if dtype not in TOLERANCES:
             raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
         if keep is not None and keep.exists() and any(keep.iterdir()):
             raise UsageError(f"--keep {keep} is not empty", hint="name a new directory")
+        launchers = _names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
         asked = Asked(
             script,
             tuple(args or ()),
             processes,
-            _names("--launcher", launcher, LOCAL_LAUNCHERS) if launcher else LOCAL_LAUNCHERS,
+            launchers or (("srun",) if far else LOCAL_LAUNCHERS),
             _names("--parallel", parallel, PARALLELS),
             dtype,
             TOLERANCES[dtype] if tolerance is None else tolerance,
             steps,
             timeout,
         )
-        runner: Runner = LocalRunner(asked, python)
+        given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "env": export}
+        runner: Runner
+        if far:
+            runner = _as_jobs(session, asked, file, cluster, job, given)
+        else:
+            _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
+            runner = LocalRunner(asked, python)
         progress = Silence() if json else TerminalProgress(session.errors)
         try:
             result = session.run(verb(asked, runner, progress, keep.absolute() if keep else None))
         except Interrupted:
             raise Interrupted("stopped; its processes are ended") from None
-        if json:
-            from shoal.cli.as_json import plain
+        _finish(session, result)
 
-            session.finish_value({**plain(result), "passed": result.passed})
-        else:
-            show_proof(session.console, result)
-        session.status = 0 if result.passed else 1
+
+def _as_jobs(
+    session: Session, asked: Asked, file: Path | None, cluster: str | None, job: Path | None, given: dict[str, Any]
+) -> Runner:
+    from shoal.jobs.load import job_of, load_job
+    from shoal.verbs.prove_jobs import ClusterRunner
+
+    options = {name: value for name, value in given.items() if value is not None}
+    if "env" in options:
+        options["env"] = dict(exported(text) for text in options["env"])
+    options.update(script=asked.script, args=asked.args)
+    spec = load_job(job, options) if job is not None else job_of(options)
+    return ClusterRunner(asked, session.open(file, cluster), spec, Path.cwd())
+
+
+def _finish(session: Session, result: ProofResult) -> None:
+    if session.json:
+        from shoal.cli.as_json import plain
+
+        session.finish_value({**plain(result), "passed": result.passed})
+    else:
+        from shoal.cli.render_proof import show_proof
+
+        show_proof(session.console, result)
+    session.status = 0 if result.passed else 1
+
+
+def _refuse(of_jobs: dict[str, Any]) -> None:
+    for option, value in of_jobs.items():
+        if value is not None and value != []:
+            raise UsageError(f"{option} is for jobs of a cluster", hint="name the cluster with --file or --cluster")
 
 
 def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise UsageError(
-            f"{option} knows no {', '.join(map(repr, unknown)) or 'empty list'}", hint=f"use {', '.join(known)}"
-        )
+        said = ", ".join(unknown) if unknown else "nothing"
+        raise UsageError(f"{option} names {said}", hint=f"use {', '.join(known)}, with commas between")
     return names
 
 

@@ -65,7 +65,8 @@ def _others(one: RunRecord, many: RunRecord, step: int) -> str:
     if later:
         return (
             f"{told}, but at another step ({later} of them): the ranks do not follow one order of the samples, the same"
-            " for any number of them; cut one global order into batches and each batch into parts, as shoal.train.data.Loader does"
+            " for any number of them; cut one global order into batches and each batch into parts, as"
+            " shoal.train.data.Loader does"
         )
     return (
         f"{told}: their data is shuffled, split or changed at random by each rank for itself;"

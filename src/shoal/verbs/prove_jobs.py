@@ -1,0 +1,138 @@
+"""Runs of a proof as jobs of a cluster: sent as `shoal run` sends them, their records read back from the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import re
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from shoal.errors import CommandFailed, HostError, UsageError
+from shoal.hostlist import expand
+from shoal.jobs.bundle import DEFAULT_LIMIT
+from shoal.jobs.model import LAUNCHER_NAMES, JobSpec, job_root
+from shoal.jobs.reason import Reason
+from shoal.jobs.record import JobRecord
+from shoal.plan.progress import Phase
+from shoal.proof.model import Asked, RunFailed, Trial
+from shoal.verbs.cancel import cancel
+from shoal.verbs.context import Context
+from shoal.verbs.logs import find_record, logs, wait_for_end
+from shoal.verbs.run import run
+
+CLUSTER_LAUNCHERS = tuple(name for name in LAUNCHER_NAMES if name != "python")
+RECORDS = "proof"
+"""The directory of the records, below the job's own."""
+_FILE = re.compile(r"rank-[0-9]+\.(jsonl|start|end)")
+
+
+class ClusterRunner:
+    """Runs the script as jobs, one after the other."""
+
+    def __init__(self, asked: Asked, context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> None:
+        """`job` has all that the runs have in common; the launcher and the number of processes are the proof's."""
+        self._asked = asked
+        self._context = context
+        self._job = job
+        self._here = here
+        self._limit = limit
+        nodes = job.nodes or 1
+        if asked.processes % nodes:
+            raise UsageError(
+                f"{asked.processes} processes cannot be shared equally by {nodes} nodes",
+                hint=f"say -n {nodes * math.ceil(asked.processes / nodes)}",
+            )
+
+    @property
+    def where(self) -> str:
+        return self._context.cluster
+
+    async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
+        job = self._spec(trial)
+        submitted = await run(self._context, job, self._here, self._limit)
+        phase.say(self.where, f"job {submitted.id}")
+        try:
+            record = await self._end_of(submitted.id)
+        except asyncio.CancelledError:
+            await cancel(self._context, [submitted.id])
+            raise
+        await self._fetch(job, record, directory)
+        if record.failed:
+            found = await logs(self._context, submitted.id, job.directory)
+            raise RunFailed(_told(record, found.reason), hint=found.reason.fix if found.reason else "")
+
+    def _spec(self, trial: Trial) -> JobSpec:
+        nodes = self._job.nodes or 1
+        one = trial.processes == 1
+        # The variables are Shoal's own, which a person may not set: not checked as theirs are.
+        return self._job.model_copy(
+            update={
+                "launcher": trial.launcher,
+                "nodes": 1 if one else nodes,
+                "nodelist": None if one else self._job.nodelist,
+                "ntasks_per_node": trial.processes if one else trial.processes // nodes,
+                "requeue": False,
+                "time": self._job.time or str(math.ceil(self._asked.timeout / 60)),
+                "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
+                "env": {**self._job.env, **trial.variables(self._asked, RECORDS)},
+            }
+        )
+
+    async def _end_of(self, number: str) -> JobRecord:
+        async with await self._context.connections([self._context.controller]) as fleet:
+            controller = await fleet.host(self._context.controller.name)
+            record = await find_record(controller, number)
+            if record is None:
+                raise RunFailed(f"Slurm has forgotten job {number}", hint=f"`shoal logs {number}` may say more")
+            return await wait_for_end(controller, record)
+
+    async def _fetch(self, job: JobSpec, record: JobRecord, directory: Path) -> None:
+        """Bring the records here from every node the job ran on, and take them away there: parameters are large."""
+        place = f"{job_root(job, self._context.cluster)}/{record.id}"
+        async with await self._context.connections() as fleet:
+
+            async def one(name: str) -> bytes:
+                host = await fleet.host(name)
+                result = await host.run(["sh", "-c", _TAKE, "sh", place, RECORDS], timeout=600)
+                if result.status != 0:
+                    raise CommandFailed(
+                        name, f"cannot read the records of job {record.id}: {result.error_text.strip()}"
+                    )
+                return result.stdout
+
+            names = [name for name in expand(record.nodes) if name in fleet.targets] if record.nodes else []
+            found = await fleet.each(names, one)
+            failures: Mapping[str, HostError] = fleet.failures
+        for error in failures.values():
+            raise error
+        for archive in found.values():
+            _unpack(archive, directory)
+
+
+_TAKE = r"""
+cd "$1" 2> /dev/null || exit 0
+[ -d "$2" ] || exit 0
+tar -cf - --exclude=checkpoints --exclude=tracking "$2" && rm -rf "$2"
+"""
+"""Prints the records as an archive. A job that failed early has none."""
+
+
+def _unpack(archive: bytes, directory: Path) -> None:
+    """Take the records out of an archive, and nothing else, under no other name."""
+    if not archive:
+        return
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            file = tar.extractfile(member) if member.isfile() and _FILE.fullmatch(name) else None
+            if file is not None:
+                (directory / name).write_bytes(file.read())
+
+
+def _told(record: JobRecord, reason: Reason | None) -> str:
+    if reason is None:
+        return f"job {record.id}: {record.state.lower().replace('_', ' ')}"
+    return f"job {record.id}: {reason.text}" + "".join(f"\n  {line}" for line in reason.details)
