@@ -54,6 +54,10 @@ class Dist:
 
 _current: Dist | None = None
 
+_group: Any = None
+"""The process group, held beyond its end. Where a DDP model is the last to hold it, freeing the model waits for Gloo's
+threads with Python's lock held, and one of them may be waiting for that lock: a job that is done would never end."""
+
 
 def init(
     timeout: float = 180.0,
@@ -69,7 +73,7 @@ def init(
     Ranks may come late (a cold import over the network takes a minute), so `timeout` is long; but after
     `explain_after` seconds it is said who is missing and why. `collective_timeout` is torch's, for each collective.
     """
-    global _current
+    global _current, _group
     if _current is not None:
         return _current
     env = read_env(environ)
@@ -92,6 +96,7 @@ def init(
         timeout=timedelta(seconds=collective_timeout),
         device_id=device if device.type == "cuda" else None,
     )
+    _group = torch_dist.group.WORLD
     if meeting:
         env = dataclasses.replace(env, master_address=meeting.store_address, master_port=meeting.store_port)
     _current = Dist(env, device, backend, interface, binding, store)
