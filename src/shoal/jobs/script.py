@@ -24,6 +24,11 @@ fi
 exit "$status"
 """
 
+_NOTHING_RAN = """
+# srun may leave with 0 although it could not start a single rank. A rank that has ended left word of it.
+[ "$status" != 0 ] || compgen -G "$SHOAL_JOB_DIR/rank-*.${SLURM_RESTART_COUNT:-0}.end" > /dev/null || status=1
+"""
+
 
 def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
@@ -31,7 +36,7 @@ def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
     lines += _environment(job, shipped)
     lines += ["", *_launch(job, launcher, shipped), "status=$?"]
-    return "\n".join(lines) + "\n" + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
+    return "\n".join(lines) + "\n" + _NOTHING_RAN + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
 
 
 def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
