@@ -274,7 +274,7 @@ class SlurmOptions(Closed):
         Annotated[str, BeforeValidator(_option_name)],
         Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
     ] = Field(default_factory=dict)
-    """Keys of slurm.conf that Shoal does not write itself, with their values: `{KillWait: 60}`."""
+    """Keys of slurm.conf with their values: `{KillWait: 60}`. Some keys are Shoal's alone."""
 
 
 class Spec(Closed):
