@@ -178,6 +178,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "TCPTimeout": "10",
         "SlurmdTimeout": "300",
         "ReturnToService": "2",
+        # Slurm starts a batch job at the next second of its own clock, and by default leaves three of them out.
+        "SchedulerParameters": "batch_sched_delay=0",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
         "GresTypes": "gpu",
