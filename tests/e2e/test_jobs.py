@@ -6,6 +6,7 @@ The tests share one cluster and run in the order of this file.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,19 @@ from shoal.train.env import read_env
 env = read_env()
 print(env.rank, env.local_rank, env.node_rank, env.world_size, env.local_world_size, env.launcher, env.node)
 """
+TRACKED = """\
+import os
+names = ("SHOAL_TRACKING_URI", "SHOAL_EXPERIMENT", "SHOAL_CODE_HASH", "SHOAL_RUN_ID", "MLFLOW_TRACKING_PASSWORD")
+print(*(os.environ.get(name, "-") for name in names), sep="|")
+"""
+TRAINS = """\
+import time
+from shoal.train.progress import Progress
+progress = Progress(total_steps=1000, samples_per_step=8)
+for step in range(1, 1001):
+    progress.step(step, loss=1 / step)
+    time.sleep(0.5)
+"""
 AGAIN = f"""\
 import os, sys
 turn = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -87,6 +101,8 @@ class Jobs(Cluster):
             "again.py": AGAIN,
             "place.py": PLACE,
             "gpu.py": GPU,
+            "tracked.py": TRACKED,
+            "trains.py": TRAINS,
         }
         for name, text in scripts.items():
             (self.tree / name).write_text(text)
@@ -254,6 +270,80 @@ def test_every_other_option_is_taken_by_sbatch(cluster: Jobs) -> None:
     assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
 
 
+def test_a_tracked_job_knows_its_run_and_only_it_knows_the_password(cluster: Jobs) -> None:
+    words = ("--tracking-uri", "http://mlflow:5000", "--experiment", "it's $5", "--launcher", "python", "tracked.py")
+    cluster.env["MLFLOW_TRACKING_PASSWORD"] = "hunter2 '$x"
+    try:
+        result = cluster.json("run", "--wait", *words)
+    finally:
+        del cluster.env["MLFLOW_TRACKING_PASSWORD"]
+    [line] = [line["text"] for line in result["lines"] if line["rank"] == 0]
+    uri, experiment, code, run, password = line.split("|")
+    assert (uri, experiment, code, password) == ("http://mlflow:5000", "it's $5", result["code"], "hunter2 '$x")
+    assert run.startswith(f"j-jobs-{result['id']}-")
+    known = cluster.on("controller", "scontrol", "-dd", "show", "job", result["id"])
+    script = cluster.on("controller", "scontrol", "write", "batch_script", result["id"], "-")
+    assert f"Comment=shoal:{code}/" in known and "hunter2" not in known + script
+
+
+def test_jobs_show_how_far_a_training_is(cluster: Jobs) -> None:
+    job = cluster.submit("--launcher", "python", "trains.py")
+    try:
+        cluster.wait("it says so", lambda: "samples/s" in cluster.shoal("jobs").stdout, 60)
+        [line] = [line for line in cluster.shoal("jobs").stdout.splitlines() if line.startswith(f"{job} ")]
+        assert re.search(r"step \d+/1000, loss [0-9.e-]+, [0-9.]+ samples/s, .* left", line), line
+    finally:
+        cluster.shoal("cancel", job)
+
+
+def test_a_profiler_that_the_nodes_lack_is_said_before_the_job_is_queued(cluster: Jobs) -> None:
+    for profiler, needs in (
+        ("nsys", "nsys, which is missing on"),
+        ("line", "kernprof, which is missing in python3 on"),
+    ):
+        said = cluster.shoal("run", "--profile", profiler, "hello.py", status=2).stderr
+        assert f"--profile {profiler} needs {needs} fish[1-2]" in said
+
+
+def test_a_profiler_leaves_its_report_beside_the_logs_and_they_say_where(cluster: Jobs) -> None:
+    """A stand-in for nsys on both nodes: what counts here is where things lie."""
+    fake = '#!/bin/sh\nshift; out=${2#--output=}; echo trace > "${out%\\%q*}$RANK.0.nsys-rep"; shift 2; exec "$@"\n'
+    for node in ("fish1", "fish2"):
+        cluster.on(node, "sh", "-c", 'printf %s "$0" > /usr/local/bin/nsys; chmod 755 /usr/local/bin/nsys', fake)
+    result = cluster.json("run", "--wait", "-N2", "--profile", "nsys", "hello.py")
+    assert result["traces"] == f"/var/lib/shoal/jobs/j-jobs/{result['id']}/profile"
+    for rank, node in enumerate(("fish1", "fish1", "fish2", "fish2")):
+        trace = f"{result['traces']}/rank-{rank}.0.nsys-rep"
+        assert f"shoal: --profile nsys: {node}:{trace}" in [line["text"] for line in result["lines"]]
+        assert cluster.on(node, "cat", trace) == "trace\n"
+    assert f"profile in {result['traces']}" in cluster.shoal("jobs").stdout
+
+
+def test_what_a_job_of_the_same_number_left_on_a_node_is_put_aside(cluster: Jobs) -> None:
+    """As on a host that was lent to a cluster which was built again, and counts from 1 again."""
+    place = "/var/lib/shoal/jobs/j-jobs"
+    coming = int(cluster.submit("--launcher", "python", "hello.py")) + 1
+    old = f"mkdir -p {place}/{coming}/tree && echo 'print(\"old code\")' > {place}/{coming}/tree/hello.py"
+    for node in ("fish1", "fish2"):
+        cluster.on(node, "sh", "-c", old)
+    result = cluster.json("run", "--wait", "-N2", "hello.py")
+    assert result["id"] == str(coming)
+    assert not any("old code" in line["text"] for line in result["lines"])
+    for node in ("fish1", "fish2"):
+        assert "old code" in cluster.on(node, "sh", "-c", f"cat {place}/{coming}.before-*/tree/hello.py")
+
+
+def test_code_that_nobody_used_for_long_goes_with_the_next_job(cluster: Jobs) -> None:
+    code = "/var/lib/shoal/jobs/j-jobs/code"
+    crowd = f"for n in $(seq 30); do touch -d '30 days ago' {code}/0$n.tar; done"
+    for node in ("fish1", "fish2"):
+        cluster.on(node, "sh", "-c", crowd)
+    cluster.json("run", "--wait", "hello.py")
+    for node in ("fish1", "fish2"):
+        left = cluster.on(node, "ls", code).split()
+        assert 20 <= len(left) < 30 and cluster.json("run", "--dry-run", "hello.py")["code"] + ".tar" in left
+
+
 def test_a_job_from_python(cluster: Jobs) -> None:
     job = Job("hello.py", nodes=2, context=open_context(cluster.file), tree=cluster.tree).submit()
     assert job.wait().state == "COMPLETED"
@@ -272,6 +362,17 @@ def test_a_node_that_fails_is_named(cluster: Jobs) -> None:
     finally:  # its slurmd may have registered again by itself
         cluster.on("controller", "scontrol", "update", "nodename=fish2", "state=resume", status=None)
     cluster.wait("fish2 is back", lambda: cluster.states()["fish2"] == {"IDLE"})
+
+
+def test_a_slurmctld_that_does_not_run_is_said_at_once(cluster: Jobs) -> None:
+    cluster.on("controller", "systemctl", "stop", "slurmctld")
+    try:
+        for words in (("run", "hello.py"), ("jobs",), ("logs", "1"), ("cancel", "1")):
+            said = cluster.shoal(*words, status=1, timeout=20).stderr
+            assert "slurmctld does not run on controller (inactive)" in said and "fix: run `shoal up`" in said
+    finally:
+        cluster.on("controller", "systemctl", "start", "slurmctld")
+    cluster.wait("it is back", lambda: cluster.states()["fish1"] == {"IDLE"})
 
 
 def test_the_time_limit_is_warned_of_and_named(cluster: Jobs) -> None:
