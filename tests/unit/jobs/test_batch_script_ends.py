@@ -1,0 +1,57 @@
+"""How a batch script ends, run by a real bash with a srun and a scontrol of the test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from job_clusters import SHIPPED, resolved
+
+from shoal.jobs.script import sbatch_script
+
+
+def _run(tmp_path: Path, srun: str, **options: object) -> tuple[int, str]:
+    """The script's exit status, and what it asked of scontrol."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", srun), ("scontrol", f'echo "$*" >> {tmp_path}/asked'), ("sleep", "true")):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    job, root = resolved("train.py", **options), str(tmp_path / "jobs")
+    (tmp_path / "jobs" / "7").mkdir(parents=True)
+    environ = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_NODELIST": "gpu1",
+        "SLURMD_NODENAME": "gpu1",
+    }
+    text = sbatch_script(job, replace(SHIPPED, root=root))
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=60)
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    return done.returncode, asked.replace("-o show node gpu1\n", "")
+
+
+ENDED = 'touch "$SHOAL_JOB_DIR/rank-0.2.end"'
+
+
+def test_a_job_that_ran_ends_as_srun_did(tmp_path: Path) -> None:
+    assert _run(tmp_path, f"{ENDED}; exit 0") == (0, "")
+
+
+def test_a_job_that_failed_has_the_status_of_srun(tmp_path: Path) -> None:
+    assert _run(tmp_path, f"{ENDED}; exit 3") == (3, "")
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_srun_that_started_nothing_and_left_with_0_is_a_failure(tmp_path: Path, requeue: bool) -> None:
+    earlier = 'touch "$SHOAL_JOB_DIR/rank-0.1.end"'  # of the turn before
+    assert _run(tmp_path, f"{earlier}; exit 0", requeue=requeue) == (1, "")
+
+
+def test_a_rank_that_asks_for_another_turn_gets_it(tmp_path: Path) -> None:
+    note = 'touch "$SHOAL_JOB_DIR/requeue.2"'
+    assert _run(tmp_path, f"{ENDED}; {note}; exit 0") == (0, "requeue 7\n")
