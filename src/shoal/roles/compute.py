@@ -14,6 +14,7 @@ from shoal.spec.member import Member
 
 DEFAULTS = "/etc/default/slurmd"
 DROP_IN = "/etc/systemd/system/slurmd.service.d/shoal.conf"
+LEFTOVERS = "/etc/tmpfiles.d/shoal-slurmd.conf"
 DEVICE_RULE = "90-shoal-nvidia"
 
 
@@ -23,6 +24,8 @@ def compute(cluster: Cluster, member: Member) -> Document:
         *_configless(cluster, member),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Directory(SPOOL_DIRECTORY),
+        Directory("/etc/tmpfiles.d"),
+        File(LEFTOVERS, leftovers()),
         DeviceRule(DEVICE_RULE, device_rules() if _has_nvidia(cluster, member) else ""),
         Service("slurmd", command=("/usr/sbin/slurmd", "-D", *slurmd_options(cluster, member))),
     )
@@ -79,6 +82,15 @@ def slurmd_drop_in() -> str:
         # A slurmd that is told to end while it reads a new configuration can miss it; jobs do not mind its death.
         "TimeoutStopSec=10\n"
     )
+
+
+def leftovers() -> str:
+    """What a node that lost its power forgets when it boots.
+
+    Slurm's PMIx plugin does not start a step whose socket is there already: a job that was running would never start
+    here again, as it comes back under its own number.
+    """
+    return f"# Written by shoal; changes here are lost.\nr! {SPOOL_DIRECTORY}/stepd.slurm.pmix.*\n"
 
 
 def _configless(cluster: Cluster, member: Member) -> list[Item]:

@@ -9,7 +9,7 @@ from typing import Literal
 from shoal.agent.document import Block, DeviceRule, Document, File, Service
 from shoal.roles.base import MUNGE_KEY, base, without_firewall
 from shoal.roles.cluster import FIREWALLD, Cluster
-from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, compute, login
+from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
 from shoal.roles.pmix import pmix_files
@@ -52,7 +52,7 @@ def farewell() -> Document:
     return (
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN)],
+        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS)],
         DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),
         Service("munge", enabled=False, running=False),
