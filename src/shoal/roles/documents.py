@@ -15,7 +15,8 @@ from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
 from shoal.roles.pmix import pmix_files
 from shoal.spec.member import Member
 
-FACT_SERVICES = ("munge", "slurmctld", "slurmd", FIREWALLD)
+# All that documents name, so that an agent asks systemd once.
+FACT_SERVICES = ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD)
 FACT_FILES: Mapping[str, Literal["hash", "text", "there"]] = {
     MUNGE_KEY: "hash",
     **dict.fromkeys((*CONF_FILES, HOSTS), "text"),

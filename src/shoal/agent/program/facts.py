@@ -47,7 +47,7 @@ def gather_facts(ask: Item, world: World) -> Item:
         "groups": {g.gr_name: {"id": g.gr_gid} for g in accounts(ask.get("groups", ()), group_of, "group")},
         "files": {path: file_fact(path, how) for path, how in ask.get("files", {}).items()},
         "packages": package_facts(ask.get("packages", []), world),
-        "services": service_facts(ask.get("services", [])),
+        "services": service_facts(ask.get("services", []), world),
         "clock": time.time(),
     }
 

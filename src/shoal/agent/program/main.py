@@ -27,20 +27,24 @@ def main(state: str, source: Callable[[str], str]) -> None:
     wire = Wire()
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, wire.hang_up)
+    before: World | None = None
     while True:
         request = wire.request()
         if request is None or request["op"] == "exit":
             return
+        world = World(wire, state, request.get("items", []), request["op"] == "check", source)
+        if before and request["op"] == "check":
+            world.units_as_in(before)
         try:
-            answer(request, wire, state, source)
+            answer(request, world)
+            before = world if request["op"] == "facts" else None  # a dry run that follows goes by what they told
         except OSError as error:
             text = explain(error, request.get("path", state), request["op"])
             wire.send({"event": "error", "text": text})
 
 
-def answer(request: Item, wire: Wire, state: str, source: Callable[[str], str]) -> None:
-    operation = request["op"]
-    world = World(wire, state, request.get("items", []), operation == "check", source)
+def answer(request: Item, world: World) -> None:
+    operation, wire = request["op"], world.wire
     if operation == "facts":
         begin = time.monotonic()
         facts = gather_facts(request, world)
@@ -51,7 +55,8 @@ def answer(request: Item, wire: Wire, state: str, source: Callable[[str], str]) 
         return
     held = lock(world)
     try:
-        world.due = read_due(state)
+        world.due = read_due(world.state)
+        world.forget_units()
         world.defer = bool(request.get("defer_restarts"))
         if operation == "apply":
             release_daemons()

@@ -190,10 +190,10 @@ def unit_log(name: str, said: str = "") -> str:
     return (last_lines(text) or last_lines(said)) + taken_port(name)
 
 
-def service_facts(names: list[str]) -> dict[str, str]:
+def service_facts(names: list[str], world: World) -> dict[str, str]:
     if not has_systemd():
         return {name: "active" if supervised(name) else "missing" for name in names}
-    units = show_units(names)
+    units = world.units(names)
     return {
         name: "missing" if unit.get("LoadState") == "not-found" else unit.get("ActiveState", "missing")
         for name, unit in units.items()

@@ -38,22 +38,29 @@ class World:
         self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
         self.reload_units = False
-        self._units: dict[str, dict[str, str]] | None = None
+        self._units: dict[str, dict[str, str]] = {}
 
     def tell(self, text: str) -> None:
         self.wire.send({"event": "progress", "key": self.key, "text": text})
 
     def unit(self, name: str) -> dict[str, str]:
         """systemd's view of a service; one call answers for every service of the document."""
-        if self._units is None:
-            names = [item["name"] for item in self.items if item["kind"] == "service"]
-            self._units = show_units(names + [key[8:] for key in self.due if key.startswith("service ")])
         if name not in self._units:
-            self._units.update(show_units([name]))
+            names = [item["name"] for item in self.items if item["kind"] == "service"]
+            self.units([name, *names, *(key[8:] for key in self.due if key.startswith("service "))])
         return self._units[name]
 
+    def units(self, names: list[str]) -> dict[str, dict[str, str]]:
+        """The same of several services."""
+        self._units.update(show_units([name for name in dict.fromkeys(names) if name not in self._units]))
+        return {name: self._units[name] for name in names}
+
+    def units_as_in(self, other: World) -> None:
+        """Take systemd's answers from what was asked a moment ago: asking again costs as much as all the rest."""
+        self._units = dict(other._units)
+
     def forget_units(self) -> None:
-        self._units = None
+        self._units = {}
 
 
 def read_due(state: str) -> dict[str, str]:

@@ -1,0 +1,78 @@
+"""How often systemd is asked: once for the facts and the dry run that follows them, anew before anything is changed.
+
+The program runs in a mount namespace of its own, with a script in the place of systemctl.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from agent_place import Place
+
+from shoal.agent.client import AgentSession, Ask
+from shoal.agent.document import Service
+from shoal.hosts.api import Target
+from shoal.hosts.local import LocalHost
+from shoal.hosts.process import LineProcess
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemctl"), reason="needs root and systemctl")
+
+SETUP = """
+mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system || exit 1
+mount --bind "$1/systemctl" "$(command -v systemctl)" || exit 1
+shift
+exec "$@"
+"""
+SYSTEMCTL = """#!/bin/sh
+cd "{folder}" || exit 9
+while [ "$1" != -- ]; do shift; done; shift
+echo "$*" >> calls
+for name; do
+    printf 'Id=%s\\nLoadState=loaded\\nActiveState=%s\\nUnitFileState=enabled\\n\\n' "$name" "$(cat state)"
+done
+"""
+
+
+class WithSystemctl(LocalHost):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Target("here"))
+        self.folder = folder
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SETUP, "sh", str(self.folder)]
+        return await super().start([*prefix, *argv], root=root)
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    (tmp_path / "systemctl").write_text(SYSTEMCTL.format(folder=tmp_path))
+    (tmp_path / "systemctl").chmod(0o755)
+    (tmp_path / "state").write_text("active")
+    async with await AgentSession.open(WithSystemctl(tmp_path), state=str(tmp_path / "kept")) as opened:
+        yield Place(tmp_path, opened)
+
+
+def calls(place: Place) -> list[str]:
+    return (place.folder / "calls").read_text().splitlines()
+
+
+async def test_a_dry_run_goes_by_what_the_facts_before_it_told(place: Place) -> None:
+    facts = await place.session.facts(Ask(services=("a", "b")))
+    assert facts.services == {"a": "active", "b": "active"}
+    assert [item.status for item in await place.check(Service("a"), Service("b"))] == ["ok", "ok"]
+    assert calls(place) == ["a b"]
+    assert [item.status for item in await place.check(Service("b"), Service("c"), Service("a"))] == ["ok"] * 3
+    assert calls(place) == ["a b", "b c a"]
+
+
+async def test_facts_and_changes_go_by_what_is_so_now(place: Place) -> None:
+    await place.session.facts(Ask(services=("a",)))
+    (place.folder / "state").write_text("failed")
+    assert (await place.session.facts(Ask(services=("a",)))).services == {"a": "failed"}
+    (place.folder / "state").write_text("active")
+    assert (await place.apply(Service("a")))[0].status == "ok"
+    assert calls(place) == ["a", "a", "a"]
