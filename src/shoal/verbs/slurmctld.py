@@ -7,24 +7,30 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from shoal.hosts.api import Host
-from shoal.verbs.status import PATIENCE, running_version
+from shoal.verbs.status import running_version
 
 T = TypeVar("T")
 
+SOON = 0.5
+"""Seconds in which a slurmctld that is well has answered."""
+
 
 async def while_it_runs(controller: Host, *questions: Coroutine[Any, Any, T]) -> list[T]:
-    """The answers to questions that slurmctld must answer. Raises SlurmError at once when it does not run.
+    """The answers to questions that slurmctld must answer. Raises SlurmError soon when it does not run.
 
-    Whether it runs is asked at the same time, not before: in a cluster that is well this costs no time.
+    Whether it runs is asked only when the answers take long: in a cluster that is well this costs nothing.
     """
     asking = [asyncio.ensure_future(question) for question in questions]
     try:
-        state = await controller.run(("systemctl", "is-active", "slurmctld"), timeout=PATIENCE)
-        # Where there is no systemd it prints nothing, and Slurm has to be asked itself.
-        if state.text.strip() not in ("", "active", "reloading"):
+        await asyncio.wait(asking, timeout=SOON, return_when=asyncio.FIRST_EXCEPTION)
+        if not all(answer.done() for answer in asking) and not any(_failed(answer) for answer in asking):
             await running_version(controller)
         return [await answer for answer in asking]
     finally:
         for answer in asking:
             answer.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
+
+
+def _failed(answer: asyncio.Future[T]) -> bool:
+    return answer.done() and answer.exception() is not None
