@@ -18,7 +18,7 @@ def show_proof(console: Console, result: ProofResult) -> None:
         table.add_column(column, overflow="fold")
     for row in result.rows:
         told = _differences(row) if row.found else ("-", "-", "-")
-        table.add_row(row.launcher, row.parallel, *told, _verdict(row.passed))
+        table.add_row(row.launcher, row.parallel, *told, _verdict(row))
     console.print(
         f"largest relative differences between {result.processes} processes and one, over {result.steps} steps"
         f" in {result.dtype}:",
@@ -50,9 +50,11 @@ def _differences(row: Row) -> tuple[str, str, str]:
 def _told(difference: Difference) -> str:
     if not difference.relative:
         return "none"
-    where = f" ({printable(difference.where)})" if difference.where else ""
+    where = f" ({escape(printable(difference.where))})" if difference.where else ""
     return f"{difference.relative:.1e}{where}"
 
 
-def _verdict(passed: bool) -> Text:
-    return Text("✓ same", style="green") if passed else Text("✗ differs", style="red")
+def _verdict(row: Row) -> Text:
+    if row.passed:
+        return Text("✓ same", style="green")
+    return Text("✗ differs" if row.found else "✗ failed", style="red")

@@ -1,0 +1,150 @@
+"""Runs on this machine: real processes, which leave nothing behind however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.plan.progress import Silence
+from shoal.proof.local import LocalRunner
+from shoal.proof.model import Asked, RunFailed, Trial
+
+ONE = Trial("python", "fsdp", 1)
+HANG = """\
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def script(directory: Path, text: str) -> str:
+    path = directory / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+async def run(runner: LocalRunner, directory: Path, trial: Trial = ONE) -> None:
+    with Silence().phase("", 1) as phase:
+        await runner.run(trial, directory, phase)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for(mark: Path) -> None:
+    end = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()):
+        assert time.monotonic() < end, "the script does not start"
+        time.sleep(0.05)
+
+
+def wait_until_gone(*pids: int) -> None:
+    end = time.monotonic() + 60
+    while not all(map(gone, pids)):
+        assert time.monotonic() < end, f"still there: {pids}"
+        time.sleep(0.05)
+
+
+async def test_a_run_is_told_what_to_prove_and_nothing_of_the_launcher_around_it(tmp_path: Path) -> None:
+    path = script(tmp_path, "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open('said.json', 'w'))")
+    around = {"RANK": "3", "SLURM_PROCID": "3", "SHOAL_RUN_ID": "x", "MLFLOW_TRACKING_URI": "http://x", "KEPT": "yes"}
+    asked = Asked("train.py", ("--epochs", "a b"), dtype="float32", steps=7)
+    before = Path.cwd()
+    os.chdir(Path(path).parent)
+    try:
+        await run(LocalRunner(asked, environ=around), tmp_path)
+    finally:
+        os.chdir(before)
+    arguments, environ = json.loads((tmp_path / "said.json").read_text())
+    assert arguments == ["--epochs", "a b"]
+    assert environ["KEPT"] == "yes" and not {"RANK", "SLURM_PROCID", "SHOAL_RUN_ID", "MLFLOW_TRACKING_URI"} & set(
+        environ
+    )
+    told = {name: environ[name] for name in environ if name.startswith("SHOAL_PROOF_")}
+    assert told == {
+        "SHOAL_PROOF_DIR": str(tmp_path),
+        "SHOAL_PROOF_DTYPE": "float32",
+        "SHOAL_PROOF_PARALLEL": "fsdp",
+        "SHOAL_PROOF_STEPS": "7",
+    }
+    assert environ["OMP_NUM_THREADS"] == "1" and environ["SHOAL_JOB_DIR"] == str(tmp_path)
+
+
+async def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+    path = script(tmp_path, "for n in range(99): print('line', n)\nraise ValueError('no data \\x1b[2J')")
+    with pytest.raises(RunFailed) as raised:
+        await run(LocalRunner(Asked(path)), tmp_path)
+    lines = raised.value.message.splitlines()
+    assert lines[0] == "it ended with status 1:" and lines[-1] == "  ValueError: no data \\x1b[2J"
+    assert len(lines) == 16 and raised.value.hint == "run the script by itself first"
+
+
+async def test_a_python_without_the_library_is_told_so(tmp_path: Path) -> None:
+    path = script(tmp_path, "raise ModuleNotFoundError(\"No module named 'torch'\")")
+    with pytest.raises(RunFailed) as raised:
+        await run(LocalRunner(Asked(path)), tmp_path)
+    assert raised.value.hint.startswith("install torch for the Python that runs the script")
+
+
+async def test_a_run_that_hangs_is_ended_with_all_its_processes_and_says_where_each_rank_was(tmp_path: Path) -> None:
+    path, mark = script(tmp_path, HANG), tmp_path / "pids"
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "step"}\n')
+    (tmp_path / "rank-1.jsonl").write_text('{"kind": "step"}\n{"kind": "step"}\n')
+    with pytest.raises(RunFailed, match=r"has not ended within 3 s \(steps taken: rank 0 1, rank 1 2\)"):
+        await run(LocalRunner(Asked(path, (str(mark),), timeout=3)), tmp_path)
+    wait_until_gone(*map(int, mark.read_text().split()))
+
+
+async def test_a_run_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    path, mark = script(tmp_path, HANG), tmp_path / "pids"
+    task = asyncio.create_task(run(LocalRunner(Asked(path, (str(mark),))), tmp_path))
+    await asyncio.to_thread(wait_for, mark)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    wait_until_gone(*map(int, mark.read_text().split()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_even_a_kill_of_the_command_end_the_script(tmp_path: Path, number: signal.Signals) -> None:
+    path, mark = script(tmp_path, HANG), tmp_path / "pids"
+    command = [sys.executable, "-m", "shoal", "prove", path, "--", str(mark)]
+    shoal = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(mark)
+    ours, its_child = map(int, mark.read_text().split())
+    shoal.send_signal(number)
+    said = shoal.communicate(timeout=60)[1]
+    wait_until_gone(ours)
+    if number == signal.SIGINT:
+        assert shoal.returncode == 130 and re.search("error: stopped; its processes are ended", said)
+        wait_until_gone(its_child)
+    elif not gone(its_child):
+        os.kill(its_child, signal.SIGKILL)  # a script's own children are its own to end
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Asked("train.py", launchers=("srun", "mpirun")), "srun, mpirun needs a cluster; on this machine there are"),
+        (Asked("nope.py", launchers=("spawn",)), "there is no script nope.py"),
+    ],
+)
+def test_what_cannot_run_here_is_refused(asked: Asked, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        LocalRunner(asked)

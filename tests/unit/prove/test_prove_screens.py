@@ -1,0 +1,76 @@
+"""What a person sees of a proof, and what the command refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.cli.render_proof import show_proof
+from shoal.proof.compare import Comparison, Difference
+from shoal.proof.model import ProofResult, Row
+
+SAME = Comparison(
+    Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), False, True
+)
+OTHER = Comparison(
+    Difference(0.5, "step 1"), Difference(3.0, "step 1"), Difference(0.25, "w"), Difference(0.0), (5, 5), False, True
+)
+
+
+def shown(*rows: Row) -> list[str]:
+    out = io.StringIO()
+    show_proof(Console(file=out, width=200), ProofResult("train.py", 4, "float64", 1e-12, 5, (1.0,), rows))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_a_proof_that_holds_shows_how_near_it_came() -> None:
+    assert shown(Row("srun", "ddp", True, SAME), Row("torchrun", "fsdp", True, SAME)) == [
+        "largest relative differences between 4 processes and one, over 5 steps in float64:",
+        "launcher  parallel  losses            first gradient  parameters",
+        "srun      ddp       1.7e-16 (step 4)  none            4.0e-16 ([w])  ✓ same",
+        "torchrun  fsdp      1.7e-16 (step 4)  none            4.0e-16 ([w])  ✓ same",
+        "✓ train.py trains the same with 4 processes as with one: nothing differs by more than 1e-12",
+    ]
+
+
+def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> None:
+    cause = "the [first] gradient is 4 times"
+    rows = [Row("spawn", parallel, False, OTHER, cause) for parallel in ("ddp", "fsdp")]
+    lines = shown(*rows, Row("srun", "ddp", False, cause="it ended with status 1:\n  ValueError: \x1b[2J\n  fix: look"))
+    assert lines[2:] == [
+        "spawn     ddp       5.0e-01 (step 1)  3.0e+00         2.5e-01 (w)  ✗ differs",
+        "spawn     fsdp      5.0e-01 (step 1)  3.0e+00         2.5e-01 (w)  ✗ differs",
+        "srun      ddp       -                 -               -            ✗ failed",
+        "✗ spawn ddp, spawn fsdp: the [first] gradient is 4 times",
+        "✗ srun ddp: it ended with status 1:",
+        "    ValueError: \\x1b[2J",
+        "    fix: look",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "fix"),
+    [
+        (["--launcher", "zun,srun"], "--launcher names zun", "use srun, torchrun, spawn, mpirun, with commas between"),
+        (["--launcher", "srun"], "srun needs a cluster; on this machine", "name the cluster with --file or --cluster"),
+        (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, with commas between"),
+        (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),
+        (["--keep", "."], "--keep . is not empty", "name a new directory"),
+        (["-N", "2"], "--nodes is for jobs of a cluster", "name the cluster with --file or --cluster"),
+        (["--cluster", "reef", "-N", "3"], "4 processes cannot be shared equally by 3 nodes", "say -n 6"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str, fix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    done = CliRunner().invoke(app, ["prove", "train.py", "-n", "4", "--json", *words])
+    told = json.loads(done.stdout)
+    assert done.exit_code == 2 and told["message"].startswith(said) and told["fix"] == fix

@@ -1,0 +1,96 @@
+"""`prove` runs the script once alone and once in every way asked for, and tells of each what came of it."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.plan.progress import Phase, Silence
+from shoal.proof.model import Asked, RunFailed, Trial
+from shoal.train.env import read_env
+from shoal.train.proof import Part, Recorder, Settings
+from shoal.verbs.prove import prove
+
+SAMPLES = "abcdefgh"
+
+
+class FakeRunner:
+    """Records what a script would: a right one, unless the way it is run has a mistake."""
+
+    where = "nowhere"
+
+    def __init__(self, **mistakes: str) -> None:
+        self.mistakes = mistakes
+        self.trials: list[Trial] = []
+
+    async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
+        self.trials.append(trial)
+        mistake = self.mistakes.get(f"{trial.launcher}_{trial.parallel}", "")
+        if mistake == "fails":
+            raise RunFailed("it ended with status 3:\n  ValueError: x", hint="run the script by itself first")
+        for rank in range(trial.processes if mistake != "silent" else 0):
+            self._record(rank, trial, directory, mistake)
+
+    def _record(self, rank: int, trial: Trial, directory: Path, mistake: str) -> None:
+        size = len(SAMPLES) // trial.processes
+        environ = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(trial.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+        }
+        record = Recorder(Settings(directory), read_env(environ))
+        record.model(trial.parallel, [], [])
+        record.tensors("start", [Part("w", (1,), False, array("d", [1.0]).tobytes())])
+        record.saw(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])
+        record.step(0.1, 1.0, 0.0)
+        record.loss("progress", 1, 0.25)
+        record.tensors("end", [Part("w", (1,), False, array("d", [2.0]).tobytes())])
+
+
+ASKED = Asked("train.py", processes=4, launchers=("torchrun", "spawn"))
+
+
+async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None:
+    runner = FakeRunner()
+    result = await prove(ASKED, runner, Silence())
+    assert runner.trials[0] == Trial("python", "ddp", 1)
+    ways = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
+    assert [(trial.launcher, trial.parallel) for trial in runner.trials[1:]] == ways
+    assert [(row.launcher, row.parallel, row.passed) for row in result.rows] == [(*way, True) for way in ways]
+    assert result.passed and result.losses == (0.25,) and result.steps == 1
+
+
+async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_tried() -> None:
+    runner = FakeRunner(torchrun_ddp="samples", torchrun_fsdp="fails", spawn_ddp="silent")
+    result = await prove(ASKED, runner, Silence())
+    assert not result.passed
+    differs, fails, silent, right = result.rows
+    assert differs.found is not None and differs.cause.startswith("step 1: every rank reads the same 2 samples")
+    assert fails.cause == "it ended with status 3:\n  ValueError: x\n  fix: run the script by itself first"
+    assert silent.cause == (
+        "the script recorded nothing: it never called shoal.train.init()\n  fix: call shoal.train.init() at its start"
+    )
+    assert right.passed
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("fails", "the script fails with one process: it ended with status 3:\n  ValueError: x"),
+        ("silent", "the script recorded nothing: it never called shoal.train.init()"),
+    ],
+)
+async def test_without_one_process_there_is_nothing_to_compare_with(mistake: str, said: str) -> None:
+    with pytest.raises(ShoalError) as raised:
+        await prove(ASKED, FakeRunner(python_ddp=mistake), Silence())
+    assert raised.value.message == said and raised.value.hint
+
+
+async def test_records_are_kept_where_asked(tmp_path: Path) -> None:
+    await prove(Asked("train.py", launchers=("spawn",), parallels=("ddp",)), FakeRunner(), Silence(), tmp_path / "kept")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["one-process", "spawn-ddp"]
+    assert (tmp_path / "kept/spawn-ddp/rank-1.jsonl").exists()
