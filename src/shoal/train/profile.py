@@ -136,6 +136,7 @@ class Recorder:
 
         self._window = profiler.profile(
             schedule=profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1),
+            acc_events=True,  # there is one cycle only; without it some releases warn that others are lost
             on_trace_ready=lambda trace: self._export(trace, "steps"),
         )
         self._window.start()
