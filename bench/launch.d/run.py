@@ -1,0 +1,255 @@
+"""From a command to the first training step: `shoal run`, bare srun, torchrun in srun, and submitit, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from place import HERE, PYTHONPATH, ROOT, SHOAL, BenchFailed, Place, cluster
+
+RESULT = ROOT / "bench/results/launch.txt"
+RANKS = 4
+BARE, AGAIN = "srun", "shoal again"
+BOUND = 0.3
+"""Seconds that `shoal run` may take more than bare srun."""
+
+# What people write, with the variables that torch wants.
+TASK = (
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_PORT=29500"
+    ' MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); exec python3 /shared/probe.py'
+)
+TORCHRUN = (
+    "exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
+    ' --rdzv-endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500 /shared/probe.py'
+)
+ENVIRONMENT = f"PYTHONPATH={PYTHONPATH} OMP_NUM_THREADS=1"
+
+MARKS = (
+    ("begun", ""),
+    ("called", "Slurm's command is called"),
+    ("accepted", "sbatch has the job's number"),
+    ("allocated", "Slurm gives it nodes"),
+    ("batch", "its batch script starts"),
+    ("task", "its tasks start"),
+    ("interpreter", "Python starts"),
+    ("script", "the script starts"),
+    ("imported", "torch is imported"),
+    ("met", "the ranks have met"),
+    ("stepped", "the first step is done"),
+)
+"""What happens, in this order. Not every launcher has all of it."""
+
+Marks = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    name: str
+    command: Callable[[Place, str], list[str]]
+    """The command line of a run, by the directory that its marks go to."""
+    edit: bool = False
+    """The script has changed since the last time."""
+
+
+def shoal(*options: str) -> Callable[[Place, str], list[str]]:
+    def command(place: Place, marks: str) -> list[str]:
+        variables = [f"--export=PYTHONPATH={PYTHONPATH}", f"--export=LAUNCH_MARKS={marks}"]
+        return [str(SHOAL), "run", "--file", str(place.spec), "-N2", *options, *variables, "probe.py"]
+
+    return command
+
+
+def srun(tasks: int, task: str) -> Callable[[Place, str], list[str]]:
+    def command(place: Place, marks: str) -> list[str]:
+        options = f"-N2 --ntasks-per-node={tasks} --cpus-per-task={2 // tasks} --gpus-per-node=2"
+        return place.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} srun {options} bash -c '{task}'")
+
+    return command
+
+
+def submitit(place: Place, marks: str) -> list[str]:
+    environment = f"PYTHONPATH={PYTHONPATH}:/shared/submitit OMP_NUM_THREADS=1 LAUNCH_MARKS={marks}"
+    return place.ssh(f"{environment} python3 /shared/submit.py /shared/logs /shared/probe.py")
+
+
+LAUNCHERS = (
+    Launcher(BARE, srun(2, TASK)),
+    Launcher("shoal run", shoal(), edit=True),
+    Launcher(AGAIN, shoal()),
+    Launcher("torchrun", srun(1, TORCHRUN)),
+    Launcher("shoal torchrun", shoal("--launcher", "torchrun")),
+    Launcher("submitit", submitit),
+)
+
+
+def main() -> int:
+    options = _arguments()
+    signal.signal(signal.SIGTERM, _interrupt)
+    scratch = Path(tempfile.mkdtemp(prefix="launch-"))
+    os.environ["XDG_STATE_HOME"] = str(scratch / "state")
+    try:
+        with cluster(scratch) as place:
+            heading = _heading(place, options.rounds)
+            rounds = _measure(place, options.rounds)
+    except BenchFailed as failure:
+        print(f"bench/launch: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench/launch: interrupted; the hosts are removed", file=sys.stderr)
+        return 130
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    text = f"{heading}\n\n{_table(rounds)}\n\n{_target(rounds)}\n"
+    print(text)
+    options.output.write_text(text)
+    return 0
+
+
+def _measure(place: Place, rounds: int) -> dict[str, list[Marks]]:
+    """All launchers in turn, round after round, each round beginning with another one."""
+    found: dict[str, list[Marks]] = {launcher.name: [] for launcher in LAUNCHERS}
+    for number in range(-1, rounds):
+        shift = number % len(LAUNCHERS)
+        for launcher in LAUNCHERS[shift:] + LAUNCHERS[:shift]:
+            marks = _launch(place, launcher, f"{number}-{LAUNCHERS.index(launcher)}")
+            if number >= 0:  # the first round brings everything into memory
+                found[launcher.name].append(marks)
+            _say(f"round {number + 1}: {launcher.name:<15} {marks['stepped'] - marks['begun']:6.2f} s")
+    return found
+
+
+def _launch(place: Place, launcher: Launcher, label: str) -> Marks:
+    edited = f"# edited {label}\n" if launcher.edit else ""
+    (place.tree / "probe.py").write_text((HERE / "probe.py").read_text() + edited)
+    marks = place.marks / label
+    marks.mkdir()
+    for name in ("called", "accepted"):
+        (place.marks / name).unlink(missing_ok=True)
+    place.settle()
+    begun = time.time()
+    line = launcher.command(place, f"/shared/marks/{label}")
+    process = subprocess.Popen(line, cwd=place.tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _wait_for_ranks(marks, process, launcher)
+    finally:
+        printed, _ = process.communicate(timeout=120)
+    if process.returncode != 0:
+        raise BenchFailed(f"{launcher.name} ended with {process.returncode}:\n{printed[-4000:]}")
+    return {"begun": begun, **place.marks_of(label)}
+
+
+def _wait_for_ranks(marks: Path, process: subprocess.Popen[str], launcher: Launcher) -> None:
+    end = time.monotonic() + 180
+    while len(list(marks.glob("rank-*.json"))) < RANKS:
+        if process.poll() not in (None, 0) or time.monotonic() > end:
+            process.kill()
+            raise BenchFailed(f"{launcher.name}: its ranks made no step:\n{(process.communicate()[0] or '')[-4000:]}")
+        time.sleep(0.1)
+
+
+def _table(rounds: dict[str, list[Marks]]) -> str:
+    lines = [" " * 34 + "".join(f"{name:>16}" for name in rounds)]
+    for mark, what in MARKS[1:]:
+        cells = [_cell([after(run, mark) for run in runs if mark in run]) for runs in rounds.values()]
+        lines.append(f"{what:<34}{''.join(cells)}")
+    lines.append("")
+    for what, time_of in (("all of it", total), ("without the wait for Slurm", total_without_wait)):
+        times = {name: [time_of(run) for run in runs] for name, runs in rounds.items()}
+        lines.append(f"{what:<34}" + "".join(_cell(found) for found in times.values()))
+        spread = (f"{min(found):.2f} to {max(found):.2f}" for found in times.values())
+        lines.append(f"{'  least to most':<34}" + "".join(f"{text:>16}" for text in spread))
+        more = (f"{more_than_srun(rounds, name, time_of):+.2f}" for name in rounds)
+        lines.append(f"{'  more than srun':<34}" + "".join(f"{text:>16}" for text in more))
+        ratios = (f"{median(found) / median(times[BARE]):.2f}x" for found in times.values())
+        lines.append(f"{'  / srun':<34}" + "".join(f"{text:>16}" for text in ratios))
+    return "\n".join(lines)
+
+
+def _cell(times: list[float]) -> str:
+    return f"{median(times):>16.2f}" if times else f"{'-':>16}"
+
+
+def after(run: Marks, mark: str) -> float:
+    """Seconds since what came before it in this run."""
+    known = [name for name, _ in MARKS if name in run]
+    return run[mark] - run[known[known.index(mark) - 1]]
+
+
+def total(run: Marks) -> float:
+    return run["stepped"] - run["begun"]
+
+
+def total_without_wait(run: Marks) -> float:
+    """slurmctld looks at batch jobs once a second, and serves srun at once: nothing that a launcher can change."""
+    return total(run) - (max(0.0, run["allocated"] - run["accepted"]) if "accepted" in run else 0.0)
+
+
+def more_than_srun(rounds: dict[str, list[Marks]], name: str, time_of: Callable[[Marks], float]) -> float:
+    """The median of the differences, each of two runs of one round: the machine's moods cancel out."""
+    pairs = zip(rounds[name], rounds[BARE], strict=True)
+    return median(time_of(one) - time_of(other) for one, other in pairs)
+
+
+def _target(rounds: dict[str, list[Marks]]) -> str:
+    lines = ["Targets:"]
+    for name in ("shoal run", AGAIN):
+        for what, time_of in (("", total), (", without the wait for Slurm", total_without_wait)):
+            more = more_than_srun(rounds, name, time_of)
+            met = "met   " if more <= BOUND else "MISSED"
+            lines.append(f"  {met} {name}, more than srun{what}: {more:+.2f} s (at most {BOUND} s)")
+    return "\n".join(lines)
+
+
+def _heading(place: Place, rounds: int) -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    slurm = place.on_controller("scontrol --version").split()[-1]
+    [installed] = (place.shared / "submitit").glob("submitit-*.dist-info")
+    return (
+        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Python {platform.python_version()},"
+        f" Slurm {slurm}, {installed.stem.replace('-', ' ')}; {_busy():.0%} busy before the run\n"
+        "Two nodes, two ranks each, gloo. Seconds after what stands above, of the last rank to get there;"
+        f" medians of {rounds} rounds, in which the launchers took turns."
+    )
+
+
+def _busy(seconds: float = 3.0) -> float:
+    """The part of all CPUs that others use just now. Figures from a busy machine say little."""
+    before = _cpu_times()
+    time.sleep(seconds)
+    total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
+    return 1 - idle / total
+
+
+def _cpu_times() -> tuple[int, int]:
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return sum(fields[:8]), fields[3] + fields[4]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench/launch", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    return parser.parse_args()
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
