@@ -78,7 +78,7 @@ class Rank:
             return 127
         os.close(out_w)
         for early in self.signals:  # those that came before there was a child
-            child.send_signal(early)
+            self._send(early)
         with register(self.directory):
             self._copy(child, out_r, wake_r)
             status = child.wait()
@@ -155,7 +155,15 @@ class Rank:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         note_warning(number)
-        if self.child is not None and self.child.returncode is None:
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        if self.child is None or self.child.returncode is not None:
+            return
+        if os.environ.get("SHOAL_PROFILE") == "nsys":
+            with contextlib.suppress(OSError):  # the script is a child of nsys, which keeps signals to itself
+                os.killpg(self.child.pid, number)
+        else:
             self.child.send_signal(number)
 
     def _ended(self, start: float, status: int, out_of_memory: bool) -> None:
@@ -179,6 +187,8 @@ def _deaf_to_warnings() -> None:
     """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    if os.environ.get("SHOAL_PROFILE") == "nsys":
+        os.setpgid(0, 0)
 
 
 def own_directory(directory: str, submission: str) -> None:

@@ -233,6 +233,19 @@ def test_nsys_goes_around_the_rank_and_its_report_is_named(node: MakeNode, tmp_p
     ]
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_under_nsys_a_signal_reaches_the_script_too(node: MakeNode, tmp_path: Path, name: str) -> None:
+    (tmp_path / "nsys").write_text('#!/bin/sh\ntrap "" TERM\nshift 3\n"$@"\n')
+    (tmp_path / "nsys").chmod(0o755)
+    made = node(HANDLES.format(name))
+    made.env.update(SHOAL_PROFILE="nsys", PATH=f"{tmp_path}:{made.env['PATH']}")
+    process = made.start()
+    wait_for(lambda: made.text() == ["ready"])
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=60)
+    assert process.returncode == 5 and made.text()[1] == f"got {name}"
+
+
 def test_a_node_without_nsys_says_so(node: MakeNode) -> None:
     made = node("print('hello')")
     made.env.update(SHOAL_PROFILE="nsys", PATH="/nowhere")
