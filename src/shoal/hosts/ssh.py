@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import asyncssh
-
 from shoal.errors import HostError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
+from shoal.hosts.asyncssh_alone import asyncssh
 from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
 from shoal.hosts.process import LineHost, LineProcess, told
 from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
