@@ -11,6 +11,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 LENT = "as it stands, on hosts called as in the README, by test_the_readme_builds_a_cluster"
 DEMO = "as it stands, by test_the_demo_shows_a_job_and_a_status"
 COLLECT = "with --collect-only behind it, by test_arguments_go_to_pytest"
+PROVE = "by test_prove.py: here as it stands, and on two nodes that have torch, which costs it one more option"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -24,6 +25,8 @@ COMMANDS = {
     "~/shoal/bin/shoal init --hosts desktop,gpu01,gpu02": LENT,
     "~/shoal/bin/shoal up": LENT,
     "scripts/demo": DEMO,
+    "shoal prove train.py -n 4": PROVE,
+    "shoal prove train.py -n 4 -N2 -f shoal.yaml --launcher srun,mpirun": PROVE,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

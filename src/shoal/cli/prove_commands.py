@@ -93,7 +93,7 @@ def prove(
         try:
             result = session.run(verb(asked, runner, progress, keep.absolute() if keep else None))
         except Interrupted:
-            raise Interrupted("stopped; its processes are ended") from None
+            raise Interrupted(f"stopped; its {'job is cancelled' if far else 'processes are ended'}") from None
         _finish(session, result)
 
 

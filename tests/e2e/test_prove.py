@@ -1,0 +1,159 @@
+"""`shoal prove` as a person runs it: on this machine, and as jobs of a real cluster, on the toy example."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.documents import ROOT
+from tests.e2e.cluster import Cluster
+from tests.e2e.torch_env import give_torch
+
+SCRIPT = ROOT / "tests/unit/prove/train.py"
+WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
+
+SPEC = """\
+cluster: prove-e2e
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, gpus: 2, memory: 3G}
+"""
+HANG = """\
+import time
+from shoal.train import init
+init()
+time.sleep(600)
+"""
+
+
+def prove(directory: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal", "prove", *words]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900)
+    assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    return tmp_path
+
+
+def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path) -> None:
+    done = prove(tree, "train.py", "-n", "4")
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("✓ same")]
+    assert [(row[0], row[1]) for row in rows] == WAYS
+    last = "✓ train.py trains the same with 4 processes as with one: nothing differs by more than 1e-12"
+    assert done.stdout.splitlines()[-1] == last
+    assert "one process" in done.stderr and "spawn fsdp" in done.stderr, "progress while it works"
+    assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
+
+
+def test_single_precision_is_proved_to_its_own_tolerance(tree: Path) -> None:
+    words = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
+    told = json.loads(prove(tree, "train.py", "-n", "4", *words).stdout)
+    [row] = told["rows"]
+    assert told["passed"] and told["tolerance"] == 1e-6 and told["steps"] == len(told["losses"]) == 8
+    assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("same samples", "step 1: every rank reads the same 8 samples, numbers 1-8 of the 16 that one process reads"),
+        ("sums", "gradients are summed over the 2 ranks instead of averaged"),
+    ],
+)
+def test_a_wrong_script_fails_with_the_cause_in_words(tree: Path, fault: str, said: str) -> None:
+    done = prove(tree, "train.py", "--launcher", "torchrun", "--parallel", "ddp", "--", fault, status=1)
+    [cause] = [line for line in done.stdout.splitlines() if line.startswith("✗ torchrun ddp: ")]
+    assert "✗ differs" in done.stdout and said in cause
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no init", "the script recorded nothing: it never called shoal.train.init()"),
+        ("no loss", "the script told nobody its loss"),
+    ],
+)
+def test_a_script_that_takes_no_part_is_told_which_call_is_missing(tree: Path, fault: str, said: str) -> None:
+    assert f"error: {said}" in prove(tree, "train.py", "--", fault, status=1).stderr
+
+
+class Jobs(Cluster):
+    """A cluster whose commands run where the toy example is."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, SPEC)
+        self.tree = directory / "tree"
+        shutil.copytree(ROOT / "examples/toy", self.tree)
+        (self.tree / "hang.py").write_text(HANG)
+        shutil.copy(SCRIPT, self.tree / "wrong.py")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.line(*arguments),
+            cwd=self.tree,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.env,
+        )
+
+    def prove(self, *arguments: str, status: int = 0) -> Any:
+        running = self.start("prove", "--json", "--export", "PYTHONPATH=/shared/env", *arguments)
+        out, err = running.communicate(timeout=900)
+        assert running.returncode == status, f"{out}\n{err}"
+        return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = Jobs(tmp_path_factory.mktemp("prove"))
+    made.shoal("down", "--force")
+    try:
+        made.json("up", timeout=600)
+        give_torch(made.name)
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+@pytest.mark.sandbox
+def test_the_toy_is_proved_on_two_nodes(cluster: Jobs) -> None:
+    told = cluster.prove("train.py", "-n", "4", "-N2", "--launcher", "srun,mpirun")
+    assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == [
+        *(("srun", "ddp"), ("srun", "fsdp"), ("mpirun", "ddp"), ("mpirun", "fsdp"))
+    ]
+    assert told["passed"] and told["steps"] == 10, told
+    assert told["losses"][-1] < told["losses"][0]
+    records = cluster.on(
+        "fish1", "sh", "-c", "find /var/lib/shoal/jobs/prove-e2e -name 'rank-*.end' | grep proof || true"
+    )
+    assert records == "", "they are taken away from the nodes"
+
+
+@pytest.mark.sandbox
+def test_a_wrong_script_fails_on_the_cluster_as_well(cluster: Jobs) -> None:
+    told = cluster.prove("wrong.py", "-n", "2", "--parallel", "fsdp", "--steps", "3", "--", "divides twice", status=1)
+    [row] = told["rows"]
+    assert not told["passed"] and "it is divided by the number of ranks twice" in row["cause"]
+
+
+@pytest.mark.sandbox
+def test_ctrl_c_cancels_the_job(cluster: Jobs) -> None:
+    running = cluster.start("prove", "--export", "PYTHONPATH=/shared/env", "hang.py")
+    jobs = ("squeue", "-h", "-n", "prove-hang", "-o", "%T")
+    cluster.wait("it runs", lambda: cluster.on("controller", *jobs).strip() == "RUNNING")
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130 and "stopped; its job is cancelled" in said
+    cluster.wait("the job has ended", lambda: cluster.on("controller", *jobs).strip() == "")
