@@ -87,10 +87,15 @@ def slurmd_drop_in() -> str:
 def leftovers() -> str:
     """What a node that lost its power forgets when it boots.
 
-    Slurm's PMIx plugin does not start a step whose socket is there already: a job that was running would never start
-    here again, as it comes back under its own number.
+    Slurm's PMIx plugin does not start a step whose socket or directory is there already: a job that was running would
+    never start here again, as it comes back under its own number.
     """
-    return f"# Written by shoal; changes here are lost.\nr! {SPOOL_DIRECTORY}/stepd.slurm.pmix.*\n"
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        f"r! {SPOOL_DIRECTORY}/stepd.slurm.pmix.*\n"
+        f"R! {SPOOL_DIRECTORY}/pmix.*\n"
+        "R! /tmp/spmix_appdir_*\n"
+    )
 
 
 def _configless(cluster: Cluster, member: Member) -> list[Item]:
