@@ -26,7 +26,7 @@ _RENDEZVOUS = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
-_NODE = re.compile(r"(?:due to node failure|NODE FAILURE|Node failure on)\s*(\S*)", re.IGNORECASE)
+_NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
 _LINES = 40
 
 
@@ -111,7 +111,7 @@ def _time_limit(record: JobRecord, ends: Sequence[RankEnd]) -> Reason:
 
 
 def _node_failure(record: JobRecord, batch: Sequence[str]) -> Reason:
-    said = next((match[1] for text in reversed(batch) if (match := _NODE.search(text)) and match[1]), "")
+    said = next((match[1] for text in reversed(batch) if (match := _NODE.search(text))), "")
     node = said.strip(".,:*'\"") or record.nodes
     return Reason(
         "node failure",

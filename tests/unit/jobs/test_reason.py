@@ -170,7 +170,12 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         JobRecord("7", "NODE_FAIL", nodes="fish[1-2]"),
         JobLogs(
             tuple(
-                printed(BATCH, "slurmstepd: error: *** JOB 7 ON fish1 CANCELLED AT 2026 DUE TO NODE FAILURE fish2 ***")
+                printed(
+                    BATCH,
+                    "srun: error: Node failure on fish2",
+                    "slurmstepd-fish1: error: *** JOB 7 ON fish1 CANCELLED AT 2026-11-15T04:06:23 DUE TO NODE FAILURE,"
+                    " SEE SLURMCTLD LOG FOR DETAILS ***",
+                )
             )
         ),
         "node failure",
