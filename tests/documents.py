@@ -6,11 +6,19 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOY_README = ROOT / "examples/toy/README.md"
+TRAINING = ROOT / "docs/training.md"
+DOCUMENTS = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", TOY_README),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 LENT = "as it stands, on hosts called as in the README, by test_the_readme_builds_a_cluster"
-DEMO = "as it stands, by test_the_demo_shows_a_job_and_a_status"
+DEMO = "as it stands, by test_the_demo_shows_a_training_and_a_status"
 COLLECT = "with --collect-only behind it, by test_arguments_go_to_pytest"
+TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_the_demos_cluster"
+PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page_on_training_run_its_script"
+ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
 PROVE = "by test_prove.py: here as it stands, and on two nodes that have torch, which costs it one more option"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
@@ -25,6 +33,17 @@ COMMANDS = {
     "~/shoal/bin/shoal init --hosts desktop,gpu01,gpu02": LENT,
     "~/shoal/bin/shoal up": LENT,
     "scripts/demo": DEMO,
+    "../../scripts/environment": TOY,
+    "shoal run --job job.yaml --wait": TOY,
+    "shoal run --job job.yaml --wait train.py --parallel fsdp": TOY,
+    "shoal run --job job.yaml --wait --launcher torchrun": TOY,
+    "shoal jobs": TOY,
+    "shoal run -N2 --wait train.py": PAGE,
+    "shoal run -N2 --wait --launcher torchrun train.py": PAGE,
+    "shoal run -N2 --wait --launcher spawn train.py": PAGE,
+    "torchrun --nproc-per-node 2 train.py": ALONE,
+    "python -m shoal.train.multiprocess --nprocs 2 train.py": ALONE,
+    "python train.py": ALONE,
     "shoal prove train.py -n 4": PROVE,
     "shoal prove train.py -n 4 -N2 -f shoal.yaml --launcher srun,mpirun": PROVE,
     "scripts/check": CHECK,
@@ -42,6 +61,25 @@ def commands(document: Path) -> list[list[str]]:
         lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
         found.append([re.sub(r"\s+# .*", "", line).strip() for line in lines])
     return found
+
+
+def blocks(document: Path, kind: str) -> list[str]:
+    """The blocks of a document that are fenced as `kind`."""
+    return re.findall(rf"```{kind}\n(.*?)```", document.read_text(), re.DOTALL)
+
+
+def plain_script() -> str:
+    """The DDP script of the page on training."""
+    [script] = blocks(TRAINING, "python")
+    return script
+
+
+def changed_script() -> str:
+    """The plain script with the page's changes in it. What the page says is unchanged must be so."""
+    [diff] = blocks(TRAINING, "diff")
+    kept = "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
+    assert kept == plain_script()
+    return "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("-"))
 
 
 def examples(document: Path) -> list[str]:

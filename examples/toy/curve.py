@@ -62,9 +62,14 @@ def text(points: Points, title: str, width: int = 72, height: int = 12) -> str:
     """The same in Braille characters, each of which has room for 2 × 4 dots."""
     (x0, x1), (y0, y1) = _range([x for x, _ in points]), _range([y for _, y in points])
     cells = [[0] * width for _ in range(height)]
+    before = None
     for column, y in _columns(points, x0, x1, 2 * width):
         row = round((y1 - y) / (y1 - y0) * (4 * height - 1))
-        cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+        # Where it is steep, all dots down (or up) to it, so that the line has no gaps.
+        first = row if before is None or before == row else before + (1 if row > before else -1)
+        for dot in range(min(first, row), max(first, row) + 1):
+            cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
+        before = row
     labels = [f"{y1:8.3g}", *[" " * 8] * (height - 2), f"{y0:8.3g}"]
     lines = [
         f"{label} ┤{''.join(chr(0x2800 + dots) for dots in row)}" for label, row in zip(labels, cells, strict=True)

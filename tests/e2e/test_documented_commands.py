@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.documents import COLLECT, COMMANDS, DEMO, LENT, ROOT, commands, examples
+from tests.documents import COLLECT, COMMANDS, DEMO, LENT, ROOT, TOY_README, commands, examples
 from tests.e2e.lent import Lent, lent_hosts
 
 from shoal.spec.member import Shape
@@ -63,7 +63,7 @@ def home(lent: Lent, tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_readme_builds_a_cluster(home: dict[str, str], tmp_path: Path) -> None:
-    use, _, begin = commands(README)
+    use, _, _, begin = commands(README)
     assert {COMMANDS[line] for line in (*use, *begin)} == {LENT}
     install, *first = begin
     run(install, ROOT, home)
@@ -92,18 +92,47 @@ def small(example: str) -> str:
     return "".join(lines)
 
 
-def test_the_demo_shows_a_job_and_a_status(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """What the demo said, and the environment of a person who uses its cluster."""
     [line] = [line for line, how in COMMANDS.items() if how == DEMO]
-    environment = {**os.environ, "SHOAL_CLUSTER": "t-demo"}
-    shoal = f"{sys.executable} -m shoal"
+    place = tmp_path_factory.mktemp("demo")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "SHOAL_CLUSTER": "t-demo", "PATH": path}
     try:
-        said = run(f"{ROOT}/{line}", tmp_path, environment)
-        for name in ("fish1", "fish2"):
-            assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
-        assert "nodes: 2 idle" in said
-        assert "down" in said.splitlines()[-1]
+        yield run(f"{ROOT}/{line}", place, environment), environment
     finally:
-        run(f"{shoal} down --force", tmp_path, environment)
+        run(f"{sys.executable} -m shoal down --force", place, environment)
+
+
+def test_the_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]) -> None:
+    said, _ = demo
+    for name in ("fish1", "fish2"):
+        assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
+    assert accuracy(said) > 97
+    assert re.search(r"^ {10}loss\n +\d\S* ┤.*\n(?: +┤.*\n)+ +\S+ ┤.*\n +└─+\n +1 +step 230$", said, re.MULTILINE), said
+    assert "nodes: 2 idle" in said
+    assert "down" in said.splitlines()[-1]
+
+
+def test_the_toys_readme_trains_on_the_demos_cluster(demo: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    _, environment = demo
+    block, _ = commands(TOY_README)
+    # Only the path from there to the scripts counts, not where the toy is.
+    place = shutil.copytree(TOY_README.parent, tmp_path / "examples/toy")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    said = {line: run(line, place, environment) for line in block}
+    assert "no changes" in said["shoal up"]
+    trained = [accuracy(text) for line, text in said.items() if line.startswith("shoal run")]
+    assert len(trained) == 3 and min(trained) > 97
+    assert said["shoal jobs"].count("completed") >= 3
+
+
+def accuracy(said: str) -> float:
+    """In percent, as the toy tells it."""
+    match = re.search(r"accuracy on 360 held-out images: (\S+)%", said)
+    assert match, said
+    return float(match[1])
 
 
 @pytest.mark.parametrize("line", [line for line, how in COMMANDS.items() if how == COLLECT])

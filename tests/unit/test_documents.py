@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.documents import COMMANDS, DOCUMENTS, ROOT, commands, examples
+from tests.documents import COMMANDS, DOCUMENTS, ROOT, TRAINING, commands, examples
 from typer.main import get_command
 
 import shoal
@@ -29,7 +29,9 @@ def test_every_command_in_the_documents_is_run_by_a_test() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_only_blocks_of_a_known_kind_are_used_so_that_no_command_hides(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
-    assert set(fences[::2]) <= {"yaml", "console"}
+    # The two scripts of the page on training are run by tests/unit/train/test_training_page.py.
+    scripts = {"python", "diff"} if document == TRAINING else set()
+    assert set(fences[::2]) <= {"yaml", "console"} | scripts
     assert set(fences[1::2]) <= {""}
 
 

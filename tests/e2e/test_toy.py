@@ -1,0 +1,221 @@
+"""examples/toy on a real cluster: one unchanged script, every launcher, DDP and FSDP, on two nodes with two ranks each.
+
+The jobs are queued at once and run one after the other. Where there is an MLflow (on PATH, or at SHOAL_TEST_MLFLOW)
+they report to a real server, else to their files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.documents import COMMANDS, PAGE, ROOT, TRAINING, changed_script, commands
+from tests.e2e.cluster import Cluster, running
+from tests.e2e.torch_env import PYTHONPATH, give_torch
+
+from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.providers.sandbox.network import gateway
+from shoal.train.tracking.send import send
+from shoal.train.tracking.server import Server
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: toy-e2e
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, gpus: 2, memory: 2G}
+"""
+STEPS = 230
+"""Ten epochs of 1,437 images in batches of 64."""
+LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
+WAYS = [(launcher, parallel) for launcher in LAUNCHERS for parallel in ("ddp", "fsdp")]
+MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job that ended well has left."""
+
+    printed: list[str]
+    """By rank 0."""
+    tracking: Path
+    """The directory of its records."""
+
+    def records(self, kind: str, file: str = "metrics.jsonl") -> list[dict[str, object]]:
+        lines = (self.tracking / file).read_text().splitlines()
+        return [record for record in map(json.loads, lines) if kind in record]
+
+    def values(self, metric: str) -> list[tuple[int, float]]:
+        found = self.records("metrics")
+        return [(record["step"], record["metrics"][metric]) for record in found if metric in record["metrics"]]
+
+    def losses(self) -> list[float]:
+        return [value for _, value in self.values("loss")]
+
+    def words(self, kind: str) -> dict[str, str]:
+        """The run's tags, or its parameters."""
+        return {key: value for record in self.records(kind) for key, value in record[kind].items()}
+
+
+class Toy:
+    """A cluster with torch on it and a job for each way, queued at once."""
+
+    def __init__(self, cluster: Cluster, tree: Path, server: Server | None) -> None:
+        self.cluster, self.server = cluster, server
+        self.shared = Layout(cache_dir(), cluster.name).shared
+        self._ended: dict[tuple[str, str], Outcome] = {}
+        with contextlib.chdir(shutil.copytree(ROOT / "examples/toy", tree)):
+            self.jobs = {way: self._queue(*way) for way in WAYS}
+
+    def _queue(self, launcher: str, parallel: str) -> str:
+        options = ["--job", "job.yaml", "--launcher", launcher, "--export", f"PYTHONPATH={PYTHONPATH}"]
+        # On a machine with fewer cores than processes, threads that wait for each other would take most of the time.
+        options += ["--export", "OMP_NUM_THREADS=1"]
+        options += ["-N1"] if launcher == "python" else []
+        options += ["--tracking-uri", self.server.uri, "--experiment", "digits"] if self.server else []
+        return str(self.cluster.json("run", *options, "train.py", "--parallel", parallel)["id"])
+
+    def wait(self, *way: str) -> Outcome:
+        if way not in self._ended:
+            job = self.jobs[way[0], way[1]]
+            self.cluster.shoal("logs", "--follow", job, status=None, timeout=900)
+            result = self.cluster.json("logs", job)
+            lines = [line["text"] for line in result["lines"] if line["rank"] == 0]
+            assert result["record"]["state"] == "COMPLETED", result["reason"] or lines
+            self._ended[way[0], way[1]] = Outcome(lines, self.shared / "jobs" / job / "tracking")
+        return self._ended[way[0], way[1]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    directory = tmp_path_factory.mktemp("toy")
+    with running(directory, SPEC) as cluster:
+        give_torch(cluster.name)
+        with mlflow_server(cluster, directory) as server:
+            yield Toy(cluster, directory / "tree", server)
+
+
+@contextmanager
+def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
+    """A real one, on the address that this machine has on the cluster's network."""
+    if not MLFLOW:
+        yield None
+        return
+    address = gateway(Layout(cache_dir(), cluster.name).sites()["a"])
+    with socket.socket() as free:
+        free.bind((address, 0))
+        port = free.getsockname()[1]
+    store = ["--backend-store-uri", "sqlite:///m.db", "--artifacts-destination", "./artifacts"]
+    command = [MLFLOW, "server", *store, "--host", address, "--port", str(port), "--workers", "1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=directory, start_new_session=True, **quiet)
+    try:
+        uri, end = f"http://{address}:{port}", time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(uri + "/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < end, "the MLflow server does not answer"
+                time.sleep(0.2)
+        yield Server(uri, {}, 60)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize(("launcher", "parallel"), WAYS)
+def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str, parallel: str) -> None:
+    done = toy.wait(launcher, parallel)
+    [said] = [line for line in done.printed if line.startswith("accuracy")]
+    match = re.fullmatch(r"accuracy on 360 held-out images: (\d+\.\d+)%", said)
+    assert match and float(match[1]) > 97
+    assert done.values("accuracy") == [(STEPS, pytest.approx(float(match[1]) / 100, abs=1e-4))]
+
+    ranks = 1 if launcher == "python" else 4
+    tags = done.words("tags")
+    assert int(tags["shoal.world_size"]) == ranks and len(tags["shoal.nodes"].split(",")) == (ranks + 1) // 2
+    assert done.words("params")["parallel"] == parallel
+
+    assert [step for step, _ in done.values("loss")] == list(range(1, STEPS + 1)), "each step once"
+    losses = done.losses()
+    assert losses[0] == pytest.approx(2.3, abs=0.2), "what ten digits cost who knows nothing"
+    assert sum(losses[-23:]) < 0.02 * sum(losses[:23])
+
+    [plot] = [record["artifact"] for record in done.records("artifact", "artifacts.jsonl") if "svg" in str(record)]
+    assert plot["path"] == "loss.svg"
+    drawn = xml.parse(done.tracking / plot["file"]).getroot().find("{http://www.w3.org/2000/svg}polyline")
+    assert drawn is not None and len(drawn.attrib["points"].split()) == STEPS
+
+
+def test_the_losses_do_not_depend_on_who_starts_it_nor_on_ddp_or_fsdp(toy: Toy) -> None:
+    alone = toy.wait("python", "ddp").losses()
+    for way in WAYS:
+        # Sums of floats in another order differ in the last digits, and more with every step.
+        assert toy.wait(*way).losses()[:20] == pytest.approx(alone[:20], rel=1e-3), way
+
+
+def test_a_job_is_one_run_of_its_own(toy: Toy) -> None:
+    names = set()
+    for way in WAYS:
+        [file] = toy.wait(*way).tracking.rglob("run.json")
+        names.add(json.loads(file.read_text())["run"])
+    assert len(names) == len(WAYS)
+
+
+def test_mlflow_has_one_run_a_job_with_every_loss_and_the_plot(toy: Toy) -> None:
+    if toy.server is None:
+        pytest.skip("mlflow is not installed (or name it in SHOAL_TEST_MLFLOW)")
+    outcomes = {done.words("tags")["shoal.job_id"]: done for done in (toy.wait(*way) for way in WAYS)}
+    for done in outcomes.values():
+        send(done.tracking)  # what a busy server did not take before the job's end
+    experiment = toy.server.get("experiments/get-by-name", experiment_name="digits")["experiment"]["experiment_id"]
+    runs = toy.server.post("runs/search", {"experiment_ids": [experiment]})["runs"]
+    assert {run["info"]["status"] for run in runs} == {"FINISHED"}
+    jobs = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]}["shoal.job_id"] for run in runs]
+    assert sorted(jobs) == sorted(outcomes)
+    for job, run in zip(jobs, runs, strict=True):
+        asked = {"run_id": run["info"]["run_id"], "metric_key": "loss"}
+        history = toy.server.get("metrics/get-history", **asked)["metrics"]
+        assert sorted((int(row["step"]), row["value"]) for row in history) == outcomes[job].values("loss")
+        files = toy.server.get("artifacts/list", run_id=run["info"]["run_id"])["files"]
+        assert {"loss.svg", "job.sbatch"} <= {file["path"] for file in files}
+
+
+def test_the_commands_of_the_page_on_training_run_its_script(toy: Toy, tmp_path: Path) -> None:
+    """On nodes as a lab has them: torch is installed, and the jobs' directory is on storage that they share."""
+    for host in ("controller", "fish1", "fish2"):
+        packages = f"echo {PYTHONPATH} > /usr/local/lib/python3.11/dist-packages/shared.pth"
+        done = toy.cluster.ssh(
+            host, f"{packages} && mkdir -p /var/lib/shoal && ln -sfn /shared/jobs /var/lib/shoal/jobs"
+        )
+        assert done.returncode == 0, done
+    shutil.copy(toy.cluster.file, tmp_path)
+    (tmp_path / "train.py").write_text(changed_script())
+    lines = [line for line in commands(TRAINING)[0] if COMMANDS[line] == PAGE]
+    found = []
+    for line in lines:
+        environment = {**toy.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "4 processes on 2 nodes" in done.stderr, done.stdout + done.stderr
+        found.append([float(loss) for loss in re.findall(r"\[0\] epoch \d: loss (\S+)", done.stdout)])
+        assert len(found[-1]) == 5
+    assert len(found) == 3
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-3)
