@@ -11,7 +11,9 @@ from shoal.agent.program.ports import listens, port_holder
 
 
 def test_a_process_listens_from_the_moment_others_can_connect() -> None:
-    waiting = "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(flush=True); input(); s.listen()"
+    waiting = (
+        "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(flush=True); input(); s.listen()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", waiting + "; print(flush=True); input()"],
         stdin=subprocess.PIPE,
