@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +95,7 @@ def prove(
             result = session.run(verb(asked, runner, progress, keep.absolute() if keep else None))
         except Interrupted:
             raise Interrupted(f"stopped; its {'job is cancelled' if far else 'processes are ended'}") from None
-        _finish(session, result)
+        finish(session, result)
 
 
 def _as_jobs(
@@ -111,16 +112,26 @@ def _as_jobs(
     return ClusterRunner(asked, session.open(file, cluster), spec, Path.cwd())
 
 
-def _finish(session: Session, result: ProofResult) -> None:
+def finish(session: Session, result: ProofResult) -> None:
+    """Print what was found; the exit code is 1 where anything differs."""
     if session.json:
         from shoal.cli.as_json import plain
 
-        session.finish_value({**plain(result), "passed": result.passed})
+        session.finish_value(_finite({**plain(result), "passed": result.passed}))
     else:
         from shoal.cli.render_proof import show_proof
 
         show_proof(session.console, result)
     session.status = 0 if result.passed else 1
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: a difference without bound is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _refuse(of_jobs: dict[str, Any]) -> None:

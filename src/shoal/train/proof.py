@@ -107,6 +107,8 @@ class Recorder:
         self._samples = 0
         self.steps = 0
         """Steps of the optimizer so far."""
+        self.left = False
+        """The proof has seen enough, and the script was left where it was."""
         self._line("start", rank=env.rank, world_size=env.world_size, launcher=env.launcher, dtype=asked.dtype)
 
     @property

@@ -32,6 +32,7 @@ def begin(environ: Mapping[str, str] = os.environ) -> None:
     found = recorder(environ)
     if found is None:
         return
+    atexit.register(_leave, found, os.getpid())  # as the first, so that it runs after all that others register
     torch.manual_seed(found.rank)
     random.seed(found.rank)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -42,6 +43,18 @@ def begin(environ: Mapping[str, str] = os.environ) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+def _leave(found: Recorder, process: int) -> None:
+    """End a process that was stopped in the middle of its script, once all else is put away.
+
+    Threads of its process group may still be at the end of a collective. Python's own end would stop one that comes
+    back from it where C++ does not allow that, and abort.
+    """
+    if found.left and os.getpid() == process and getattr(sys, "last_value", None) is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class Watch:
@@ -92,6 +105,7 @@ class Watch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if model.training and torch.is_grad_enabled():
             if self._recorder.enough:
+                self._recorder.left = True
                 raise SystemExit(0)  # every rank has taken as many steps, and comes here
             self._recorder.saw(digests((args, kwargs)))
         return _cast(args, self._dtype), _cast(kwargs, self._dtype)

@@ -51,7 +51,7 @@ class ClusterRunner:
         return self._context.cluster
 
     async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
-        job = self._spec(trial)
+        job = self.spec(trial)
         submitted = await run(self._context, job, self._here, self._limit)
         phase.say(self.where, f"job {submitted.id}")
         try:
@@ -64,7 +64,8 @@ class ClusterRunner:
             found = await logs(self._context, submitted.id, job.directory)
             raise RunFailed(_told(record, found.reason), hint=found.reason.fix if found.reason else "")
 
-    def _spec(self, trial: Trial) -> JobSpec:
+    def spec(self, trial: Trial) -> JobSpec:
+        """The job of one run. It is not queued again: its records would be those of two halves."""
         nodes = self._job.nodes or 1
         one = trial.processes == 1
         # The variables are Shoal's own, which a person may not set: not checked as theirs are.
@@ -109,7 +110,7 @@ class ClusterRunner:
         for error in failures.values():
             raise error
         for archive in found.values():
-            _unpack(archive, directory)
+            unpack(archive, directory)
 
 
 _TAKE = r"""
@@ -120,7 +121,7 @@ tar -cf - --exclude=checkpoints --exclude=tracking "$2" && rm -rf "$2"
 """Prints the records as an archive. A job that failed early has none."""
 
 
-def _unpack(archive: bytes, directory: Path) -> None:
+def unpack(archive: bytes, directory: Path) -> None:
     """Take the records out of an archive, and nothing else, under no other name."""
     if not archive:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
+from shoal.cli.prove_commands import finish
 from shoal.cli.render_proof import show_proof
+from shoal.cli.session import Session
 from shoal.proof.compare import Comparison, Difference
 from shoal.proof.model import ProofResult, Row
 
@@ -74,3 +77,14 @@ def test_what_cannot_be_proved_is_refused(
     done = CliRunner().invoke(app, ["prove", "train.py", "-n", "4", "--json", *words])
     told = json.loads(done.stdout)
     assert done.exit_code == 2 and told["message"].startswith(said) and told["fix"] == fix
+
+
+def test_a_difference_without_bound_is_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    boundless = Comparison(Difference(math.inf), *(Difference(0.0),) * 3, (5, 5), False, True)
+    session = Session(True)
+    finish(
+        session, ProofResult("t.py", 2, "float64", 1e-12, 5, (math.nan, 1.0), (Row("spawn", "ddp", False, boundless),))
+    )
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["losses"] == [None, 1.0] and told["rows"][0]["found"]["losses"]["relative"] is None
+    assert session.status == 1

@@ -1,0 +1,51 @@
+"""Runs as jobs: what is asked of Slurm, and what is taken from the nodes. test_prove.py has them on a real cluster."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shoal.jobs.load import job_of
+from shoal.proof.model import Asked, Trial
+from shoal.verbs.context import open_context
+from shoal.verbs.prove_jobs import ClusterRunner, unpack
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterRunner:
+    monkeypatch.chdir(tmp_path)
+    job = job_of({"script": "train.py", "nodes": 2, "nodelist": "n[1-2]", "env": {"DATA": "/x"}, "partition": "p"})
+    return ClusterRunner(Asked("train.py", processes=8, steps=3, timeout=90), open_context(None, "reef"), job, tmp_path)
+
+
+def test_the_processes_are_shared_out_over_the_nodes(runner: ClusterRunner) -> None:
+    job = runner.spec(Trial("srun", "fsdp", 8))
+    assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("srun", 2, 4, "n[1-2]")
+    assert (job.name, job.partition, job.time, job.requeue) == ("prove-train", "p", "2", False)
+    assert job.env["DATA"] == "/x" and job.env["SHOAL_PROOF_PARALLEL"] == "fsdp" and job.env["SHOAL_PROOF_STEPS"] == "3"
+    assert job.env["SHOAL_PROOF_DIR"] == "proof", "below the job's own directory, wherever Slurm puts that"
+
+
+def test_one_process_is_one_node(runner: ClusterRunner) -> None:
+    job = runner.spec(Trial("python", "ddp", 1))
+    assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("python", 1, 1, None)
+
+
+def test_only_records_are_taken_from_a_node(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in ("proof/rank-3.jsonl", "proof/../../evil", "proof/rank-0.jsonl.sh", "/etc/rank-1.end"):
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            tar.addfile(info, io.BytesIO(b"ok"))
+        link = tarfile.TarInfo("proof/rank-2.end")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    inside = tmp_path / "records"
+    inside.mkdir()
+    unpack(buffer.getvalue(), inside)
+    unpack(b"", inside)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["rank-1.end", "rank-3.jsonl", "records"]
