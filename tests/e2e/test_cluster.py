@@ -157,7 +157,8 @@ def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
 
 
 def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> None:
-    break_it = "head -c 1024 /dev/urandom > /etc/munge/munge.key; systemctl restart munge; systemctl restart --no-block slurmd"
+    new_key = "head -c 1024 /dev/urandom > /etc/munge/munge.key"
+    break_it = f"{new_key}; systemctl restart munge; systemctl restart --no-block slurmd"
     cluster.on("fish2", "sh", "-c", break_it, status=None)
     plan = cluster.json("plan")
     assert {(change["host"], change["what"]) for change in plan["changes"]} >= {("fish2", "file /etc/munge/munge.key")}

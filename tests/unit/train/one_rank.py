@@ -38,7 +38,7 @@ def main(timeout: float, explain_after: float) -> int:
 
 
 def say(found: dict[str, object]) -> None:
-    """One write for the line and its end: torchrun's ranks share a pipe, and print would leave a gap between the two."""
+    """One write for the line and its end: torchrun's ranks share a pipe, and print would leave a gap between them."""
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 
