@@ -22,9 +22,10 @@ root=$1 code=$2 lib=$3
 [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
 mkdir -p "$root/code" "$root/lib"
 if [ ! -s "$root/.id" ]; then
-    head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$root/.id.$$"
-    ln "$root/.id.$$" "$root/.id" 2> /dev/null || true
-    rm -f "$root/.id.$$"
+    new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
+    head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
+    ln "$new" "$root/.id" 2> /dev/null || true
+    rm -f "$new"
 fi
 cat "$root/.id"; echo
 [ ! -e "$root/.shared" ] || echo shared

@@ -7,12 +7,14 @@ import io
 import os
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.errors import CommandFailed
-from shoal.hosts.api import Target
+from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.jobs.bundle import Bundle, runtime, working_tree
 from shoal.jobs.ship import KEEP_NEWEST, Found, clean, look, mark, send, who_needs_it
@@ -62,6 +64,23 @@ async def test_shared_storage_is_known_by_its_number_and_marked(tmp_path: Path, 
         assert (await look(two, root, "a", "b")).shared
         await mark(one, root, False)
         assert not (await look(two, root, "a", "b")).shared
+
+
+class Elsewhere(LocalHost):
+    """A host with a name and process numbers of its own, as every host but this one has."""
+
+    async def run(self, argv: Sequence[str], **more: Any) -> Result:
+        apart = ["unshare", "--pid", "--fork", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name]
+        return await super().run([*apart, *argv], **more)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+async def test_hosts_that_come_to_new_shared_storage_at_once_agree_on_its_number(tmp_path: Path) -> None:
+    for turn in range(8):
+        root = str(tmp_path / str(turn) / "jobs")
+        hosts = [Elsewhere(Target(f"n{number}"), through_sudo=False) for number in range(4)]
+        found = await asyncio.gather(*(look(host, root, "a", "b") for host in hosts))
+        assert len({state.id for state in found}) == 1 and len(found[0].id) == 24
 
 
 def test_hosts_with_their_own_disks_all_need_it() -> None:
