@@ -62,7 +62,9 @@ def _ask_slurm(environ: Mapping[str, str]) -> Answer:
         if _cancelled(shown.stdout):
             log.warning("job %s was cancelled: it is not requeued", job)
             return "cancelled"
-        done = subprocess.run([scontrol, "requeue", job], capture_output=True, text=True, timeout=_PATIENCE)
+        # Slurm ends the job's processes as soon as it is requeued, the one that asked for it among them.
+        deaf = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job]
+        done = subprocess.run(deaf, capture_output=True, text=True, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.error("job %s could not be requeued: %s", job, error)
         return "failed"

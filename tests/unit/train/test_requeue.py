@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_running_job_and_one_at_its_time_limit_are_requeued(tmp_path: Path, st
     environ = {"PATH": _slurm(tmp_path, state, reason), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "requeued"
     assert (tmp_path / "asked").read_text() == "show job 7\nrequeue 7\n"
+
+
+def test_the_answer_is_heard_although_slurm_ends_the_jobs_processes_at_once(tmp_path: Path) -> None:
+    environ = {"PATH": f"{_slurm(tmp_path)}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(scontrol.read_text().replace("exit 0\n", 'kill -TERM "$$"; exit 0\n'))
+    assert requeue(environ=environ) == "requeued"
 
 
 def test_a_job_that_slurm_has_requeued_is_not_requeued_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
