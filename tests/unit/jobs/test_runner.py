@@ -105,6 +105,14 @@ def test_the_script_starts_where_the_person_stood_in_a_tree_of_its_own(node: Mak
     assert made.text("rank-1.1.log") == made.text("rank-1.0.log")
 
 
+def test_code_that_is_not_there_is_said_in_the_log(node: MakeNode) -> None:
+    made = node("print('hello')")
+    made.env["SHOAL_CODE"] = "/no/such/code.tar"
+    assert made.run() == 127
+    [line] = made.text()
+    assert line.startswith("shoal: cannot start /no/such/code.tar: tar: /no/such/code.tar: Cannot open")
+
+
 def test_how_a_rank_ended_is_kept(node: MakeNode) -> None:
     made = node("import sys\nsys.exit(3)")
     assert made.run() == 3
@@ -248,7 +256,7 @@ def test_under_nsys_a_signal_reaches_the_script_too(node: MakeNode, tmp_path: Pa
 
 def test_a_node_without_nsys_says_so(node: MakeNode) -> None:
     made = node("print('hello')")
-    made.env.update(SHOAL_PROFILE="nsys", PATH="/nowhere")
+    made.env.update(SHOAL_PROFILE="nsys", PATH="/usr/bin:/bin")
     assert made.run() == 127
     assert made.text() == ["shoal: cannot start nsys: No such file or directory"]
 

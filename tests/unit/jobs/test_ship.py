@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from shoal.errors import CommandFailed
 from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
+from shoal.jobs import runner
 from shoal.jobs.bundle import Bundle, runtime, working_tree
 from shoal.jobs.ship import KEEP_NEWEST, Found, clean, look, mark, send, who_needs_it
 
@@ -169,11 +168,13 @@ async def test_a_cleaning_waits_for_a_submission_that_looks(tmp_path: Path) -> N
 def job_tree(root: Path, number: str, tree: Bundle, order: int) -> Path:
     """A job of a month ago: its code unpacked as on the nodes, its log, and what the script wrote between its files."""
     place = root / number
-    (place / "tree").mkdir(parents=True)
-    with tarfile.open(fileobj=io.BytesIO(tree.data)) as archive:
-        archive.extractall(place / "tree", filter="fully_trusted")
+    place.mkdir()
+    (place / "code.tar").write_bytes(tree.data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_CODE", str(place / "code.tar"))
+        runner.working_tree(str(place))
+    (place / "code.tar").unlink()
     (place / "rank-0.0.log").write_text("1.0 a\n")
-    (place / "tree.lock").touch()
     aged(place / "tree.lock", order)
     return place
 
