@@ -110,7 +110,7 @@ def test_the_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]
     for name in ("fish1", "fish2"):
         assert re.search(rf"^{name} has GPUs 0,1$", said, re.MULTILINE), said
     assert accuracy(said) > 97
-    assert re.search(r"^ {10}loss\n +\d\S* ┤.*\n(?: +┤.*\n)+ +\S+ ┤.*\n +└─+\n +1 +step 230$", said, re.MULTILINE), said
+    assert re.search(r"^ {10}loss\n +\d\S* ┤.*\n(?: +┤.*\n)+ +\S+ ┤.*\n +└─+\n +1 +step 120$", said, re.MULTILINE), said
     assert "nodes: 2 idle" in said
     assert "down" in said.splitlines()[-1]
 

@@ -41,8 +41,8 @@ controller: {provider: sandbox, memory: 1G}
 nodesets:
   fish: {provider: sandbox, count: 2, gpus: 2, memory: 2G}
 """
-STEPS = 230
-"""Ten epochs of 1,437 images in batches of 64."""
+STEPS = 120
+"""Ten epochs of 1,437 images in batches of 128."""
 LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
 WAYS = [(launcher, parallel) for launcher in LAUNCHERS for parallel in ("ddp", "fsdp")]
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
@@ -156,7 +156,7 @@ def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str,
     assert [step for step, _ in done.values("loss")] == list(range(1, STEPS + 1)), "each step once"
     losses = done.losses()
     assert losses[0] == pytest.approx(2.3, abs=0.2), "what ten digits cost who knows nothing"
-    assert sum(losses[-23:]) < 0.02 * sum(losses[:23])
+    assert sum(losses[-12:]) < 0.05 * sum(losses[:12])
 
     [plot] = [record["artifact"] for record in done.records("artifact", "artifacts.jsonl") if "svg" in str(record)]
     assert plot["path"] == "loss.svg"
