@@ -30,6 +30,8 @@ class Cluster:
         self.provider = SandboxProvider()
         # Host keys of an earlier run would be those of other machines.
         self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
+        # Set by pytest-xdist, and in force for the tables of `shoal` as if the user had said so.
+        self.env.pop("COLUMNS", None)
 
     def shoal(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
