@@ -44,7 +44,10 @@ nodesets:
 STEPS = 120
 """Ten epochs of 1,437 images in batches of 128."""
 LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
-WAYS = [(launcher, parallel) for launcher in LAUNCHERS for parallel in ("ddp", "fsdp")]
+DDP = [(launcher, "ddp") for launcher in LAUNCHERS]
+FSDP = [(launcher, "fsdp") for launcher in LAUNCHERS]
+SLOWER = [pytest.param(*way, marks=pytest.mark.matrix) for way in FSDP[2:]]
+"""FSDP under the first two is enough for every day: `scripts/test -m "matrix or not matrix" tests/e2e/test_toy.py`."""
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
 
 
@@ -76,12 +79,12 @@ class Outcome:
 class Toy:
     """A cluster with torch on it and a job for each way, queued at once."""
 
-    def __init__(self, cluster: Cluster, tree: Path, server: Server | None) -> None:
+    def __init__(self, cluster: Cluster, tree: Path, server: Server | None, ways: list[tuple[str, str]]) -> None:
         self.cluster, self.server = cluster, server
         self.shared = Layout(cache_dir(), cluster.name).shared
         self._ended: dict[tuple[str, str], Outcome] = {}
         with contextlib.chdir(shutil.copytree(ROOT / "examples/toy", tree)):
-            self.jobs = {way: self._queue(*way) for way in WAYS}
+            self.jobs = {way: self._queue(*way) for way in ways}
 
     def _queue(self, launcher: str, parallel: str) -> str:
         options = ["--job", "job.yaml", "--launcher", launcher, "--export", f"PYTHONPATH={PYTHONPATH}"]
@@ -103,12 +106,13 @@ class Toy:
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+def toy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Toy]:
+    everything = any(item.get_closest_marker("matrix") for item in request.session.items)
     directory = tmp_path_factory.mktemp("toy")
     with running(directory, SPEC) as cluster:
         give_torch(cluster.name)
         with mlflow_server(cluster, directory) as server:
-            yield Toy(cluster, directory / "tree", server)
+            yield Toy(cluster, directory / "tree", server, DDP + (FSDP if everything else FSDP[:2]))
 
 
 @contextmanager
@@ -140,7 +144,7 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
         process.wait()
 
 
-@pytest.mark.parametrize(("launcher", "parallel"), WAYS)
+@pytest.mark.parametrize(("launcher", "parallel"), [*DDP, *FSDP[:2], *SLOWER])
 def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str, parallel: str) -> None:
     done = toy.wait(launcher, parallel)
     [said] = [line for line in done.printed if line.startswith("accuracy")]
@@ -166,23 +170,23 @@ def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str,
 
 def test_the_losses_do_not_depend_on_who_starts_it_nor_on_ddp_or_fsdp(toy: Toy) -> None:
     alone = toy.wait("python", "ddp").losses()
-    for way in WAYS:
+    for way in toy.jobs:
         # Sums of floats in another order differ in the last digits, and more with every step.
         assert toy.wait(*way).losses()[:20] == pytest.approx(alone[:20], rel=1e-3), way
 
 
 def test_a_job_is_one_run_of_its_own(toy: Toy) -> None:
     names = set()
-    for way in WAYS:
+    for way in toy.jobs:
         [file] = toy.wait(*way).tracking.rglob("run.json")
         names.add(json.loads(file.read_text())["run"])
-    assert len(names) == len(WAYS)
+    assert len(names) == len(toy.jobs)
 
 
 def test_mlflow_has_one_run_a_job_with_every_loss_and_the_plot(toy: Toy) -> None:
     if toy.server is None:
         pytest.skip("mlflow is not installed (or name it in SHOAL_TEST_MLFLOW)")
-    outcomes = {done.words("tags")["shoal.job_id"]: done for done in (toy.wait(*way) for way in WAYS)}
+    outcomes = {done.words("tags")["shoal.job_id"]: done for done in (toy.wait(*way) for way in toy.jobs)}
     for done in outcomes.values():
         send(done.tracking)  # what a busy server did not take before the job's end
     experiment = toy.server.get("experiments/get-by-name", experiment_name="digits")["experiment"]["experiment_id"]
