@@ -48,7 +48,9 @@ class Launcher:
     """Slurm starts every rank itself; otherwise it starts one process a node, which starts the ranks."""
     command: Callable[[Launch], list[str | Raw]]
     """What srun starts."""
-    srun_options: tuple[str, ...] = ()
+    mpi: str = "none"
+    """How srun helps MPI. Only who asks for PMIx gets it: its plugin leaves files on nodes that a crash has struck, and
+    then does not start the same step of the same job there again."""
     one_process: bool = False
 
 
@@ -82,7 +84,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
         Launcher("srun", "Slurm starts one task a rank", True, _rank("SLURM_PROCID")),
         Launcher("torchrun", "one torchrun a node starts the ranks", False, _torchrun),
         Launcher("spawn", "one Python a node starts the ranks, as torch.multiprocessing does", False, _spawn),
-        Launcher("mpirun", "MPI: Slurm starts the ranks under PMIx", True, _rank("PMIX_RANK"), ("--mpi=pmix",)),
+        Launcher("mpirun", "MPI: Slurm starts the ranks under PMIx", True, _rank("PMIX_RANK"), "pmix"),
         Launcher("python", "one process on one node", True, _rank("SLURM_PROCID"), one_process=True),
     )
 }

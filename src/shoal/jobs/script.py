@@ -110,7 +110,10 @@ def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[
     runner = Raw(f"{shlex.quote(shipped.root)}/lib/{shipped.runtime}/runner.py")
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
     launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
-    srun = ["srun", "--kill-on-bad-exit=1", *launcher.srun_options]
+    if launcher.mpi == "pmix" and spec.requeue:
+        yield "# PMIx may have left files of an earlier turn on a node; a step of another number does not meet them."
+        yield "for ((turn = 0; turn < ${SLURM_RESTART_COUNT:-0}; turn++)); do srun --mpi=none -N1 -n1 true; done"
+    srun = ["srun", "--kill-on-bad-exit=1", f"--mpi={launcher.mpi}"]
     if spec.output:
         srun.append("--label")
     yield " ".join(srun) + " \\"
