@@ -221,7 +221,7 @@ class Matrix(Cluster):
         waiting = list(cells)
         left: dict[str, Stopped] = {}
         struck: set[str] = set()
-        called: set[str] = set()
+        called: set[tuple[str, int]] = set()
 
         def all_over() -> bool:
             queue = self.queue()
@@ -233,8 +233,8 @@ class Matrix(Cluster):
                     self.signal(job)
                 if state in ("PENDING", "") and job.turns() and job.checkpoint is None and (newest := job.newest()):
                     job.checkpoint, job.reason = newest
-                if state == "PENDING" and job.turns() and job.id not in called and room > 0:
-                    called.add(job.id)
+                if state == "PENDING" and job.turns() and (job.id, job.turns()) not in called and room > 0:
+                    called.add((job.id, job.turns()))
                     room -= 1
                     self._call(job, hurry)
                 if not state:

@@ -1,0 +1,66 @@
+"""Jobs that Slurm stops go on where they were, on a real cluster. All ways to start and stop one: tests/matrix/signals.
+
+The tests share one cluster, whose jobs run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.matrix.cells import Cell, Matrix, Outcome, Stopped, judge
+
+pytestmark = pytest.mark.sandbox
+
+PREEMPTED = Cell("srun", "preemption", 2)
+WARNED = Cell("torchrun", "USR1", 2)
+ENDED = Cell("python", "TERM", 0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    made = Matrix(tmp_path_factory.mktemp("stopping"), "x-stopping", at_once=4)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.shoal("down", "--force")
+
+
+@pytest.fixture(scope="module")
+def outcomes(cluster: Matrix) -> dict[Cell, Outcome]:
+    """All three stopped, and at their end."""
+    cells = (PREEMPTED, WARNED, ENDED)
+    whole, jobs = cluster.baselines(cells), list[Stopped]()
+    cluster.play(cells, jobs, hurry=True)
+    return {job.cell: judge(job, whole[job.cell.world_size]) for job in jobs}
+
+
+@pytest.mark.parametrize("cell", [PREEMPTED, WARNED, ENDED], ids=str)
+def test_a_stopped_job_loses_no_step_and_learns_the_same_bit_for_bit(outcomes: dict[Cell, Outcome], cell: Cell) -> None:
+    outcome = outcomes[cell]
+    assert outcome.problems == ()
+    assert outcome.lost == 0
+    assert outcome.resumed_at == outcome.stopped_at
+
+
+def test_a_preempted_job_is_warned_by_the_signal_it_asked_for(outcomes: dict[Cell, Outcome]) -> None:
+    assert outcomes[PREEMPTED].reason == "SIGUSR1"
+
+
+def test_a_running_cluster_that_breaks_the_contract_is_found_by_check(cluster: Matrix) -> None:
+    less = "jobs have less time to save after SIGTERM than they count on"
+    lost = "a preempted job does not save its work and start again"
+    assert not {less, lost} & {*_findings(cluster)}
+    cluster.edit("SlurmdTimeout: 20", "SlurmdTimeout: 20, KillWait: 5, PreemptMode: CANCEL")
+    cluster.json("up")
+    cluster.edit(", KillWait: 5, PreemptMode: CANCEL", "")  # the file is mended, the cluster not yet
+    found = _findings(cluster)
+    assert (found[less], found[lost]) == ("run `shoal up`, which sets 30", "run `shoal up`, which sets REQUEUE")
+    cluster.json("up")
+    assert not {less, lost} & {*_findings(cluster)}
+
+
+def _findings(cluster: Matrix) -> dict[str, str]:
+    """What `shoal check` finds, and the fix for each."""
+    return {finding["what"]: finding["fix"] for finding in cluster.json("check", status=None)["findings"]}
