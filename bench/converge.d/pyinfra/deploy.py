@@ -133,6 +133,7 @@ if role == "compute":
     directory("/var/lib/slurm/slurmd")
     defaults = put("How slurmd starts", "/etc/default/slurmd")
     drop_in = put("What its unit lacks", "/etc/systemd/system/slurmd.service.d/shoal.conf")
+    put("What a node forgets at boot", "/etc/tmpfiles.d/shoal-slurmd.conf")
     for name in ("slurm.conf", "gres.conf", "cgroup.conf", "topology.conf"):
         files.file(name=f"No {name} of its own", path=f"/etc/slurm/{name}", present=False)
     devices = put("Who may open the GPUs", "/etc/udev/rules.d/90-shoal-nvidia.rules")
