@@ -1,4 +1,7 @@
-"""Hosts that have a firewall of their own: ufw on one, firewalld on another. Each is told, with what opens it."""
+"""Hosts that have a firewall of their own: ufw on one, firewalld on another. Each is told, with what opens it.
+
+By hand, as it installs their packages from outside.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.e2e.lent import Lent, lent_hosts, spec_text
 
 from shoal.spec.member import Shape
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
 
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends {} >/dev/null 2>&1\n"
 UFW = INSTALL.format("ufw") + "ufw default deny incoming && ufw allow 22/tcp && ufw --force enable"
