@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from hosts import BenchFailed, Hosts
+from ground import BenchFailed
+from hosts import Hosts
 from inputs import write_inputs
 
 HERE = Path(__file__).parent

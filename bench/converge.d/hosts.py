@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ground import BenchFailed, write_ssh_config
+
 from shoal.providers.api import Instance
 from shoal.providers.sandbox.provider import SandboxProvider
 from shoal.verbs.context import open_context, requests
@@ -25,10 +27,6 @@ nodesets:
 # Waits for the end of the boot, then reads the packages once: they are in one image that all hosts share, and whoever
 # came first would else pay for the disk on behalf of the others.
 SETTLE = "systemctl is-system-running --wait >/dev/null; cat /var/cache/apt/archives/*.deb >/dev/null"
-
-
-class BenchFailed(Exception):
-    """The bench cannot go on: a contestant failed, or did not do what it is measured for."""
 
 
 @dataclass(frozen=True)
@@ -119,22 +117,15 @@ async def _create(spec: Path) -> list[Instance]:
 
 
 def _write_ssh_files(hosts: Hosts) -> None:
-    known_hosts = hosts.directory / "known_hosts"
     targets = [instance.target for instance in hosts.instances]
-    known_hosts.write_text("".join(f"{target.address} {target.host_key}\n" for target in targets))
-    common = (
-        "Host *\n  User root\n  StrictHostKeyChecking yes\n  IdentitiesOnly yes\n  IdentityAgent none\n"
-        f"  UserKnownHostsFile {known_hosts}\n  IdentityFile {targets[0].identity}\n"
-    )
-    own = "".join(f"Host {target.name}\n  HostName {target.address}\n" for target in targets)
-    hosts.ssh_config.write_text(own + common)
+    write_ssh_config(hosts.directory, targets)
     entries = [
         {
             "name": target.name,
             "role": hosts.role(target.name),
             "address": target.address,
             "identity": str(target.identity),
-            "known_hosts": str(known_hosts),
+            "known_hosts": str(hosts.directory / "known_hosts"),
         }
         for target in targets
     ]

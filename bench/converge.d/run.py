@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from contestants import SHOAL, Ansible, Contestant, Pyinfra, Shoal, timed
-from hosts import BenchFailed, Hosts, fresh_hosts
+from ground import BenchFailed, machine
+from hosts import Hosts, fresh_hosts
 
 PACKAGES = "packages alone"
 APT = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends"
@@ -161,28 +161,13 @@ def _heading(options: argparse.Namespace) -> str:
         [options.peers / "pip", "list", "--format=json"], capture_output=True, text=True, check=True
     )
     found = {entry["name"].lower(): entry["version"] for entry in json.loads(versions.stdout)}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     return (
-        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Python {platform.python_version()},"
-        f" ansible-core {found['ansible-core']}, pyinfra {found['pyinfra']}; {_busy():.0%} busy before the run\n"
+        f"{machine(*(f'{name} {found[name]}' for name in ('ansible-core', 'pyinfra')))}\n"
         f"Seconds. First run: median of {options.rounds}."
         f" No-op run: median of {options.no_ops * options.rounds}, with the least and the most.\n\n"
         f"{'hosts':>5}  {'':<14} {'first run':>9} {'/ packages':>11}"
         f"   {'no-op run':>9} {'/ Shoal':>8}  {'range':>16}"
     )
-
-
-def _busy(seconds: float = 3.0) -> float:
-    """The part of all CPUs that others use just now. Figures from a busy machine say little."""
-    before = _cpu_times()
-    time.sleep(seconds)
-    total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
-    return 1 - idle / total
-
-
-def _cpu_times() -> tuple[int, int]:
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return sum(fields[:8]), fields[3] + fields[4]
 
 
 def _arguments() -> argparse.Namespace:

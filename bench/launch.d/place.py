@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.providers.api import Instance
+from ground import BenchFailed, write_ssh_config
+
 from shoal.providers.sandbox.layout import Layout, cache_dir
 from shoal.providers.sandbox.provider import SandboxProvider
 
@@ -47,10 +48,6 @@ ALLOCATED = r"""sed -n 's/^\[\([^]]*\)\] sched: \(Allocate\|_slurm_rpc_allocate_
     /var/log/slurm/slurmctld.log | tail -n 1 | xargs -I@ date -d @ +%s.%N"""
 """When slurmctld gave the last job its nodes, from its log."""
 QUIET = """while [ -n "$(squeue -h)" ] || sinfo -h -N -o %T | grep -qvx idle; do sleep 0.2; done; sleep 0.5"""
-
-
-class BenchFailed(Exception):
-    """The bench cannot go on: a launcher failed, or something else than the launch would be measured."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,8 @@ def cluster(directory: Path) -> Iterator[Place]:
     _shoal(place, "down", "--force")
     try:
         _shoal(place, "up")
-        _write_ssh_config(place, asyncio.run(SandboxProvider().instances(CLUSTER)))
+        instances = asyncio.run(SandboxProvider().instances(CLUSTER))
+        write_ssh_config(directory, [instance.target for instance in instances])
         _run(sys.executable, ROOT / "scripts/environment", CLUSTER)
         pip = (sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check")
         _run(*pip, "--target", place.shared / "submitit", "submitit")
@@ -129,13 +127,3 @@ def _run(*words: str | Path) -> None:
     done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BenchFailed(f"{' '.join(map(str, words))} failed:\n{done.stdout[-4000:]}")
-
-
-def _write_ssh_config(place: Place, instances: list[Instance]) -> None:
-    target = next(instance.target for instance in instances if instance.name == "controller")
-    known_hosts = place.directory / "known_hosts"
-    known_hosts.write_text(f"{target.address} {target.host_key}\n")
-    (place.directory / "ssh_config").write_text(
-        f"Host controller\n  HostName {target.address}\n  User root\n  IdentityFile {target.identity}\n"
-        f"  IdentitiesOnly yes\n  IdentityAgent none\n  StrictHostKeyChecking yes\n  UserKnownHostsFile {known_hosts}\n"
-    )

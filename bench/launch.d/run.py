@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from place import HERE, PYTHONPATH, ROOT, SHOAL, BenchFailed, Place, cluster
+from ground import BenchFailed, machine
+from place import HERE, PYTHONPATH, ROOT, SHOAL, Place, cluster
 
 RESULT = ROOT / "bench/results/launch.txt"
 RANKS = 4
@@ -228,28 +228,13 @@ def _target(rounds: dict[str, list[Marks]]) -> str:
 
 
 def _heading(place: Place, rounds: int) -> str:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     slurm = place.on_controller("scontrol --version").split()[-1]
     [installed] = (place.shared / "submitit").glob("submitit-*.dist-info")
     return (
-        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} CPUs, {memory} GiB, Python {platform.python_version()},"
-        f" Slurm {slurm}, {installed.stem.replace('-', ' ')}; {_busy():.0%} busy before the run\n"
+        f"{machine(f'Slurm {slurm}', installed.stem.replace('-', ' '))}\n"
         "Two nodes, two ranks each, gloo. Seconds after what stands above, of the last rank to get there;"
         f" medians of {rounds} rounds, in which the launchers took turns."
     )
-
-
-def _busy(seconds: float = 3.0) -> float:
-    """The part of all CPUs that others use just now. Figures from a busy machine say little."""
-    before = _cpu_times()
-    time.sleep(seconds)
-    total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
-    return 1 - idle / total
-
-
-def _cpu_times() -> tuple[int, int]:
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return sum(fields[:8]), fields[3] + fields[4]
 
 
 def _arguments() -> argparse.Namespace:
