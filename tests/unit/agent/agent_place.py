@@ -54,5 +54,19 @@ class WithPython(LocalHost):
         return await super().start([*self.python, *argv[1:]], root=root)
 
 
+class Apart(LocalHost):
+    """This machine with other mounts: a shell program lays them over it, in a namespace that ends with the agent.
+
+    It gets the test's folder as its first argument, and after that what it is to run in the end.
+    """
+
+    def __init__(self, folder: Path, setup: str) -> None:
+        super().__init__(Target("here"))
+        self.prefix = ("unshare", "--mount", "--propagation", "private", "sh", "-c", setup, "sh", str(folder))
+
+    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
+        return await super().start([*self.prefix, *argv], root=root)
+
+
 def here() -> LocalHost:
     return LocalHost(Target("here"), through_sudo=False)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_place import Place
+from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession, ItemEvent
 from shoal.agent.document import Packages
 from shoal.agent.program.packages import POLICY_TEXT
-from shoal.hosts.api import Target
-from shoal.hosts.local import LocalHost
-from shoal.hosts.process import LineProcess
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/apt-get").exists(), reason="needs root and apt")
 
@@ -48,16 +45,6 @@ cd "{folder}" && echo "dpkg $*" >> calls && sed -i 's/half-configured/installed/
 ITEM = Packages(("tree",))
 
 
-class WithApt(LocalHost):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(Target("here"))
-        self.folder = folder
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SETUP, "sh", str(self.folder)]
-        return await super().start([*prefix, *argv], root=root)
-
-
 class AptPlace(Place):
     def answers(self, *lines: str) -> None:
         """What apt-get says, call by call, when it fails; "" for a call that goes well."""
@@ -82,7 +69,7 @@ async def place(tmp_path: Path) -> AsyncIterator[AptPlace]:
         (tmp_path / name).chmod(0o755)
     for name in ("dpkg/status", "dpkg/lock-frontend", "lists/x_Packages", "answers"):
         (tmp_path / name).touch()
-    async with await AgentSession.open(WithApt(tmp_path), state=str(tmp_path / "state")) as opened:
+    async with await AgentSession.open(Apart(tmp_path, SETUP), state=str(tmp_path / "state")) as opened:
         yield AptPlace(tmp_path, opened)
 
 

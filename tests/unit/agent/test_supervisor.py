@@ -9,19 +9,16 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_place import Place
+from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession
 from shoal.agent.document import Command, Service
 from shoal.agent.program.supervise import process_start
-from shoal.hosts.api import Target
-from shoal.hosts.local import LocalHost
-from shoal.hosts.process import LineProcess
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -33,20 +30,10 @@ exec "$@"
 """
 
 
-class WithoutSystemd(LocalHost):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(Target("here"))
-        self.folder = folder
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SETUP, "sh", str(self.folder)]
-        return await super().start([*prefix, *argv], root=root)
-
-
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     made = not Path("/var/log/shoal").exists()  # noqa: ASYNC240 - a test has nothing else to wait for
-    async with await AgentSession.open(WithoutSystemd(tmp_path), state=str(tmp_path / "state")) as opened:
+    async with await AgentSession.open(Apart(tmp_path, SETUP), state=str(tmp_path / "state")) as opened:
         yield Place(tmp_path, opened)
         await opened.apply((Service("d", running=False),), {}, lambda event: None)
     if made:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_place import Place
+from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession, Ask
 from shoal.agent.document import Service
-from shoal.hosts.api import Target
-from shoal.hosts.local import LocalHost
-from shoal.hosts.process import LineProcess
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemctl"), reason="needs root and systemctl")
 
@@ -37,22 +34,12 @@ done
 """
 
 
-class WithSystemctl(LocalHost):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(Target("here"))
-        self.folder = folder
-
-    async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
-        prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SETUP, "sh", str(self.folder)]
-        return await super().start([*prefix, *argv], root=root)
-
-
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     (tmp_path / "systemctl").write_text(SYSTEMCTL.format(folder=tmp_path))
     (tmp_path / "systemctl").chmod(0o755)
     (tmp_path / "state").write_text("active")
-    async with await AgentSession.open(WithSystemctl(tmp_path), state=str(tmp_path / "kept")) as opened:
+    async with await AgentSession.open(Apart(tmp_path, SETUP), state=str(tmp_path / "kept")) as opened:
         yield Place(tmp_path, opened)
 
 
