@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import pickle
 import tempfile
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[An
     # A server that has imported torch once forks the ranks: seconds less for each of them.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shoal.train.checkpoint", "shoal.train.parallel"])
-    meeting = Path(tempfile.mkdtemp(prefix="shoal-ranks-")) / "store"
+    meeting = Path(_meetings().name) / uuid.uuid4().hex
     children = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
@@ -46,6 +48,12 @@ def start(count: int, function: Callable[..., Any], *args: Any) -> list[tuple[An
         theirs.close()
         children.append((child, ours))
     return children
+
+
+@functools.cache
+def _meetings() -> tempfile.TemporaryDirectory[str]:
+    """Where the ranks find each other; removed when the tests end."""
+    return tempfile.TemporaryDirectory(prefix="shoal-ranks-")
 
 
 def _result(rank: int, child: Any, pipe: Any, limit: float) -> Any:
