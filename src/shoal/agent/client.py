@@ -120,9 +120,9 @@ class AgentSession:
         await self._request({"op": "apply", "items": items, "defer_restarts": defer_restarts})
         return await self._report(len(document), on_event)
 
-    async def secret(self, path: str, make: int = 0) -> bytes:
-        """The content of a secret file; one of `make` random bytes is made first if there is none."""
-        await self._request({"op": "secret", "path": path, "make": make})
+    async def secret(self, path: str, make: int = 0, *, text: bool = False) -> bytes:
+        """The content of a secret file. If there is none it is made first: `make` random bytes, or as `text` digits."""
+        await self._request({"op": "secret", "path": path, "make": make, "text": text})
         async for event in self._events():
             if event["event"] == "secret":
                 return base64.b64decode(event["content_b64"])

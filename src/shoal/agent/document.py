@@ -62,10 +62,28 @@ class File(Item):
     """A command that must take the new content, on its standard input, before the content is put in place."""
     advice: tuple[tuple[str, str], ...] = ()
     """Words that a complaint about the content may name, each with what to do then."""
+    fills: tuple[tuple[str, str], ...] = ()
+    """Words in the content, each with the file on the host whose content takes its place: a password stays there."""
 
     @property
     def key(self) -> str:
         return f"file {self.path}"
+
+
+@dataclass(frozen=True)
+class Secret(Item):
+    """A secret that a host makes for itself, once: a line of random hexadecimal digits that never leaves it."""
+
+    kind: ClassVar[str] = "secret"
+    path: str
+    owner: str = "root"
+    group: str = "root"
+    mode: int = 0o400
+    digits: int = 48
+
+    @property
+    def key(self) -> str:
+        return f"secret {self.path}"
 
 
 @dataclass(frozen=True)

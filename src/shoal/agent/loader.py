@@ -15,7 +15,18 @@ PACKAGE = "shoal.agent.program"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
     *("quick", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
-    *("packages", "accounts", "files", "supervise", "supervised", "services", "mounts", "kernel", "commands"),
+    *(
+        "packages",
+        "accounts",
+        "files",
+        "secrets",
+        "supervise",
+        "supervised",
+        "services",
+        "mounts",
+        "kernel",
+        "commands",
+    ),
     *("facts", "converge", "main"),
 )
 

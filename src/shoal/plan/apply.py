@@ -15,10 +15,15 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.model import HostPlan, Plan
 from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
 from shoal.plan.progress import Phase, Progress
-from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES
-from shoal.roles.documents import Stage
+from shoal.plan.secrets import secrets_for
+from shoal.roles.stage import Stage
 
-TITLES = {Stage.BASE: "packages, keys, names", Stage.CONTROLLER: "controller", Stage.NODES: "nodes"}
+TITLES = {
+    Stage.BASE: "packages, keys, names",
+    Stage.SERVICES: "services",
+    Stage.CONTROLLER: "controller",
+    Stage.NODES: "nodes",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ async def apply(
     """Do what the plan says. `nodes` are the compute nodes that must be ready at the end."""
     drained = await _drain(plan.drain, fleet, controller)
     changed = await _converge(
-        plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
+        plan, plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
     )
     staying: tuple[str, ...] = ()
     if plan.drain:
@@ -58,7 +63,7 @@ async def apply(
         staying = await _wait_until_empty(plan.drain, fleet, controller, progress, patience)
         if not staying:
             everyone = [host.name for host in plan.after_drain]
-            changed += await _converge(plan.after_drain, everyone, fleet, controller, progress)
+            changed += await _converge(plan, plan.after_drain, everyone, fleet, controller, progress)
     missing = await _wait_for_nodes(nodes, fleet, controller, progress, patience)
     return Applied(tuple(dict.fromkeys(changed)), missing, staying)
 
@@ -73,38 +78,30 @@ async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
 
 
 async def _converge(
-    hosts: Sequence[HostPlan], names: Sequence[str], fleet: Fleet, controller: str, progress: Progress
+    plan: Plan, hosts: Sequence[HostPlan], names: Sequence[str], fleet: Fleet, controller: str, progress: Progress
 ) -> list[str]:
     """All stages on the named hosts; a host that fails drops out, a controller that fails ends the run."""
     if not names:
         return []
-    secrets = {"munge": await _munge_key(fleet, controller)}
     changed: list[str] = []
     plans = {host.name: host for host in hosts}
     for stage in Stage:
         due = [name for name in names if name not in fleet.failures and plans[name].document(stage)]
+        secrets = await secrets_for([plans[name].document(stage) for name in due], plan.kept, plan.given, fleet)
+        fleet.require(controller)
         if not due:
             continue
         with progress.phase(TITLES[stage], len(due)) as phase:
 
-            async def converge(name: str, stage: Stage = stage, phase: Phase = phase) -> Report:
+            async def converge(
+                name: str, stage: Stage = stage, secrets: dict[str, bytes] = secrets, phase: Phase = phase
+            ) -> Report:
                 return await _apply_stage(fleet, plans[name], stage, secrets, phase)
 
             reports = await fleet.each(due, converge, on_done=ending(phase))
         changed += [name for name, report in reports.items() if report.changed]
         fleet.require(controller)
     return changed
-
-
-async def _munge_key(fleet: Fleet, controller: str) -> bytes:
-    """The key that all hosts share. It is made on the controller."""
-
-    async def ask(name: str) -> bytes:
-        return await (await fleet.agent(name)).secret(MUNGE_KEY, make=MUNGE_KEY_BYTES)
-
-    keys = await fleet.each([controller], ask)
-    fleet.require(controller)
-    return keys[controller]
 
 
 def ending(phase: Phase) -> Callable[[Outcome[Any]], None]:

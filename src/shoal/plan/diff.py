@@ -15,10 +15,12 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.providers.api import Instance, Request
-from shoal.roles.base import MUNGE_KEY
+from shoal.roles.base import MUNGE_KEY, munge_kept
 from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.documents import Stage, documents
+from shoal.roles.documents import documents
 from shoal.roles.in_force import SLURM_CONF, in_force
+from shoal.roles.parts import PARTS, given_secrets, kept_secrets
+from shoal.roles.stage import Stage
 from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
 from shoal.slurm.state import ACTIVE_STATES
 from shoal.slurm.versions import window_findings
@@ -97,7 +99,15 @@ async def make_plan(
         hosts=hosts,
         after_drain=after,
         loses=loses,
-        findings=(*clock_findings(observed), *goal.now.findings, *_stuck(reports), *_left_behind(goal, orphans)),
+        kept={**munge_kept(goal.now.controller.name), **kept_secrets(spec)},
+        given=given_secrets(spec),
+        findings=(
+            *clock_findings(observed),
+            *goal.now.findings,
+            *(finding for part in PARTS for finding in part.findings(goal.now)),
+            *_stuck(reports),
+            *_left_behind(goal, orphans),
+        ),
         unreached=dict(fleet.failures),
     )
 

@@ -10,7 +10,8 @@ from shoal.agent.document import Document
 from shoal.errors import HostError
 from shoal.plan.shapes import words
 from shoal.providers.api import Request
-from shoal.roles.documents import Stage
+from shoal.roles.part import Kept
+from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
 
 
@@ -65,11 +66,17 @@ class Plan:
     """Instances to be removed, as (provider, name)."""
     unasked: tuple[str, ...] = ()
     """Those of them that another controller ran: this one cannot say which jobs end with them."""
+    prepare: tuple[Change, ...] = ()
+    """What hosts must be first; what the rest changes on them may be more once they are."""
     hosts: tuple[HostPlan, ...] = ()
     after_drain: tuple[HostPlan, ...] = ()
     """The hosts once the drained nodes are out of the configuration, and what that changes."""
     loses: tuple[str, ...] = ()
     """Jobs that the changes would end."""
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """Where the secrets are that hosts share."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Where the user keeps secrets that hosts need: references, never values."""
     findings: tuple[Finding, ...] = ()
     unreached: Mapping[str, HostError] = field(default_factory=dict)
     """Hosts that could not be looked at, with the cause and the fix."""
@@ -86,7 +93,7 @@ class Plan:
             for provider, name in self.delete
         )
         on_hosts = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
-        return made + drained + on_hosts + deleted
+        return made + self.prepare + drained + on_hosts + deleted
 
     @property
     def cost(self) -> Cost:

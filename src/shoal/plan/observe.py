@@ -14,12 +14,10 @@ from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.roles.base import packages
-from shoal.roles.documents import FACT_FILES, FACT_SERVICES
+from shoal.roles.documents import fact_files, fact_services
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
-
-ASK = Ask(users=("*",), groups=("*",), files=FACT_FILES, services=FACT_SERVICES)
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,11 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
     """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
     members = {member.name: member for member in members_of(spec)}
     controller = next(iter(members))
+    ask = Ask(users=("*",), groups=("*",), files=fact_files(spec), services=fact_services())
 
     async def look(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _accepted(name, await agent.facts(replace(ASK, packages=packages(spec, members[name]))))
+        facts = _accepted(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))
         # Slurm's commands wait long for a slurmctld that is not there, so they are asked only where one runs.
         if name != controller or facts.services.get("slurmctld") != "active":
             return facts, None

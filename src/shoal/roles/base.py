@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from shoal.agent.document import Block, Directory, Document, File, Group, Item, Packages, SecretRef, Service, User
+from shoal.agent.facts import Facts
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
+from shoal.roles.part import Kept
+from shoal.roles.parts import part_packages, part_ports
 from shoal.roles.pmix import pmix_items, pmix_packages
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
@@ -14,6 +17,7 @@ from shoal.spec.model import Spec
 
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_BYTES = 1024
+MUNGE_SECRET = "munge"
 
 
 def base(cluster: Cluster, member: Member) -> Document:
@@ -23,8 +27,13 @@ def base(cluster: Cluster, member: Member) -> Document:
         *_packages(cluster, member),
         *_munge(cluster),
         *_names(cluster),
-        *_firewall(cluster),
+        *_firewall(cluster, member),
     )
+
+
+def munge_kept(controller: str) -> dict[str, Kept]:
+    """Where the key that all hosts share is made and kept."""
+    return {MUNGE_SECRET: Kept(controller, MUNGE_KEY, MUNGE_KEY_BYTES, text=False)}
 
 
 def munge_digest(cluster: Cluster) -> str | None:
@@ -58,10 +67,10 @@ def _accounts(cluster: Cluster) -> list[Item]:
 
 def _packages(cluster: Cluster, member: Member) -> list[Item]:
     facts = cluster.facts[member.name]
-    return [Packages((*packages(cluster.spec, member), *pmix_packages(facts))), *pmix_items(facts)]
+    return [Packages((*packages(cluster.spec, member, facts), *pmix_packages(facts))), *pmix_items(facts)]
 
 
-def packages(spec: Spec, member: Member) -> tuple[str, ...]:
+def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:
     """The packages that a member's roles need."""
     names = ["munge", "slurm-client"]
     if "controller" in member.roles:
@@ -70,7 +79,7 @@ def packages(spec: Spec, member: Member) -> tuple[str, ...]:
         names.append("slurmd")
     if spec.firewall:
         names.append("nftables")
-    return tuple(names)
+    return tuple(dict.fromkeys((*names, *part_packages(spec, member, facts))))
 
 
 def _munge(cluster: Cluster) -> list[Item]:
@@ -78,7 +87,7 @@ def _munge(cluster: Cluster) -> list[Item]:
         Directory("/etc/munge", owner="munge", group="munge", mode=0o700),
         File(
             MUNGE_KEY,
-            SecretRef("munge", munge_digest(cluster)),
+            SecretRef(MUNGE_SECRET, munge_digest(cluster)),
             owner="munge",
             group="munge",
             mode=0o400,
@@ -92,10 +101,10 @@ def _names(cluster: Cluster) -> list[Item]:
     return [Block(HOSTS, HOSTS_BLOCK, hosts_block(cluster.addresses))]
 
 
-def _firewall(cluster: Cluster) -> list[Item]:
+def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     if not cluster.spec.firewall:
         return without_firewall()
-    rules = firewall_rules(cluster.addresses.values(), PORTS)
+    rules = firewall_rules(cluster.addresses.values(), (*PORTS, *part_ports(cluster.spec, member)))
     return [
         Directory("/etc/shoal"),
         File(RULES, rules, restarts=("shoal-firewall",)),

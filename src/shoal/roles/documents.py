@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import IntEnum
-from typing import Literal
 
 from shoal.agent.document import Block, DeviceRule, Document, File, Service
 from shoal.roles.base import MUNGE_KEY, base, without_firewall
@@ -12,24 +10,27 @@ from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
+from shoal.roles.part import How
+from shoal.roles.parts import PARTS, part_files, part_services
 from shoal.roles.pmix import pmix_files
+from shoal.roles.stage import Stage
 from shoal.spec.member import Member
-
-# All that documents name, so that an agent asks systemd once.
-FACT_SERVICES = ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD)
-FACT_FILES: Mapping[str, Literal["hash", "text", "there"]] = {
-    MUNGE_KEY: "hash",
-    **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
-    **dict.fromkeys(pmix_files(), "there"),
-}
+from shoal.spec.model import Spec
 
 
-class Stage(IntEnum):
-    """All hosts finish a stage before any begins the next: nodes take their configuration from a running controller."""
+def fact_services() -> tuple[str, ...]:
+    """All that documents name, so that an agent asks systemd once."""
+    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, *part_services())
 
-    BASE = 1
-    CONTROLLER = 2
-    NODES = 3
+
+def fact_files(spec: Spec) -> Mapping[str, How]:
+    """The files from which is read what an earlier run did."""
+    return {
+        MUNGE_KEY: "hash",
+        **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
+        **dict.fromkeys(pmix_files(), "there"),
+        **part_files(spec),
+    }
 
 
 def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
@@ -45,12 +46,16 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
         nodes += (Service("slurmd", enabled=False, running=False),)
     if nodes:
         stages[Stage.NODES] = nodes
-    return stages
+    for part in PARTS:
+        for stage, document in part.documents(cluster, member).items():
+            stages[stage] = (*stages.get(stage, ()), *document)
+    return {stage: document for stage, document in sorted(stages.items()) if document}
 
 
 def farewell() -> Document:
     """What a host is brought to when it leaves: nothing of ours runs or is configured; packages stay."""
     return (
+        *[item for part in reversed(PARTS) for item in part.farewell()],
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
         *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS)],

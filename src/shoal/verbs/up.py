@@ -13,6 +13,7 @@ from shoal.plan.diff import creation_plan, make_plan
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
+from shoal.plan.prepare import preparations, prepare
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
@@ -62,8 +63,14 @@ async def plan(context: Context) -> Plan:
         return replace(creation_plan(context.cluster, stock.missing, stock.orphans), findings=stock.findings)
     async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
         observed = await _look(context, fleet)
+        first = await preparations(context.spec, observed.facts, fleet)
         planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet), stock.orphans)
-        return replace(planned, create=stock.missing, findings=(*stock.findings, *planned.findings))
+        return replace(
+            planned,
+            create=stock.missing,
+            prepare=tuple(change for changes in first.values() for change in changes),
+            findings=(*stock.findings, *planned.findings),
+        )
 
 
 async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
@@ -73,6 +80,9 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
     async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
         fleet.failures.update(not_made)
         observed = await _look(context, fleet)
+        prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
+        if prepared:
+            observed = await _look(context, fleet)
         with context.progress.phase("compare", len(fleet.live)) as phase:
             planned = await make_plan(
                 context.spec, observed, fleet, reached_addresses(fleet), stock.orphans, on_done=ending(phase)
@@ -84,7 +94,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         return UpResult(
             cluster=context.cluster,
             created=tuple(request.name for _, request in stock.missing if request.name not in not_made),
-            changed=applied.changed,
+            changed=tuple(dict.fromkeys((*prepared, *applied.changed))),
             removed=removed,
             staying=applied.staying,
             unready=applied.unready,

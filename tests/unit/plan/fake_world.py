@@ -13,7 +13,7 @@ from shoal.hostlist import expand
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.plan.fleet import Fleet
-from shoal.roles.documents import FACT_FILES
+from shoal.roles.documents import fact_files
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.slurm.read import known_nodes, read
 from shoal.slurm.state import JOBS_COMMAND
@@ -47,7 +47,7 @@ def host_facts(name: str, address: str, **changes: Any) -> Facts:
         memory_mb=16000,
         cgroup=Cgroup(2, ("cpuset", "cpu", "memory")),
         addresses=(Address("eth0", address, 24),),
-        files=dict.fromkeys(FACT_FILES, FileFact()),
+        files=dict.fromkeys(fact_files(spec_of(LAB)), FileFact()),
         users={"munge": Account(104, 110)},
         groups={"munge": Account(110)},
     )
@@ -181,7 +181,7 @@ def lab(text: str = LAB, **changes: dict[str, Any]) -> World:
 
 
 def _files(agent: FakeAgent) -> dict[str, FileFact]:
-    found = dict.fromkeys(FACT_FILES, FileFact())
+    found = dict.fromkeys(fact_files(spec_of(LAB)), FileFact())
     found |= {path: FileFact(hashlib.sha256(content).hexdigest()) for path, content in agent.secrets.items()}
     for item in agent.items.values():
         if item["kind"] == "file" and item.get("content") is not None:

@@ -12,8 +12,9 @@ from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 from shoal.agent.document import Document, File, SecretRef
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.controller import READ_CONF, advice
-from shoal.roles.documents import Stage, documents, farewell
+from shoal.roles.documents import documents, farewell
 from shoal.roles.in_force import SLURM_CONF
+from shoal.roles.stage import Stage
 
 REEF = """
 cluster: reef

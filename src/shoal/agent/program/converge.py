@@ -19,6 +19,7 @@ from shoal.agent.program.kernel import check_device_rule, check_sysctl, make_dev
 from shoal.agent.program.mounts import check_mount, make_mount
 from shoal.agent.program.packages import check_packages, make_packages
 from shoal.agent.program.running import run
+from shoal.agent.program.secrets import check_secret, make_secret
 from shoal.agent.program.services import check_service, due_reason, is_up, make_service, or_old_files, start_again
 from shoal.agent.program.systemd import has_systemd
 from shoal.agent.program.wire import GONE, Item
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 KINDS = {
     "packages": (check_packages, make_packages),
     "file": (check_file, make_file),
+    "secret": (check_secret, make_secret),
     "link": (check_link, make_link),
     "directory": (check_directory, make_directory),
     "group": (check_group, make_group),

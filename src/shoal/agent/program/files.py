@@ -23,7 +23,7 @@ def check_file(item: Item, world: World) -> Change | None:
         remove(temporary_name(path))  # what a killed run left
     if found and stat.S_ISDIR(found.st_mode):
         raise Failure(f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old")
-    if not item.get("secret") and item["content"] is None:
+    if not is_secret(item) and item["content"] is None:
         return Change(f"remove {path}") if found else None
     if found is None:
         refuse_unaccepted(item)
@@ -54,7 +54,7 @@ def make_file(item: Item, world: World) -> str:
     remember(item, world)
     note_unit_change(path, world)
     note = keep_foreign(path) if item.get("keep") else ""
-    if not item.get("secret") and item["content"] is None:
+    if not is_secret(item) and item["content"] is None:
         remove(path)
         return note
     ids = owner_ids(item, world)
@@ -68,7 +68,7 @@ def make_file(item: Item, world: World) -> str:
 
 def remember(item: Item, world: World) -> None:
     """Keep what a file was, for the case that the services which read it do not start with the new one."""
-    if item["restarts"] and not item.get("secret"):
+    if item["restarts"] and not is_secret(item):
         found = file_status(item["path"])
         regular = bool(found and stat.S_ISREG(found.st_mode))
         world.replaced.append((item, read_bytes(item["path"]) if regular else None, found if regular else None))
@@ -99,11 +99,16 @@ def keep_foreign(path: str) -> str:
     return f"what was there is kept as {aside}"
 
 
+def is_secret(item: Item) -> bool:
+    """Whether the content may be shown to nobody: it is a secret, or one is filled into it."""
+    return bool(item.get("secret") or item.get("fills"))
+
+
 def _content(item: Item) -> bytes | None:
-    """The bytes wanted. None for a secret whose value did not travel."""
+    """The bytes wanted. None for a secret whose value did not travel, or is yet to be made."""
     if not item.get("secret"):
         text: str = item["content"]
-        return text.encode()
+        return _filled(text.encode(), item)
     if "content_b64" not in item:
         return None
     from binascii import a2b_base64
@@ -111,15 +116,25 @@ def _content(item: Item) -> bytes | None:
     return a2b_base64(item["content_b64"])
 
 
+def _filled(content: bytes, item: Item) -> bytes | None:
+    for word, path in item.get("fills") or ():
+        if not file_status(path):
+            return None
+        content = content.replace(word.encode(), read_bytes(path).strip())
+    return content
+
+
 def _same_content(item: Item, before: bytes) -> bool:
     data = _content(item)
     if data is not None:
         return data == before
+    if item.get("fills"):
+        return False
     return not item.get("sha256") or item["sha256"] == sha256(before)
 
 
 def _file_diff(item: Item, before: bytes, found: os.stat_result | None, world: World) -> str:
-    if item.get("secret"):
+    if is_secret(item):
         return "(secret)"
     if found and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o004:
         return "(not shown: the file is not world-readable)"

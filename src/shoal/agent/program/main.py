@@ -12,6 +12,7 @@ from shoal.agent.program.facts import gather_facts
 from shoal.agent.program.failure import explain
 from shoal.agent.program.packages import release_daemons
 from shoal.agent.program.quick import signal
+from shoal.agent.program.secrets import random_line
 from shoal.agent.program.wire import Item, Wire
 from shoal.agent.program.world import World, read_due
 
@@ -95,13 +96,17 @@ def lock(world: World) -> int:
 
 
 def secret(request: Item) -> Item:
-    """A secret file's content, made from random bytes first where it is absent and `make` says how many."""
+    """A secret file's content, made from random bytes first where it is absent and `make` says how many.
+
+    With `text` they are hexadecimal digits.
+    """
     path = request["path"]
     if request.get("make") and not (os.path.exists(path) and os.path.getsize(path)):
         folder = os.path.dirname(path)
         if not os.path.isdir(folder):
             os.makedirs(folder, 0o700)
-        write_atomic(path, os.urandom(request["make"]), 0o400, os.geteuid(), os.getegid())
+        data = random_line(request["make"]) if request.get("text") else os.urandom(request["make"])
+        write_atomic(path, data, 0o400, os.geteuid(), os.getegid())
     from binascii import b2a_base64
 
     return {"event": "secret", "content_b64": b2a_base64(read_bytes(path), newline=False).decode()}
