@@ -1,14 +1,18 @@
-"""asyncssh, imported without its search for libraries that Shoal has no use for.
+"""asyncssh, imported without what Shoal has no use for and everybody would wait for.
 
 It looks for libnettle and liboqs, whose algorithms are not among those in `ssh.py`, with ldconfig, gcc and ld: some ten
-processes at every start. Import this before anything else that imports asyncssh.
+processes at every start. And it loads X.509, a tenth of all its loading, for host certificates that `ssh.py` does not
+take. Import this before anything else that imports asyncssh.
 """
 
 from __future__ import annotations
 
 import ctypes.util
+import sys
 
 __all__ = ["asyncssh"]
+
+_X509 = "asyncssh.crypto.x509"
 
 
 def _nothing(name: str) -> None:
@@ -17,7 +21,11 @@ def _nothing(name: str) -> None:
 
 _search = ctypes.util.find_library
 ctypes.util.find_library = _nothing
+if _unloaded := "asyncssh" not in sys.modules:
+    sys.modules[_X509] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there
 try:
     import asyncssh
 finally:
     ctypes.util.find_library = _search
+    if _unloaded:
+        del sys.modules[_X509]

@@ -27,11 +27,12 @@ def names() -> tuple[str, ...]:
 
 def provider(name: str) -> Provider:
     """The provider of that name. Raises ProviderError with the names there are."""
-    others = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in PROVIDERS:
         module, _, attribute = PROVIDERS[name].partition(":")
         made: Provider = getattr(import_module(module), attribute)()
         return made
+    # Looking through all installed packages takes a while.
+    others = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in others:
         try:
             made = others[name].load()()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
+from functools import cache
 from typing import Any
 
 from shoal.spec.model import (
@@ -76,13 +79,44 @@ def spec_markdown() -> str:
 
 def schema() -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the file."""
-    body = _tidy(Spec.model_json_schema())
+    body = _json_schema(Spec)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **body,
         "title": "shoal.yaml",
         "description": "A Slurm cluster, as Shoal builds it.",
     }
+
+
+def _json_schema(model: type[Closed]) -> Any:
+    """Pydantic's schema, with the text under each field. Reading that takes long, so no other command does it."""
+    _describe_fields()
+    return _tidy(model.model_json_schema())
+
+
+@cache
+def _describe_fields() -> None:
+    models = [HostSet, *(model for _, model in _SECTIONS)]
+    for model in models:
+        texts: dict[str, str] = {}
+        for parent in reversed(model.__mro__[: model.__mro__.index(Closed)]):
+            texts.update(_texts_under_fields(parent))
+        for name, field in model.model_fields.items():
+            field.description = texts.get(name)
+    # In the order of their file: a model takes in those above it as they are.
+    for model in sorted(models, key=lambda model: inspect.getsourcelines(model)[1]):
+        model.model_rebuild(force=True)
+
+
+def _texts_under_fields(model: type) -> dict[str, str]:
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                found[name] = inspect.cleandoc(said)
+    return found
 
 
 def _tidy(entry: Any) -> Any:
@@ -106,7 +140,7 @@ def _tidy(entry: Any) -> Any:
 
 
 def _section(title: str, model: type[Closed]) -> str:
-    definition = _tidy(model.model_json_schema())
+    definition = _json_schema(model)
     definition = definition["anyOf"][1] if "anyOf" in definition else definition
     required = definition.get("required", [])
     lines = [f"## {title}", "", inspect.cleandoc(model.__doc__ or ""), ""]

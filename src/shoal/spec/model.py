@@ -102,9 +102,9 @@ _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]
 
 
 class Closed(BaseModel):
-    """Frozen, refuses unknown keys, and takes each field's description from the text under it."""
+    """Frozen, and refuses unknown keys. The text under a field describes it; `docs.py` reads that when asked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class HostEntry(Closed):

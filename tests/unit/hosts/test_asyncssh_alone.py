@@ -1,4 +1,4 @@
-"""Starting Shoal starts no other program: asyncssh would look for libraries with compilers and linkers."""
+"""Starting Shoal starts no other program and loads no X.509: asyncssh would do both."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ print(list(started), ctypes.util.find_library("c") is not None)
 def test_no_program_is_started_and_libraries_are_found_as_ever_afterwards(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", COUNT.format(module=module)], capture_output=True, text=True)
     assert done.stdout == "[] True\n", done.stderr
+
+
+def test_x509_is_not_loaded_and_nothing_stays_in_its_place() -> None:
+    look = "import sys, shoal.hosts.ssh; print([name for name in sys.modules if 'x509' in name])"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
