@@ -48,9 +48,9 @@ class ParallelError(TrainError):
 
 
 class Leaving(SystemExit):
-    """The job must stop: its work is saved, and this process ends."""
+    """The job must stop: its work is saved as far as it can be, and this process ends."""
 
     def __init__(self, status: int, *, comes_back: bool) -> None:
         super().__init__(status)
         self.comes_back = comes_back
-        """The job goes back into the queue; otherwise somebody cancelled it."""
+        """The job goes back into the queue; otherwise somebody cancelled it, or nothing could be saved."""

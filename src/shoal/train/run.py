@@ -14,6 +14,7 @@ for epoch in run.epochs(10):
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,10 @@ from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
 from shoal.train.contract import EXIT_REQUEUE, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.data import Loader
 from shoal.train.errors import Leaving
-from shoal.train.requeue import Answer, requeue
+from shoal.train.requeue import Answer, job_to_requeue, requeue
 from shoal.train.stop import Stop, Stopper
+
+log = logging.getLogger("shoal.train.run")
 
 _STATUS: dict[Answer, int] = {"requeued": 0, "cancelled": 128 + signal.SIGTERM, "failed": EXIT_REQUEUE}
 
@@ -55,6 +58,7 @@ class Run:
         self._stopper = stopper or Stopper(environ=environ)
         self._environ = environ
         self._done = 0
+        self._first = 0
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, after restoring the newest whole checkpoint. The body of the loop is one step.
@@ -99,7 +103,8 @@ class Run:
 
     def _begin(self) -> int:
         """The step to begin with: that of the newest whole checkpoint, or 0."""
-        return self.checkpointer.restore(self.state) or 0
+        self._first = self.checkpointer.restore(self.state) or 0
+        return self._first
 
     def _after(self, done: int, *, last: bool) -> None:
         """A step is over: leave if the job must stop, save if it is time to."""
@@ -121,7 +126,17 @@ class Run:
         return self.checkpointer.save(step, self.state, reason=reason)
 
     def _leave(self, stop: Stop) -> None:
-        self.checkpointer.save(stop.step, self.state, reason=stop.reason, wait=True)
+        saved = self.checkpointer.save(stop.step, self.state, reason=stop.reason, wait=True)
         self.checkpointer.close()
+        if not saved.committed and self.checkpointer.newest <= self._first:
+            # The next turn would begin where this one did, and end as it does, for ever.
+            log.error(
+                "nothing of this turn could be saved (%s): the job is not requeued. Mend that, then run `scontrol "
+                "requeue %s`: it goes on from step %d",
+                saved.error,
+                job_to_requeue(self._environ) or "JOB",
+                self._first,
+            )
+            raise Leaving(1, comes_back=False)
         answer = requeue(environ=self._environ)
         raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")

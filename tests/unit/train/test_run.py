@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.unit.train.training import build, digest, train_step
 
 from shoal.train.checkpoint import files
 from shoal.train.contract import EXIT_REQUEUE
+from shoal.train.errors import Leaving
 from shoal.train.run import Run
 from shoal.train.stop import Stopper
 
@@ -84,3 +86,27 @@ def test_a_cancelled_job_saves_and_leaves_as_sigterm_would(tmp_path: Path) -> No
     stopper.close()
     assert leaving.value.code == 143
     assert [path.name for path in files.committed(tmp_path / "saved")] == ["step-1"]
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_further_on(
+    tmp_path: Path, saved_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    state, stopper, place = build("plain"), Stopper(environ={}), tmp_path / "saved"
+    run = Run(state, place, save_every=int(saved_before), stopper=stopper, environ=environ)
+    with pytest.raises(Leaving) as leaving:
+        for step in run.steps(5):
+            train_step(state)
+            if step == 2:
+                shutil.rmtree(place, ignore_errors=True)
+                place.write_text("a file where the directory was")
+                signal.raise_signal(signal.SIGTERM)
+    stopper.close()
+    requeued = (tmp_path / "asked").exists() and "requeue 7" in (tmp_path / "asked").read_text()
+    assert (requeued, leaving.value.comes_back) == (saved_before, saved_before)
+    assert leaving.value.code == (0 if saved_before else 1)
+    told = "the job is not requeued. Mend that, then run `scontrol requeue 7`: it goes on from step 0"
+    assert (told in caplog.text) is not saved_before

@@ -76,6 +76,8 @@ class Checkpointer:
         """Saves that failed since the start of this process."""
         self.last: SaveResult | None = None
         """The newest save that has ended."""
+        self.newest = 0
+        """The newest step that this process has saved whole; 0 before the first."""
         self._ranks = Ranks()
         self._damaged: set[Path] = set()
         self._durations: deque[float] = deque(maxlen=3)
@@ -242,6 +244,7 @@ class Checkpointer:
                 self.failures,
             )
         else:
+            self.newest = max(self.newest, result.step)
             self._durations.append(result.seconds)
             if self._ranks.rank == 0:
                 log.info(
