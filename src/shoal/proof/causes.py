@@ -87,6 +87,18 @@ def _steps(runs: Runs) -> str:
     )
 
 
+def _losses_told(runs: Runs) -> str:
+    if runs.found.losses_told:
+        return ""
+    one, many = ([loss.step for loss in run.losses] for run in (runs.one, runs.many))
+    odd = sorted({*one} ^ {*many})
+    where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
+    return (
+        f"one process told {len(one)} losses, {runs.many.world_size} told {len(many)} ({where}): what was not told"
+        " cannot be compared; tell the loss after every step, on every rank"
+    )
+
+
 def _learning_rate(runs: Runs) -> str:
     for step in runs.shared_steps:
         one, many = runs.one.ranks[0].steps[step].lr, runs.many.ranks[0].steps[step].lr
@@ -204,7 +216,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 CHECKS: tuple[Callable[[Runs], str], ...] = (
-    *(_start, _not_finite, _samples, _steps, _learning_rate, _unequal_batches, _told_by_some),
-    *(_drifted, _scale, _layers, _first_step, _rounding, _unknown),
+    *(_start, _not_finite, _samples, _steps, _losses_told, _learning_rate, _unequal_batches),
+    *(_told_by_some, _drifted, _scale, _layers, _first_step, _rounding, _unknown),
 )
 """In the order of a run; the last always finds something."""

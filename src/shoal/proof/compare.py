@@ -38,6 +38,8 @@ class Comparison:
     """The same before the first step."""
     steps: tuple[int, int]
     """Steps that one process took, and that many took."""
+    losses_told: bool
+    """Both told the loss of the same steps."""
     apart: bool
     """Ranks that should hold the same parameters do not."""
     samples: bool
@@ -48,7 +50,8 @@ class Comparison:
         """Whether the two runs are the same but for rounding."""
         differences = (self.losses, self.gradient, self.parameters)
         same = all(difference.relative <= tolerance for difference in differences)
-        return same and self.samples and self.steps[0] == self.steps[1] and not self.apart
+        whole = self.samples and self.losses_told and self.steps[0] == self.steps[1]
+        return same and whole and not self.apart
 
 
 def compare(one: RunRecord, many: RunRecord) -> Comparison:
@@ -60,6 +63,7 @@ def compare(one: RunRecord, many: RunRecord) -> Comparison:
         parameters(one.end, many.end),
         parameters(one.start, many.start),
         (one.steps, many.steps),
+        [loss.step for loss in one.losses] == [loss.step for loss in many.losses],
         many.apart is not None,
         all(same_samples(one, many, step) for step in range(min(one.steps, many.steps))),
     )

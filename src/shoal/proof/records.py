@@ -94,7 +94,10 @@ class RunRecord:
 
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
-        """The losses of the whole job: the mean over the ranks, each weighted by its samples."""
+        """The losses of the whole job: the mean over the ranks, each weighted by its samples.
+
+        As many as the rank with the fewest has told.
+        """
         told = [rank.losses[self.source] for rank in self.ranks if rank.losses.get(self.source)]
         return tuple(_mean(together) for together in zip(*told, strict=False))
 
@@ -155,6 +158,8 @@ def what_is_missing(run: RunRecord, processes: int) -> tuple[str, str] | None:
             "no optimizer took a step with the model's parameters",
             "make the optimizer after parallelize(), from the parameters() of what it returns",
         )
+    if idle := [str(rank.rank) for rank in run.ranks if not rank.steps]:
+        return f"rank {', '.join(idle)} took no step: its optimizer never ran", "call optimizer.step() on every rank"
     if not run.source:
         return (
             "the script told nobody its loss",

@@ -52,12 +52,14 @@ class ClusterRunner:
 
     async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
         job = self.spec(trial)
-        submitted = await run(self._context, job, self._here, self._limit)
-        phase.say(self.where, f"job {submitted.id}")
+        submitting = asyncio.ensure_future(run(self._context, job, self._here, self._limit))
         try:
+            # Shielded: a job may be in the queue before we know its number, and has to be cancelled then too.
+            submitted = await asyncio.shield(submitting)
+            phase.say(self.where, f"job {submitted.id}")
             record = await self._end_of(submitted.id)
         except asyncio.CancelledError:
-            await cancel(self._context, [submitted.id])
+            await cancel(self._context, [(await submitting).id])
             raise
         await self._fetch(job, record, directory)
         if record.failed:
@@ -95,9 +97,9 @@ class ClusterRunner:
         place = f"{job_root(job, self._context.cluster)}/{record.id}"
         async with await self._context.connections() as fleet:
 
-            async def one(name: str) -> bytes:
+            async def one(name: str, program: str) -> bytes:
                 host = await fleet.host(name)
-                result = await host.run(["sh", "-c", _TAKE, "sh", place, RECORDS], timeout=600)
+                result = await host.run(["sh", "-c", program, "sh", place, RECORDS], timeout=600)
                 if result.status != 0:
                     raise CommandFailed(
                         name, f"cannot read the records of job {record.id}: {result.error_text.strip()}"
@@ -105,7 +107,9 @@ class ClusterRunner:
                 return result.stdout
 
             names = [name for name in expand(record.nodes) if name in fleet.targets] if record.nodes else []
-            found = await fleet.each(names, one)
+            found = await fleet.each(names, lambda name: one(name, _TAKE))
+            # Only once all have read theirs: nodes that share storage have the same directory.
+            await fleet.each(found, lambda name: one(name, _REMOVE))
             failures: Mapping[str, HostError] = fleet.failures
         for error in failures.values():
             raise error
@@ -116,9 +120,14 @@ class ClusterRunner:
 _TAKE = r"""
 cd "$1" 2> /dev/null || exit 0
 [ -d "$2" ] || exit 0
-tar -cf - --exclude=checkpoints --exclude=tracking "$2" && rm -rf "$2"
+tar -cf - --exclude=checkpoints --exclude=tracking "$2"
 """
 """Prints the records as an archive. A job that failed early has none."""
+
+_REMOVE = r"""
+cd "$1" 2> /dev/null || exit 0
+[ ! -d "$2" ] || rm -rf "$2"
+"""
 
 
 def unpack(archive: bytes, directory: Path) -> None:

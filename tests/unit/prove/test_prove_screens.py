@@ -19,10 +19,17 @@ from shoal.proof.compare import Comparison, Difference
 from shoal.proof.model import ProofResult, Row
 
 SAME = Comparison(
-    Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), False, True
+    Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), True, False, True
 )
 OTHER = Comparison(
-    Difference(0.5, "step 1"), Difference(3.0, "step 1"), Difference(0.25, "w"), Difference(0.0), (5, 5), False, True
+    Difference(0.5, "step 1"),
+    Difference(3.0, "step 1"),
+    Difference(0.25, "w"),
+    Difference(0.0),
+    (5, 5),
+    True,
+    False,
+    True,
 )
 
 
@@ -80,7 +87,7 @@ def test_what_cannot_be_proved_is_refused(
 
 
 def test_a_difference_without_bound_is_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    boundless = Comparison(Difference(math.inf), *(Difference(0.0),) * 3, (5, 5), False, True)
+    boundless = Comparison(Difference(math.inf), *(Difference(0.0),) * 3, (5, 5), True, False, True)
     session = Session(True)
     finish(
         session, ProofResult("t.py", 2, "float64", 1e-12, 5, (math.nan, 1.0), (Row("spawn", "ddp", False, boundless),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from pathlib import Path
@@ -98,6 +99,12 @@ def test_a_script_that_does_not_take_part_is_told_which_call_is_missing(
 def test_a_rank_that_recorded_nothing_is_missed() -> None:
     missing = what_is_missing(RunRecord(many(4).ranks[:1]), 4)
     assert missing is not None and missing[0] == "of 4 processes only rank 0 recorded anything"
+
+
+def test_ranks_that_took_no_step_are_named() -> None:
+    first, *others = many(4).ranks
+    missing = what_is_missing(RunRecord((first, *(dataclasses.replace(rank, steps=()) for rank in others))), 4)
+    assert missing is not None and missing[0] == "rank 1, 2, 3 took no step: its optimizer never ran"
 
 
 def test_numbers_that_are_not_finite_differ_without_bound() -> None:
