@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 BATCH = -1
@@ -48,7 +48,6 @@ class JobLogs:
 
     lines: tuple[LogLine, ...] = ()
     ends: tuple[RankEnd, ...] = ()
-    progress: dict[str, Any] = field(default_factory=dict)
 
 
 class LogReader:
@@ -57,16 +56,11 @@ class LogReader:
     def __init__(self) -> None:
         self.lines: list[LogLine] = []
         self.ends: dict[tuple[int, int], RankEnd] = {}
-        self.progress: dict[str, Any] = {}
-        self._progress_at = 0.0
         self._node_of: dict[str, str] = {}
 
     def take(self, node: str, raw: bytes) -> LogLine | None:
         """One line of a node's answer; the log line in it, where it is one."""
         name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
-        if name == "progress":
-            self._take_progress(rest)
-            return None
         if not tab or self._node_of.setdefault(name, node) != node:
             return None
         if name == "batch":
@@ -83,16 +77,9 @@ class LogReader:
         stamp, _, text = rest.partition(" ")
         return self._keep(LogLine(_seconds(stamp), rank, restart, text, node))
 
-    def _take_progress(self, rest: str) -> None:
-        """The newest counts: after a requeue rank 0 may be on another node, and an old file stays where it was."""
-        stamp, _, text = rest.partition(" ")
-        found = _object(text)
-        if found and _seconds(stamp) >= self._progress_at:
-            self.progress, self._progress_at = found, _seconds(stamp)
-
     def result(self) -> JobLogs:
         ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))
-        return JobLogs(tuple(merge(self.lines)), tuple(ends), self.progress)
+        return JobLogs(tuple(merge(self.lines)), tuple(ends))
 
     def _keep(self, line: LogLine) -> LogLine:
         self.lines.append(line)

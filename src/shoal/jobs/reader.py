@@ -2,9 +2,8 @@
 
     reader.py DIRECTORY BATCH_OUTPUT TAIL [follow]
 
-Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end`, `batch` or `progress`. With TAIL
-above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
-something.
+Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end` or `batch`. With TAIL above 0 only
+the last so many bytes of each file are read. With `follow` it goes on until its input ends or says something.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ def main(directory: str, batch: str, tail: int, follow: bool) -> None:
 def files(directory: str, batch: str) -> Iterator[tuple[str, str]]:
     if os.path.exists(batch):
         yield "batch", batch
-    progress = os.path.join(directory, "progress.json")
-    if os.path.exists(progress):
-        yield "progress", progress
     try:
         for name in os.listdir(directory):
             if name.startswith("rank-") and name.endswith((".log", ".end")):
@@ -48,13 +44,8 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size
-            if name == "progress":  # replaced as a whole by another file: whatever of it is new is all of it
-                if at.get(name) == status.st_mtime_ns:
-                    return
-                tail = 0
-                at.pop(name, None)
             start = at.get(name, max(0, size - tail) if tail else 0)
-            stamp = b"%.6f " % status.st_mtime if name in ("batch", "progress") else b""
+            stamp = b"%.6f " % status.st_mtime if name == "batch" else b""
             file.seek(start)
             data = file.read(size - start)
     except OSError:
@@ -66,7 +57,7 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
     lines = data[:end].split(b"\n")[:-1]
     if start and name not in at:
         lines = lines[1:]  # the tail begins inside of a line
-    at[name] = status.st_mtime_ns if name == "progress" else start + min(end, size - start)
+    at[name] = start + min(end, size - start)
     for line in lines:
         sys.stdout.buffer.write(name.encode() + b"\t" + stamp + line + b"\n")
 

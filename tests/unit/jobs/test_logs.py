@@ -52,11 +52,10 @@ def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
         ("n1", "rank-3.0.end\t{}"),
         ("n1", "no tab"),
         ("n1", "rank-x.log\t1.0 a"),
-        ("n1", 'progress\t1.0 {"step": 3}'),
     )
     result = found.result()
     assert result.ends == (RankEnd(1, "n1", 0, 1.0, 2.0, 1, False, ("SIGTERM",)),)
-    assert (result.lines, result.progress) == ((), {"step": 3})
+    assert result.lines == ()
 
 
 def read(directory: Path, *more: str) -> list[str]:
@@ -90,28 +89,6 @@ def test_a_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
     lines = read(tmp_path, "40")
     assert lines[-1] == "rank-0.0.log\t99.0 line 99"
     assert all(line.split("\t")[1].split()[1] == "line" for line in lines) and 1 < len(lines) < 5
-
-
-def test_progress_that_is_replaced_is_read_whole_again(tmp_path: Path) -> None:
-    progress, draft = tmp_path / "progress.json", tmp_path / ".draft"
-    progress.write_text('{"step": 1, "loss": 0.5}\n')
-    line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "8", "follow"]
-    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().endswith(' {"step": 1, "loss": 0.5}\n'), "whole, however short the tail"
-    for text in ('{"step": 2, "loss": 0.4}\n', '{"step": 3}\n', '{"step": 10, "loss": 0.25}\n'):
-        draft.write_text(text)
-        draft.replace(progress)
-        assert process.stdout.readline().endswith(f" {text}")
-    rest, _ = process.communicate("\n", timeout=60)
-    assert rest == "", "what did not change is not told again"
-
-
-def test_the_newest_progress_counts_whichever_node_has_it() -> None:
-    found = taken(("n1", 'progress\t5.0 {"step": 9}'), ("n2", 'progress\t3.0 {"step": 4}'))
-    assert found.result().progress == {"step": 9}, "a requeue left the other one behind"
-    found.take("n2", b'progress\t7.0 {"step": 10}')
-    assert found.result().progress == {"step": 10}
 
 
 def test_following_shows_what_is_written_later_and_ends_when_told(tmp_path: Path) -> None:
