@@ -51,7 +51,8 @@ class JobLogs:
 
 
 class LogReader:
-    """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once."""
+    """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once; the
+    batch output of a job that was queued again may be on two nodes, and both count."""
 
     def __init__(self) -> None:
         self.lines: list[LogLine] = []
@@ -63,7 +64,7 @@ class LogReader:
         name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
         if not tab or self._node_of.setdefault(name, node) != node:
             return None
-        if name == "batch":
+        if name.startswith("batch@"):
             stamp, _, text = rest.partition(" ")
             return self._keep(LogLine(_seconds(stamp), BATCH, 0, text, node))
         match = _FILE.fullmatch(name)
@@ -88,11 +89,11 @@ class LogReader:
 
 def merge(lines: Iterable[LogLine]) -> list[LogLine]:
     """In the order of time. Lines of one rank keep their order, whatever its clock did."""
-    last: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int, str], float] = {}
     keyed: list[tuple[float, LogLine]] = []
     for line in lines:
-        at = max(line.time, last.get((line.rank, line.restart), 0.0))
-        last[(line.rank, line.restart)] = at
+        whose = (line.rank, line.restart, line.node)
+        at = last[whose] = max(line.time, last.get(whose, 0.0))
         keyed.append((at, line))
     return [line for _, line in sorted(keyed, key=lambda pair: pair[0])]
 

@@ -2,8 +2,10 @@
 
     reader.py DIRECTORY BATCH_OUTPUT TAIL [follow]
 
-Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end` or `batch`. With TAIL above 0 only
-the last so many bytes of each file are read. With `follow` it goes on until its input ends or says something.
+Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end` or `batch@STORAGE`: every turn of a
+job appends to the batch output of the node it starts on, and only where nodes share storage is it the same file. With
+TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
+something.
 """
 
 from __future__ import annotations
@@ -28,14 +30,25 @@ def main(directory: str, batch: str, tail: int, follow: bool) -> None:
 
 
 def files(directory: str, batch: str) -> Iterator[tuple[str, str]]:
-    if os.path.exists(batch):
-        yield "batch", batch
+    if os.path.isfile(batch):
+        yield "batch@" + storage(batch, os.path.dirname(directory)), batch
     try:
         for name in os.listdir(directory):
             if name.startswith("rank-") and name.endswith((".log", ".end")):
                 yield name, os.path.join(directory, name)
     except OSError:
         return
+
+
+def storage(path: str, root: str) -> str:
+    """A name of the storage that a file is on, the same on all nodes that share it: below `root` its own number."""
+    try:
+        if not path.startswith(root + "/"):
+            return "inode-%d" % os.stat(path).st_ino
+        with open(os.path.join(root, ".id")) as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> None:
@@ -45,7 +58,7 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
             status = os.fstat(file.fileno())
             size = status.st_size
             start = at.get(name, max(0, size - tail) if tail else 0)
-            stamp = b"%.6f " % status.st_mtime if name == "batch" else b""
+            stamp = b"%.6f " % status.st_mtime if name.startswith("batch@") else b""
             file.seek(start)
             data = file.read(size - start)
     except OSError:

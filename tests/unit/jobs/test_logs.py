@@ -26,7 +26,7 @@ def test_lines_of_all_ranks_come_in_the_order_of_time() -> None:
         ("n1", "rank-0.0.log\t3.0 c"),
         ("n2", "rank-1.0.log\t2.0 b"),
         ("n1", "rank-0.1.log\t9.0 again"),
-        ("n1", "batch\t4.0 srun: error"),
+        ("n1", "batch@a1\t4.0 srun: error"),
     )
     lines = found.result().lines
     assert [(line.rank, line.restart, line.text) for line in lines] == [
@@ -43,6 +43,13 @@ def test_a_clock_that_is_set_back_does_not_mix_up_the_lines_of_a_rank() -> None:
 def test_a_file_that_two_nodes_show_on_shared_storage_counts_once() -> None:
     found = taken(("n1", "rank-0.0.log\t1.0 a"), ("n2", "rank-0.0.log\t1.0 a"))
     assert len(found.result().lines) == 1
+
+
+def test_both_turns_of_a_job_that_moved_to_another_node_count() -> None:
+    found = taken(("n2", "batch@b2\t9.0 second turn"), ("n1", "batch@a1\t4.0 first turn"))
+    assert [line.text for line in found.result().lines] == ["first turn", "second turn"]
+    shared = taken(("n1", "batch@a1\t4.0 once"), ("n2", "batch@a1\t4.0 once"))
+    assert [line.text for line in shared.result().lines] == ["once"]
 
 
 def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
@@ -70,8 +77,9 @@ def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
     (job / "rank-0.0.end").write_text(json.dumps(END) + "\n")
     (job / "tree.lock").write_text("not a log\n")
     (tmp_path / "17.out").write_text("srun: error\n")
+    (tmp_path / ".id").write_text("a1\n")
     lines = read(job)
-    assert lines[0].startswith("batch\t") and lines[0].endswith(" srun: error")
+    assert lines[0].startswith("batch@a1\t") and lines[0].endswith(" srun: error")
     assert lines[1:] == [
         f"rank-0.0.end\t{json.dumps(END)}",
         "rank-0.0.log\t1.0 a",
