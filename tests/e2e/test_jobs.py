@@ -228,6 +228,9 @@ def test_a_failing_script_is_explained_by_the_first_rank_that_failed(cluster: Jo
 def test_a_python_that_the_nodes_do_not_have_is_explained(cluster: Jobs) -> None:
     done = cluster.shoal("run", "--wait", "--python", "/nope/python", "hello.py", status=1)
     assert "no rank of the job has started" in done.stderr and "/nope/python" in done.stderr
+    for more in (("--output", "/tmp/mine-%j.log"), ("--error", "/tmp/mine-%j.err")):
+        done = cluster.shoal("run", "--wait", *more, "--python", "/nope/python", "hello.py", status=1)
+        assert "no rank of the job has started" in done.stderr and "/nope/python" in done.stderr
 
 
 def test_what_cannot_run_is_refused_before_it_is_queued(cluster: Jobs) -> None:
@@ -266,6 +269,7 @@ def test_every_other_option_is_taken_by_sbatch(cluster: Jobs) -> None:
     more = ("--output", "/tmp/all-%j.log", "--error", "/tmp/all-%j.err", "--cpus-per-task", "1", "--no-requeue")
     result = cluster.json("run", "--wait", *options, *more, "hello.py")
     assert result["record"]["nodes"] == "fish2" and result["record"]["time_limit"] == "00:05:00"
+    assert sum("hello 0 0 2" in line["text"] for line in result["lines"]) == 1, "the file repeats the rank's log"
     printed = cluster.on("fish2", "cat", f"/tmp/all-{result['id']}.log")
     assert "0: hello 0 0 2" in printed and "1: hello 1 1 2" in printed
 

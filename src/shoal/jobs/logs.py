@@ -12,6 +12,19 @@ BATCH = -1
 """The rank of lines that the batch script itself, srun or Slurm printed."""
 
 _FILE = re.compile(r"rank-(\d+)\.(\d+)\.(log|end)")
+_LABELLED = re.compile(r" *\d+: (.*)")
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Where on its nodes the files of a job are."""
+
+    directory: str
+    output: str
+    """What the batch script prints."""
+    error: str
+    echo: bool = False
+    """The ranks print there too, for srun to label: the person wanted all of it in one file."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,10 @@ class LogReader:
     """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once; the
     batch output of a job that was queued again may be on two nodes, and both count."""
 
-    def __init__(self) -> None:
+    def __init__(self, echo: bool = False) -> None:
         self.lines: list[LogLine] = []
+        self._echo = echo
+        self._labelled: list[LogLine] = []
         self.ends: dict[tuple[int, int], RankEnd] = {}
         self._node_of: dict[str, str] = {}
 
@@ -64,8 +79,11 @@ class LogReader:
         name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
         if not tab or self._node_of.setdefault(name, node) != node:
             return None
-        if name.startswith("batch@"):
+        if name.startswith(("output@", "error@")):
             stamp, _, text = rest.partition(" ")
+            if self._echo and (labelled := _LABELLED.fullmatch(text)):
+                self._labelled.append(LogLine(_seconds(stamp), BATCH, 0, labelled[1], node))
+                return None
             return self._keep(LogLine(_seconds(stamp), BATCH, 0, text, node))
         match = _FILE.fullmatch(name)
         if match is None:
@@ -78,9 +96,14 @@ class LogReader:
         stamp, _, text = rest.partition(" ")
         return self._keep(LogLine(_seconds(stamp), rank, restart, text, node))
 
+    def others(self) -> list[LogLine]:
+        """Lines that srun labelled and that are in no rank's log, as torchrun's. Known once those have been read."""
+        printed = {line.text for line in self.lines if line.rank != BATCH}
+        return [line for line in self._labelled if line.text not in printed]
+
     def result(self) -> JobLogs:
         ends = sorted(self.ends.values(), key=lambda end: (end.restart, end.end))
-        return JobLogs(tuple(merge(self.lines)), tuple(ends))
+        return JobLogs(tuple(merge([*self.lines, *self.others()])), tuple(ends))
 
     def _keep(self, line: LogLine) -> LogLine:
         self.lines.append(line)

@@ -1,11 +1,11 @@
 """Reads a job's files on one node and prints them: sent to the node's python3, standard library only.
 
-    reader.py DIRECTORY BATCH_OUTPUT TAIL [follow]
+    reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
 
-Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end` or `batch@STORAGE`: every turn of a
-job appends to the batch output of the node it starts on, and only where nodes share storage is it the same file. With
-TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
-something.
+Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end`, or `output@STORAGE` and
+`error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it starts on, and only
+where nodes share storage is it the same file. With TAIL above 0 only the last so many bytes of each file are read.
+With `follow` it goes on until its input ends or says something.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 from typing import Iterator
 
 
-def main(directory: str, batch: str, tail: int, follow: bool) -> None:
+def main(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
     at: dict[str, int] = {}
     while True:
-        for name, path in sorted(files(directory, batch)):
+        for name, path in sorted(files(directory, output, error)):
             read(name, path, tail, at, last=not follow)
         sys.stdout.buffer.flush()
         if not follow:
@@ -29,9 +29,10 @@ def main(directory: str, batch: str, tail: int, follow: bool) -> None:
             follow = False  # one last look
 
 
-def files(directory: str, batch: str) -> Iterator[tuple[str, str]]:
-    if os.path.isfile(batch):
-        yield "batch@" + storage(batch, os.path.dirname(directory)), batch
+def files(directory: str, output: str, error: str) -> Iterator[tuple[str, str]]:
+    for name, path in (("output@", output), ("error@", error if error != output else "")):
+        if os.path.isfile(path):
+            yield name + storage(path, os.path.dirname(directory)), path
     try:
         for name in os.listdir(directory):
             if name.startswith("rank-") and name.endswith((".log", ".end")):
@@ -58,7 +59,7 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
             status = os.fstat(file.fileno())
             size = status.st_size
             start = at.get(name, max(0, size - tail) if tail else 0)
-            stamp = b"%.6f " % status.st_mtime if name.startswith("batch@") else b""
+            stamp = b"%.6f " % status.st_mtime if "@" in name else b""
             file.seek(start)
             data = file.read(size - start)
     except OSError:
@@ -76,4 +77,4 @@ def read(name: str, path: str, tail: int, at: dict[str, int], last: bool) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["follow"])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:] == ["follow"])

@@ -41,6 +41,8 @@ class JobRecord:
     start: str = ""
     end: str = ""
     output: str = ""
+    """The file of what the batch script prints; `error` of what it complains about, most often the same."""
+    error: str = ""
     work_dir: str = ""
     number: str = ""
     """Slurm's own number of it; differs from `id` in an array."""
@@ -106,6 +108,7 @@ def _record(text: str) -> JobRecord:
         start=_text(values, "StartTime"),
         end=_text(values, "EndTime"),
         output=_text(values, "StdOut"),
+        error=_text(values, "StdErr"),
         work_dir=_text(values, "WorkDir"),
         number=values["JobId"],
         comment=_text(values, "Comment"),

@@ -9,12 +9,11 @@ from typing import Any
 
 from shoal.errors import HostError
 from shoal.hostlist import expand
-from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs.context import Context
-from shoal.verbs.logs import nodes_of, read_tails
+from shoal.verbs.logs import files_of, nodes_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
@@ -57,8 +56,7 @@ async def jobs(context: Context) -> JobsResult:
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:
-    root = record.work_dir or f"{JOBS_DIRECTORY}/{context.cluster}"
-    return explain_failure(record, await read_tails(fleet, nodes_of(context), record.id, root))
+    return explain_failure(record, await read_tails(fleet, nodes_of(context), files_of(context, record.id, record)))
 
 
 async def _progress(fleet: Connections, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.errors import HostError, SlurmError, TimedOut, UsageError
 from shoal.hosts.api import Host, Process
 from shoal.jobs import reader
-from shoal.jobs.logs import JobLogs, LogLine, LogReader, merge
+from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
 from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
@@ -48,7 +48,7 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
-        found = await read(fleet, nodes_of(context), job, _root(context, record, directory))
+        found = await read(fleet, nodes_of(context), files_of(context, job, record, directory))
         failures = dict(fleet.failures)
     if record is None and not found.lines and not failures:
         raise UsageError(f"there is no job {job}", hint="`shoal jobs` lists those that Slurm remembers")
@@ -69,11 +69,11 @@ async def follow(
             for line in result.lines:
                 show(line)
             return result
-        root = _root(context, record, directory)
-        reader, processes = LogReader(), {}
+        files = files_of(context, job, record, directory)
+        reader, processes = LogReader(files.echo), {}
 
         async def open_reader(name: str) -> None:
-            processes[name] = await _start(await fleet.host(name), job, root, "follow")
+            processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
 
         await fleet.each(nodes_of(context), open_reader)
         sorter = _Sorter(show)
@@ -90,6 +90,8 @@ async def follow(
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(ticking, *pumps, return_exceptions=True)
+        for line in reader.others():
+            sorter.add(line)
         sorter.flush()
         found = reader.result()
         return LogsResult(job, found.lines, record, explain_failure(record, found), dict(fleet.failures))
@@ -127,12 +129,12 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
     return parse_records(result.text) if result.status == 0 else []
 
 
-async def read(fleet: Connections, nodes: list[str], job: str, root: str, tail: int = 0) -> JobLogs:
+async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:
     """What all nodes have of a job."""
-    taken = LogReader()
+    taken = LogReader(files.echo)
 
     async def one(name: str) -> bytes:
-        result = await (await fleet.host(name)).run(_command(job, root, tail), timeout=120)
+        result = await (await fleet.host(name)).run(_command(files, tail), timeout=120)
         return result.stdout
 
     for name, data in (await fleet.each(nodes, one)).items():
@@ -141,9 +143,9 @@ async def read(fleet: Connections, nodes: list[str], job: str, root: str, tail: 
     return taken.result()
 
 
-async def read_tails(fleet: Connections, nodes: list[str], job: str, root: str) -> JobLogs:
+async def read_tails(fleet: Connections, nodes: list[str], files: JobFiles) -> JobLogs:
     """Enough of a job's logs to work out why it failed."""
-    return await read(fleet, nodes, job, root, _TAIL)
+    return await read(fleet, nodes, files, _TAIL)
 
 
 def nodes_of(context: Context) -> list[str]:
@@ -155,17 +157,17 @@ def check_job(job: str) -> None:
         raise UsageError(f"{job!r} is no job", hint="give its number, as 17, or 17_3 for one of an array")
 
 
-def _root(context: Context, record: JobRecord | None, directory: str | None) -> str:
-    """The jobs' directory: `shoal run` starts jobs in it, and Slurm remembers that."""
-    return directory or (record.work_dir if record else "") or f"{JOBS_DIRECTORY}/{context.cluster}"
+def files_of(context: Context, job: str, record: JobRecord | None, directory: str | None = None) -> JobFiles:
+    """Where a job's files are: `shoal run` starts jobs in the jobs' directory, and Slurm remembers that."""
+    root = directory or (record.work_dir if record else "") or f"{JOBS_DIRECTORY}/{context.cluster}"
+    usual = f"{root}/{job}.out"
+    output = (record.output if record else "") or usual
+    return JobFiles(f"{root}/{job}", output, (record.error if record else "") or output, echo=output != usual)
 
 
-def _command(job: str, root: str, tail: int, *more: str) -> list[str]:
-    return ["python3", "-I", "-S", "-c", READER, f"{root}/{job}", f"{root}/{job}.out", str(tail), *more]
-
-
-async def _start(host: Host, job: str, root: str, mode: str) -> Process:
-    return await host.start(_command(job, root, 0, mode))
+def _command(files: JobFiles, tail: int, *more: str) -> list[str]:
+    words = (files.directory, files.output, files.error, str(tail), *more)
+    return ["python3", "-I", "-S", "-c", READER, *words]
 
 
 async def _pump(name: str, process: Process, reader: LogReader, sorter: _Sorter) -> None:

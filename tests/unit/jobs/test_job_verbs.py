@@ -51,6 +51,7 @@ class Reef:
         self.files: dict[str, str] = {}
         self.old: list[str] = []
         self.comment = "(null)"
+        self.record = RECORD
         self.slurmctld = "active"
         self.sbatch: bytes | Result = b"17;reef\n"
         self.submitted: dict[str, str] = {}
@@ -81,7 +82,7 @@ class Reef:
         if call.argv[-1] not in ("17", "job"):
             return Result(1, stderr=b"slurm_load_jobs error: Invalid job id specified\n")
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        return RECORD.format(state, "1:0" if state == "FAILED" else "0:0", self.comment).encode()
+        return self.record.format(state, "1:0" if state == "FAILED" else "0:0", self.comment).encode()
 
     def _node(self, name: str) -> dict[tuple[str, ...], Any]:
         disk = self.disks.setdefault("all" if self.shared else name, {})
@@ -348,6 +349,18 @@ async def test_logs_are_found_after_slurm_has_forgotten_the_job() -> None:
     reef.files = {}
     with pytest.raises(UsageError, match="there is no job 18"):
         await logs(reef.context, "18")
+
+
+async def test_what_the_batch_script_said_is_read_where_the_job_was_told_to_put_it() -> None:
+    reef = Reef()
+    reef.record = RECORD.replace(" WorkDir", " StdErr=/tmp/17.err StdOut=/tmp/17.log WorkDir")
+    reef.files = {"n1": "error@inode-7\t1.0 slurmstepd: error: execve(): /nope/python: No such file or directory\n"}
+    for verb in (lambda: logs(reef.context, "17"), lambda: follow(reef.context, "17", lambda line: None)):
+        reason = (await verb()).reason
+        assert reason is not None and "no rank of the job has started: slurmstepd: error: execve()" in reason.text
+        assert reef.nodes["n1"].argvs[-1][5:8] == ("/jobs/17", "/tmp/17.log", "/tmp/17.err")
+    [view] = (await jobs(reef.context)).jobs
+    assert view.reason is not None and "/nope/python" in view.reason.text
 
 
 @pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])

@@ -26,7 +26,7 @@ def test_lines_of_all_ranks_come_in_the_order_of_time() -> None:
         ("n1", "rank-0.0.log\t3.0 c"),
         ("n2", "rank-1.0.log\t2.0 b"),
         ("n1", "rank-0.1.log\t9.0 again"),
-        ("n1", "batch@a1\t4.0 srun: error"),
+        ("n1", "output@a1\t4.0 srun: error"),
     )
     lines = found.result().lines
     assert [(line.rank, line.restart, line.text) for line in lines] == [
@@ -46,10 +46,19 @@ def test_a_file_that_two_nodes_show_on_shared_storage_counts_once() -> None:
 
 
 def test_both_turns_of_a_job_that_moved_to_another_node_count() -> None:
-    found = taken(("n2", "batch@b2\t9.0 second turn"), ("n1", "batch@a1\t4.0 first turn"))
+    found = taken(("n2", "output@b2\t9.0 second turn"), ("n1", "output@a1\t4.0 first turn"))
     assert [line.text for line in found.result().lines] == ["first turn", "second turn"]
-    shared = taken(("n1", "batch@a1\t4.0 once"), ("n2", "batch@a1\t4.0 once"))
+    shared = taken(("n1", "output@a1\t4.0 once"), ("n2", "output@a1\t4.0 once"))
     assert [line.text for line in shared.result().lines] == ["once"]
+
+
+def test_where_the_ranks_print_into_the_batch_output_too_their_lines_count_once() -> None:
+    found = LogReader(echo=True)
+    for text in ("output@a1\t4.0 0: hello", "output@a1\t4.0 1: torchrun: no", "output@a1\t4.0 srun: error"):
+        found.take("n1", text.encode())
+    found.take("n1", b"rank-0.0.log\t1.0 hello")
+    assert [line.text for line in found.others()] == ["torchrun: no"]
+    assert [line.text for line in found.result().lines] == ["hello", "srun: error", "torchrun: no"]
 
 
 def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
@@ -65,8 +74,9 @@ def test_how_ranks_ended_is_read_and_nonsense_is_passed_over() -> None:
     assert result.lines == ()
 
 
-def read(directory: Path, *more: str) -> list[str]:
-    line = [sys.executable, "-I", "-S", reader.__file__, str(directory), str(directory) + ".out", *(more or ("0",))]
+def read(directory: Path, *more: str, error: str = ".out") -> list[str]:
+    line = [sys.executable, "-I", "-S", reader.__file__, str(directory), str(directory) + ".out"]
+    line += [str(directory) + error, *(more or ("0",))]
     return subprocess.run(line, capture_output=True, text=True, check=True, input="").stdout.splitlines()
 
 
@@ -79,13 +89,29 @@ def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "17.out").write_text("srun: error\n")
     (tmp_path / ".id").write_text("a1\n")
     lines = read(job)
-    assert lines[0].startswith("batch@a1\t") and lines[0].endswith(" srun: error")
+    assert lines[0].startswith("output@a1\t") and lines[0].endswith(" srun: error")
     assert lines[1:] == [
         f"rank-0.0.end\t{json.dumps(END)}",
         "rank-0.0.log\t1.0 a",
         "rank-0.0.log\t2.0 b",
         "rank-0.0.log\t3.0 unfinished",
     ]
+
+
+def test_the_reader_prints_the_batch_scripts_error_file_where_it_is_another(tmp_path: Path) -> None:
+    (tmp_path / "17.out").write_text("a\n")
+    (tmp_path / "17.err").write_text("b\n")
+    (tmp_path / ".id").write_text("a1\n")
+    lines = read(tmp_path / "17", error=".err")
+    assert [(line.partition("\t")[0], line[-1]) for line in lines] == [("error@a1", "b"), ("output@a1", "a")]
+
+
+def test_a_batch_output_elsewhere_is_told_apart_by_its_inode(tmp_path: Path) -> None:
+    output = tmp_path / "mine.out"
+    output.write_text("a\n")
+    line = [sys.executable, "-I", "-S", reader.__file__, "/no/jobs/17", str(output), str(output), "0"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"output@inode-{output.stat().st_ino}\t")
 
 
 def test_the_reader_of_a_job_that_never_was_says_nothing(tmp_path: Path) -> None:
@@ -102,7 +128,7 @@ def test_a_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
 def test_following_shows_what_is_written_later_and_ends_when_told(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.0.log"
     log.write_text("1.0 a\n2.0 half")
-    line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "0", "follow"]
+    line = [sys.executable, "-I", "-S", reader.__file__, str(tmp_path), "/nope", "/nope", "0", "follow"]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "rank-0.0.log\t1.0 a\n"
