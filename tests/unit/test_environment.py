@@ -76,6 +76,19 @@ def test_what_a_killed_one_left_is_made_anew_and_another_list_replaces_the_old_p
     assert (machine.shared("two") / "env/tiny.py").stat().st_ino != before
 
 
+def test_the_two_environments_used_last_stay_in_the_cache_and_clusters_keep_theirs(machine: Machine) -> None:
+    first = machine.requirements.read_text()
+    machine.give("one")
+    for more in ("--prefer-binary\n", "--no-binary=x\n"):
+        machine.requirements.write_text(first + more)
+        machine.give("two")
+    made = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
+    assert len(made) == 2
+    assert (machine.shared("one") / "env/tiny.py").read_text() == "answer = 42\n"
+    machine.requirements.write_text(first)
+    machine.give("one")  # made anew
+
+
 def test_a_cluster_that_is_not_there_is_told(machine: Machine) -> None:
     process = machine.start("three", str(machine.requirements))
     assert process.communicate(timeout=60)[1] == "there is no sandbox cluster three: `shoal up` makes it\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 from shoal import __version__
 from shoal.cli import job_commands, prove_commands
@@ -34,8 +35,21 @@ DrainTimeout = Annotated[
 
 
 def main() -> None:
-    """Entry point of the `shoal` command."""
-    run_main(app)
+    """Run what the command line says."""
+    run_main(only(sys.argv[1:2]))
+
+
+def only(words: list[str]) -> typer.Typer:
+    """The app with the one command that is called, for typer takes its time over each. With all, where it is none."""
+    commands = [command for command in app.registered_commands if [command.name or _called(command)] == words]
+    groups = [group for group in app.registered_groups if [group.name] == words]
+    if commands or groups:
+        app.registered_commands, app.registered_groups = commands, groups
+    return app
+
+
+def _called(command: CommandInfo) -> str:
+    return command.callback.__name__ if command.callback else ""
 
 
 @app.command()

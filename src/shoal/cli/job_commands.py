@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from shoal.jobs.model import JobSpec
+    from shoal.verbs.context import Context
+    from shoal.verbs.run import Submitted
 
 LogsFile = Annotated[
     Path | None,
@@ -94,10 +100,10 @@ def run(
         **{"job_name": job_name, "python": python, "directory": directory, "profile": profile},
         **{"tracking_uri": tracking_uri, "experiment": experiment},
     }
-    with Session(json) as session:
+
+    def asked() -> JobSpec:
         from shoal.jobs.load import job_of, load_job
-        from shoal.verbs.run import dry_run as prepare
-        from shoal.verbs.run import run as submit
+        from shoal.verbs.run import check_secrets
 
         options = {name: value for name, value in given.items() if value is not None}
         if export:
@@ -107,24 +113,40 @@ def run(
         spec = load_job(job, options) if job is not None else job_of(options)
         if wait and spec.array:
             raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
+        check_secrets(spec)
+        return spec
+
+    with Session(json) as session:
         context = session.open(file, cluster, phases=False)
         limit = max_size * 1024 * 1024
         if dry_run:
-            return session.finish_dry_run(session.run(prepare(context, spec, Path.cwd(), limit)))
-        submitted = session.run(submit(context, spec, Path.cwd(), limit))
+            from shoal.verbs.run import dry_run as prepare
+
+            return session.finish_dry_run(session.run(prepare(context, asked(), Path.cwd(), limit)))
+        submitted = session.run(_submit(context, asked, limit))
         if not wait:
             return session.finish_run(submitted)
         session.tell_run(submitted)
         from shoal.verbs.logs import follow
 
         try:
-            ended = session.run(follow(context, submitted.id, session.log_line(None), spec.directory))
+            ended = session.run(follow(context, submitted.id, session.log_line(None), directory))
         except Interrupted:
             number = submitted.id
             raise Interrupted(
                 f"job {number} goes on", hint=f"`shoal logs -f {number}` shows it, `shoal cancel {number}` ends it"
             ) from None
         session.finish_wait(submitted, ended)
+
+
+async def _submit(context: Context, asked: Callable[[], JobSpec], limit: int) -> Submitted:
+    """Connects first: what the job is, and all that it takes to know that, is loaded meanwhile."""
+    from shoal.verbs.ahead import connected
+
+    async with connected(context, asked) as (fleet, spec):
+        from shoal.verbs.run import submit
+
+        return await submit(context, fleet, spec, Path.cwd(), limit)
 
 
 def jobs(file: File = None, cluster: Cluster = None, json: Json = False) -> None:

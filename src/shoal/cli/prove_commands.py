@@ -14,6 +14,7 @@ from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
+    from shoal.plan.progress import Progress
     from shoal.proof.model import Asked, ProofResult, Runner
 
 
@@ -59,8 +60,6 @@ def prove(
     --cluster it runs on this machine's CPU.
     """
     with Session(json) as session:
-        from shoal.cli.progress import TerminalProgress
-        from shoal.plan.progress import Silence
         from shoal.proof.local import LOCAL_LAUNCHERS, LocalRunner
         from shoal.proof.model import PARALLELS, TOLERANCES, Asked
         from shoal.verbs.prove import prove as verb
@@ -90,12 +89,19 @@ def prove(
         else:
             _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
             runner = LocalRunner(asked, python)
-        progress = Silence() if json else TerminalProgress(session.errors)
         try:
-            result = session.run(verb(asked, runner, progress, keep.absolute() if keep else None))
+            result = session.run(verb(asked, runner, progress_of(session), keep.absolute() if keep else None))
         except Interrupted:
             raise Interrupted(f"stopped; its {'job is cancelled' if far else 'processes are ended'}") from None
         finish(session, result)
+
+
+def progress_of(session: Session) -> Progress:
+    """A proof takes minutes. With --json, too, whoever sits at a terminal sees where it is; a script's log does not."""
+    from shoal.cli.progress import TerminalProgress
+    from shoal.plan.progress import Silence
+
+    return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else Silence()
 
 
 def _as_jobs(

@@ -86,6 +86,7 @@ class Session:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""
+        gc.freeze()  # what is loaded stays
         gc.enable()
         return interrupt.run(work)
 
@@ -325,9 +326,6 @@ class Session:
 
 def run_main(app: typer.Typer) -> None:
     """Run the command line. A wrong one exits 2, and with --json says so in JSON like every other error."""
-    # Loading makes many objects and no garbage; looking for some takes a tenth of the time.
-    gc.disable()
-    gc.freeze()
     words = sys.argv[1:]
     json = "--json" in words[: words.index("--") if "--" in words else None]
     try:

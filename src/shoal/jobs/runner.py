@@ -1,4 +1,4 @@
-"""What runs on the nodes of a job: one program of the standard library, for Python 3.8 and later.
+"""What runs on the nodes of a job: one program of the standard library, for Python 3.8 and later, run by `start.py`.
 
     runner.py rank --rank-from VARIABLE -- COMMAND    one rank: its log with time stamps, its signals, how it ended
     runner.py spawn --nproc N -- COMMAND              one a node, starts N of the above
@@ -289,7 +289,7 @@ def spawn(count: int, command: list[str]) -> int:
     for local in range(count):
         own = dict(os.environ, RANK=str(node * count + local), LOCAL_RANK=str(local), WORLD_SIZE=str(nodes * count))
         own.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
-        line = [sys.executable, "-I", "-S", os.path.abspath(__file__), "rank", "--rank-from", "RANK", "--"]
+        line = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank", "--rank-from", "RANK", "--"]
         children.append(subprocess.Popen(line + command, env=own))
     worst = 0
     running = list(children)
@@ -357,7 +357,7 @@ def _is_ours(pid: int) -> bool:
     """A number that a killed rank left behind may be another process by now."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return b"runner.py" in file.read()
+            return b"/start.py\0rank\0" in file.read()
     except OSError:
         return False
 

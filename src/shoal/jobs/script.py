@@ -107,7 +107,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
 
 def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
     spec = job.spec
-    runner = Raw(f"{shlex.quote(shipped.root)}/lib/{shipped.runtime}/runner.py")
+    runner = Raw(f"{shlex.quote(shipped.root)}/lib/{shipped.runtime}/start.py")
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
     launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:

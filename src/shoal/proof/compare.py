@@ -80,13 +80,16 @@ def parameters(one: Mapping[str, array[float]], many: Mapping[str, array[float]]
     """The parameter that differs most. One that is missing, or has another size, differs without bound."""
     if odd := [name for name in (*one, *many) if len(one.get(name, ())) != len(many.get(name, ()))]:
         return Difference(math.inf, odd[0])
-    floor = SMALL * max(map(_largest, one.values()), default=0.0)
+    # Bit for bit, as at the start, is several times quicker than number by number. What is no number never agrees.
+    odd = [name for name in one if one[name].tobytes() != many[name].tobytes() or not math.isfinite(sum(one[name]))]
+    if not odd:
+        return Difference(0.0)
+    largest = {name: _largest(values) for name, values in one.items()}
+    floor = SMALL * max(largest.values())
     worst = Difference(0.0)
-    for name, values in one.items():
-        if values == many[name]:  # bit for bit: the usual case with one process, and quick
-            continue
-        apart = _largest(map(operator.sub, values, many[name]))
-        scale = max(_largest(values), floor)
+    for name in odd:
+        apart = _largest(map(operator.sub, one[name], many[name]))
+        scale = max(largest[name], floor)
         amount = apart / scale if math.isfinite(apart) and scale else math.inf
         if amount > worst.relative:
             worst = Difference(amount, name)

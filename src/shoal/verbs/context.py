@@ -178,6 +178,11 @@ def _sandbox(cluster: str) -> Spec:
         ) from None
 
 
+def computing(context: Context) -> list[str]:
+    """The hosts that run jobs."""
+    return [member.name for member in context.members if "compute" in member.roles]
+
+
 def state_directory(cluster: str) -> Path:
     """Where the operator's machine keeps what it knows of a cluster: host keys, nothing else."""
     home = os.environ.get("XDG_STATE_HOME")

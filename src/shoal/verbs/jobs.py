@@ -12,8 +12,8 @@ from shoal.hostlist import expand
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
-from shoal.verbs.context import Context
-from shoal.verbs.logs import files_of, nodes_of, read_tails
+from shoal.verbs.context import Context, computing
+from shoal.verbs.logs import files_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
@@ -56,7 +56,7 @@ async def jobs(context: Context) -> JobsResult:
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:
-    return explain_failure(record, await read_tails(fleet, nodes_of(context), files_of(context, record.id, record)))
+    return explain_failure(record, await read_tails(fleet, computing(context), files_of(context, record.id, record)))
 
 
 async def _progress(fleet: Connections, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:

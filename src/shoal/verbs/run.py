@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,10 @@ from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
 from shoal.plan.connections import Connections
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
-from shoal.verbs.context import Context
+from shoal.verbs.ahead import AT_ONCE, meet
+from shoal.verbs.context import Context, computing
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
-
-_AT_ONCE = 16
-"""Of a cluster with so many hosts at most, all are connected to at the beginning: the job may go to any of them."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +69,28 @@ async def run(
     environ: Mapping[str, str] = os.environ,
 ) -> Submitted:
     """Send the working tree to the nodes and queue the job. Whatever can be refused is refused before."""
-    secrets = _secrets(job, environ)
+    check_secrets(job, environ)
     async with await context.connections() as fleet:
-        if len(fleet.targets) <= _AT_ONCE:
-            fleet.meet(fleet.targets)
-        prepared = await _prepare(context, fleet, job, here, limit)
-        controller = await fleet.host(context.controller.name)
-        found = await _look(fleet, prepared)
-        await _expect_profiler(fleet, prepared.job)
-        sent = await _ship(fleet, prepared, found)
-        number = await _sbatch(controller, prepared.script, secrets)
-        await _clean(fleet, controller, prepared, found)
+        meet(fleet, context.controller.name)
+        return await submit(context, fleet, job, here, limit, environ)
+
+
+async def submit(
+    context: Context,
+    fleet: Connections,
+    job: JobSpec,
+    here: Path,
+    limit: int = DEFAULT_LIMIT,
+    environ: Mapping[str, str] = os.environ,
+) -> Submitted:
+    """The same over connections that are there, or on their way."""
+    secrets = check_secrets(job, environ)
+    prepared, found = await _prepare_and_look(context, fleet, job, here, limit)
+    controller = await fleet.host(context.controller.name)
+    await _expect_profiler(fleet, prepared.job)
+    sent = await _ship(fleet, prepared, found)
+    number = await _sbatch(controller, prepared.script, secrets)
+    await _clean(fleet, controller, prepared, found)
     resolved = prepared.job
     return Submitted(
         number,
@@ -98,7 +107,41 @@ async def run(
 
 async def _prepare(context: Context, fleet: Connections, job: JobSpec, here: Path, limit: int) -> Prepared:
     fleet.meet([context.controller.name])
-    tree, ours = await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
+    tree, ours = await _bundles(job, here, limit)
+    return await _resolve(context, fleet, job, tree, ours)
+
+
+async def _prepare_and_look(
+    context: Context, fleet: Connections, job: JobSpec, here: Path, limit: int
+) -> tuple[Prepared, dict[str, Found]]:
+    """The job, and what every node that Slurm may choose has already. Small clusters are looked at meanwhile."""
+    tree, ours = await _bundles(job, here, limit)
+    root = job_root(job, context.cluster)
+    looking: dict[str, asyncio.Future[Found]] = {}
+
+    async def see(name: str) -> Found:
+        return await look(await fleet.host(name), root, tree.hash, ours.hash)
+
+    try:
+        if len(fleet.targets) <= AT_ONCE:
+            looking = {name: asyncio.ensure_future(see(name)) for name in computing(context)}
+        prepared = await _resolve(context, fleet, job, tree, ours)
+        wanted = prepared.job.hosts
+        _refuse_strangers(wanted, fleet)
+        found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
+    finally:
+        for answer in looking.values():
+            answer.cancel()
+        await asyncio.gather(*looking.values(), return_exceptions=True)
+    refuse_partly(wanted, found, fleet.failures)
+    return prepared, found
+
+
+async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle]:
+    return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
+
+
+async def _resolve(context: Context, fleet: Connections, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
     controller = await fleet.host(context.controller.name)
     nodes, partitions = await while_it_runs(
         controller, ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND)
@@ -108,22 +151,13 @@ async def _prepare(context: Context, fleet: Connections, job: JobSpec, here: Pat
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped))
 
 
-async def _look(fleet: Connections, prepared: Prepared) -> dict[str, Found]:
-    """What every node that Slurm may choose has already."""
-    shipped, wanted = prepared.shipped, prepared.job.hosts
+def _refuse_strangers(wanted: Sequence[str], fleet: Connections) -> None:
     strangers = [name for name in wanted if name not in fleet.targets]
     if strangers:
         raise UsageError(
             f"the file does not name {', '.join(strangers)}, so the code cannot be sent there",
             hint="`shoal up` brings Slurm to what the file says",
         )
-
-    async def see(name: str) -> Found:
-        return await look(await fleet.host(name), shipped.root, shipped.code, shipped.runtime)
-
-    found = await fleet.each(wanted, see)
-    refuse_partly(wanted, found, fleet.failures)
-    return found
 
 
 async def _expect_profiler(fleet: Connections, job: ResolvedJob) -> None:
@@ -169,7 +203,7 @@ async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found
         await fleet.each(crowded, one)
 
 
-def _secrets(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What the job's tracker wants to know and nobody else may."""
     found = {name: environ[name] for name in SECRETS if job.tracking_uri and environ.get(name)}
     broken = [name for name, value in found.items() if not value.isprintable()]

@@ -101,6 +101,13 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert "Usage: shoal" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("words", [("run", "--help"), ("node", "--help"), ("node", "drain", "--help"), ("rnu",)])
+def test_a_command_that_is_loaded_alone_says_what_it_says_among_all(words: tuple[str, ...]) -> None:
+    alone, among_all = shoal(*words), invoke(*words)
+    assert alone.returncode == among_all.exit_code
+    assert alone.stdout.split() == among_all.stdout.split()
+
+
 def test_the_version_is_printed() -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", shoal("--version").stdout)
 

@@ -114,7 +114,8 @@ def test_a_script_that_would_not_be_there_is_refused(tree: Path, tmp_path: Path)
 
 def test_the_runtime_brings_the_runner_and_the_training_library(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(runtime().data)) as tar:
-        assert {"runner.py", "shoal/__init__.py", "shoal/hostlist.py", "shoal/train/contract.py"} <= set(tar.getnames())
+        names = set(tar.getnames())
+        assert {"start.py", "runner.py", "shoal/__init__.py", "shoal/hostlist.py", "shoal/train/contract.py"} <= names
         tar.extractall(tmp_path, filter="data")
     code = "import shoal, shoal.train.contract; print(shoal.__file__)"
     done = subprocess.run(

@@ -20,7 +20,7 @@ from shoal.jobs import reader, runner
 from shoal.jobs.launchers import LAUNCHERS, Launch, Raw
 from shoal.train.contract import EXIT_REQUEUE
 
-RUNNER = str(Path(runner.__file__))
+RUNNER = str(Path(runner.__file__).with_name("start.py"))
 
 
 class Node:

@@ -40,7 +40,10 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> 
         assert again == Found(first.id, False, True, True)
         assert await send(host, root, tree, ours, again) == 0
     assert (Path(root) / "code" / f"{tree.hash}.tar").read_bytes() == tree.data
-    assert (Path(root) / "lib" / ours.hash / "runner.py").exists()
+    lib = Path(root) / "lib" / ours.hash
+    assert (lib / "runner.py").exists()
+    [compiled] = lib.glob("__pycache__/runner.*.pyc")
+    assert str(lib / "runner.py").encode() in compiled.read_bytes(), "tracebacks name the file where it is"
     assert sorted(os.listdir(root)) == [".id", "code", "lib"], "nothing half-done is left"
     assert os.stat(root).st_mode & 0o7777 == 0o1777
 

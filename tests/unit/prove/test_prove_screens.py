@@ -12,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.cli.prove_commands import finish
+from shoal.cli.progress import TerminalProgress
+from shoal.cli.prove_commands import finish, progress_of
 from shoal.cli.render_proof import show_proof
 from shoal.cli.session import Session
 from shoal.proof.compare import Comparison, Difference
@@ -31,6 +32,13 @@ OTHER = Comparison(
     False,
     True,
 )
+
+
+@pytest.mark.parametrize(("json", "terminal", "seen"), [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 0, 0)])
+def test_progress_is_shown_on_a_terminal_with_json_too(json: int, terminal: int, seen: int) -> None:
+    session = Session(bool(json))
+    session.errors = Console(file=io.StringIO(), force_terminal=bool(terminal))
+    assert isinstance(progress_of(session), TerminalProgress) == bool(seen)
 
 
 def shown(*rows: Row) -> list[str]:
