@@ -18,7 +18,7 @@ from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
-from shoal.verbs.context import Context
+from shoal.verbs.context import Context, computing
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import look_at_slurmctld
 
@@ -48,12 +48,8 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
-        found = await read(fleet, nodes_of(context), files_of(context, job, record, directory))
-        failures = dict(fleet.failures)
-    if record is None and not found.lines and not failures:
-        raise UsageError(f"there is no job {job}", hint="`shoal jobs` lists those that Slurm remembers")
-    reason = explain_failure(record, found) if record else None
-    return LogsResult(job, found.lines, record, reason, failures)
+        found = await read(fleet, computing(context), files_of(context, job, record, directory))
+        return _result(job, record, found, fleet)
 
 
 async def follow(
@@ -64,18 +60,18 @@ async def follow(
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
-        if record is None:
-            result = await logs(context, job, directory)
-            for line in result.lines:
-                show(line)
-            return result
         files = files_of(context, job, record, directory)
+        if record is None:
+            found = await read(fleet, computing(context), files)
+            for line in found.lines:
+                show(line)
+            return _result(job, record, found, fleet)
         reader, processes = LogReader(files.echo), {}
 
         async def open_reader(name: str) -> None:
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
 
-        await fleet.each(nodes_of(context), open_reader)
+        await fleet.each(computing(context), open_reader)
         sorter = _Sorter(show)
         pumps = [asyncio.create_task(_pump(name, p, reader, sorter)) for name, p in processes.items()]
         ticking = asyncio.create_task(sorter.tick())
@@ -93,8 +89,14 @@ async def follow(
         for line in reader.others():
             sorter.add(line)
         sorter.flush()
-        found = reader.result()
-        return LogsResult(job, found.lines, record, explain_failure(record, found), dict(fleet.failures))
+        return _result(job, record, reader.result(), fleet)
+
+
+def _result(job: str, record: JobRecord | None, found: JobLogs, fleet: Connections) -> LogsResult:
+    if record is None and not found.lines and not fleet.failures:
+        raise UsageError(f"there is no job {job}", hint="`shoal jobs` lists those that Slurm remembers")
+    reason = explain_failure(record, found) if record else None
+    return LogsResult(job, found.lines, record, reason, dict(fleet.failures))
 
 
 async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
@@ -146,10 +148,6 @@ async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int 
 async def read_tails(fleet: Connections, nodes: list[str], files: JobFiles) -> JobLogs:
     """Enough of a job's logs to work out why it failed."""
     return await read(fleet, nodes, files, _TAIL)
-
-
-def nodes_of(context: Context) -> list[str]:
-    return [member.name for member in context.members if "compute" in member.roles]
 
 
 def check_job(job: str) -> None:
