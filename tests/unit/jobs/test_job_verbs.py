@@ -349,6 +349,17 @@ async def test_logs_are_found_after_slurm_has_forgotten_the_job() -> None:
     reef.files = {}
     with pytest.raises(UsageError, match="there is no job 18"):
         await logs(reef.context, "18")
+    with pytest.raises(UsageError, match="there is no job 18"):
+        await follow(reef.context, "18", print)
+
+
+async def test_following_a_job_that_slurm_has_forgotten_shows_its_lines_over_the_same_connections() -> None:
+    reef = failing()
+    seen: list[LogLine] = []
+    result = await follow(reef.context, "18", seen.append)
+    assert [line.text for line in seen] == ["a", "ValueError: bad", "c"] and result.record is None
+    assert len([call for call in reef.controller.calls if "show" in call.argv]) == 1, "Slurm is asked once"
+    assert len(reef.nodes["n1"].calls) == 1
 
 
 async def test_what_the_batch_script_said_is_read_where_the_job_was_told_to_put_it() -> None:
