@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ class Route:
     only: bool
     """The agent may offer these identities only, not every key it holds."""
     jumps: tuple[Target, ...]
-    proxy_command: tuple[str, ...]
-    """The program that leads there, and its arguments; empty where none is needed."""
+    proxy_command: str
+    """The command that leads there, for the user's shell; empty where none is needed."""
 
 
 class SshConfig:
@@ -71,7 +70,7 @@ class SshConfig:
             agent=self._agent_socket(get("IdentityAgent")),
             only=target.identity is not None or bool(get("IdentitiesOnly")),
             jumps=_jumps(target, jump) if jump else (),
-            proxy_command=tuple(shlex.split(command)) if not jump else (),
+            proxy_command=command if not jump else "",
         )
 
     def _section(self, target: Target, alias: str) -> Any:

@@ -104,12 +104,12 @@ def _auth_refused(route: Route, found: str, tried: Sequence[str]) -> AuthRefused
 def _no_proxy(route: Route, error: BaseException, timeout: float, said: str) -> Unreachable:
     why = "ended before we were logged in"
     if isinstance(error, FileNotFoundError | PermissionError):
-        why = f"cannot be started: {error.strerror}"
+        why = f"cannot be started by $SHELL, {error.filename}: {error.strerror}"
     elif isinstance(error, TimeoutError):
         why = f"did not lead to {route.host}:{route.port} within {timeout:g} s"
     return Unreachable(
         route.name,
-        f"its ProxyCommand `{route.proxy_command[0]}` {why}" + (f": {said}" if said else ""),
+        f"its ProxyCommand `{route.proxy_command.split()[0]}` {why}" + (f": {said}" if said else ""),
         hint=f"mend ProxyCommand for {route.name} in ~/.ssh/config; compare with: ssh -v {route.name}",
     )
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
 
 _TAIL = 4 << 10
 
@@ -16,11 +15,12 @@ _TAIL = 4 << 10
 class Proxy:
     """A running ProxyCommand and our end of it.
 
-    We start it ourselves, as OpenSSH does: asyncssh would take what it says on its standard error for the host's words.
+    We start it ourselves, in the user's shell as OpenSSH does: asyncssh would take what it says on its standard error
+    for the host's words.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """Raises OSError when it cannot be started."""
+    def __init__(self, command: str) -> None:
+        """Raises OSError when there is no such shell."""
         self.last_words = ""
         """The last line it said on its standard error, once it has ended."""
         self.socket, theirs = socket.socketpair()
@@ -28,7 +28,7 @@ class Proxy:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    list(command),
+                    [os.environ.get("SHELL") or "/bin/sh", "-c", f"exec {command}"],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=self._words,

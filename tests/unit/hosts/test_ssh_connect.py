@@ -295,6 +295,27 @@ async def test_hosts_behind_a_proxy_command_are_reached_through_it(
     assert {line.split(",")[0] for line in known_hosts.read_text().splitlines()} == {"gpu1", "gpu2"}
 
 
+async def test_a_proxy_command_is_a_line_for_the_users_shell(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenSSH has it: redirections, `~` and variables mean what they mean to the shell."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = f'{sys.executable} ~/relay.py %h %p "$HOME/used here" 2>/dev/null'
+    for shell in ("/bin/sh", "/bin/bash", ""):
+        monkeypatch.setenv("SHELL", shell)
+        connector = SshConnector(known_hosts, ssh_config=proxied(sshd, tmp_path, command))
+        assert await whoami(connector, Target("gpu1"))
+    assert (tmp_path / "used here").read_text() == f"127.0.0.1 {sshd.port}\n" * 3
+
+
+async def test_a_shell_that_is_not_there_is_told(
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", "/no/shell")
+    with pytest.raises(Unreachable, match=r"`true` cannot be started by \$SHELL, /no/shell: No such file or directory"):
+        await SshConnector(known_hosts, ssh_config=proxied(sshd, tmp_path, "true")).connect(Target("gpu1"))
+
+
 async def test_none_takes_a_proxy_back(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     config = proxied(sshd, tmp_path, "false")
     for setting in ("ProxyCommand", "ProxyJump"):
@@ -312,12 +333,18 @@ async def test_openssh_itself_can_be_the_proxy_command(sshd: Sshd, known_hosts: 
         assert (door.folder / "log").read_text().count("Accepted publickey") == 1
 
 
+@pytest.fixture
+def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/sh")
+
+
+@pytest.mark.usefixtures("plain_shell")
 @pytest.mark.parametrize(
     ("command", "found"),
     [
         ("sh -c 'exit 3'", "`sh` ended before we were logged in"),
         ("sh -c 'echo no such tunnel >&2; exit 3'", "`sh` ended before we were logged in: no such tunnel"),
-        ("/no/such %h", "`/no/such` cannot be started: No such file or directory"),
+        ("/no/such %h", "`/no/such` ended before we were logged in: /bin/sh: 1: exec: /no/such: not found"),
         ("sleep 61", "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
     ],
 )
