@@ -68,8 +68,7 @@ def prove(
         far = file is not None or cluster is not None
         if dtype not in TOLERANCES:
             raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
-        if keep is not None and keep.exists() and any(keep.iterdir()):
-            raise UsageError(f"--keep {keep} is not empty", hint="name a new directory")
+        _check_room(keep)
         launchers = _names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
         asked = Asked(
             script,
@@ -138,6 +137,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_room(keep: Path | None) -> None:
+    try:
+        used = keep is not None and keep.exists() and any(keep.iterdir())
+    except OSError as error:
+        raise UsageError(f"--keep {keep} cannot be used: {error.strerror}", hint="name a new directory") from None
+    if used:
+        raise UsageError(f"--keep {keep} is not empty", hint="name a new directory")
 
 
 def _refuse(of_jobs: dict[str, Any]) -> None:

@@ -66,5 +66,10 @@ async def _run(runner: Runner, trial: Trial, place: Path, progress: Progress) ->
 
 def _room(place: Path, trial: Trial) -> Path:
     directory = place / trial.title.replace(" ", "-")
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot make {directory}: {error.strerror}", hint="name a directory that can be written with --keep"
+        ) from None
     return directory

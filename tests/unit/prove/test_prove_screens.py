@@ -80,6 +80,7 @@ def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> N
         (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, with commas between"),
         (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),
         (["--keep", "."], "--keep . is not empty", "name a new directory"),
+        (["--keep", "train.py"], "--keep train.py cannot be used: Not a directory", "name a new directory"),
         (["-N", "2"], "--nodes is for jobs of a cluster", "name the cluster with --file or --cluster"),
         (["--cluster", "reef", "-N", "3"], "4 processes cannot be shared equally by 3 nodes", "say -n 6"),
     ],

@@ -64,6 +64,14 @@ async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None
     assert result.passed and result.losses == (0.25,) and result.steps == 1
 
 
+async def test_records_that_have_no_room_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ShoalError) as caught:
+        await prove(ASKED, FakeRunner(), Silence(), tmp_path / "file")
+    assert caught.value.message == f"cannot make {tmp_path}/file/one-process: Not a directory"
+    assert caught.value.hint == "name a directory that can be written with --keep"
+
+
 async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_tried() -> None:
     runner = FakeRunner(torchrun_ddp="samples", torchrun_fsdp="fails", spawn_ddp="silent")
     result = await prove(ASKED, runner, Silence())
