@@ -14,7 +14,7 @@ from shoal.spec import reader
 from shoal.spec.explain import explain
 from shoal.spec.finding import Finding
 from shoal.spec.load import read_text
-from shoal.spec.rules import nearest
+from shoal.spec.problem import nearest
 from shoal.spec.words import show
 
 

@@ -11,7 +11,7 @@ from shoal.jobs.launchers import LAUNCHERS, Launcher
 from shoal.jobs.model import JobSpec, ResolvedJob
 from shoal.jobs.profilers import PROFILERS
 from shoal.slurm.state import NodeState, PartitionState
-from shoal.spec.rules import nearest
+from shoal.spec.problem import nearest
 from shoal.spec.words import minutes, printable
 
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")

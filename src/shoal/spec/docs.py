@@ -17,10 +17,12 @@ from shoal.spec.model import (
     Machine,
     NodeSet,
     Partition,
+    Placed,
     Reach,
     SlurmOptions,
     Spec,
 )
+from shoal.spec.network import Network
 
 EXAMPLE = """\
 # shoal.yaml
@@ -53,6 +55,7 @@ _SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
     ("Logging in", Reach),
     ("Made by a provider", Machine),
     ("partitions", Partition),
+    ("network", Network),
     ("slurm", SlurmOptions),
 )
 
@@ -96,16 +99,20 @@ def _json_schema(model: type[Closed]) -> Any:
 
 @cache
 def _describe_fields() -> None:
-    models = [HostSet, *(model for _, model in _SECTIONS)]
+    models: list[type[Closed]] = [Placed, HostSet, *(model for _, model in _SECTIONS)]
     for model in models:
         texts: dict[str, str] = {}
         for parent in reversed(model.__mro__[: model.__mro__.index(Closed)]):
             texts.update(_texts_under_fields(parent))
         for name, field in model.model_fields.items():
             field.description = texts.get(name)
-    # In the order of their file: a model takes in those above it as they are.
-    for model in sorted(models, key=lambda model: inspect.getsourcelines(model)[1]):
+    # In the order of their file, `model.py` last: a model takes in those above it as they are.
+    for model in sorted(models, key=_place):
         model.model_rebuild(force=True)
+
+
+def _place(model: type[Closed]) -> tuple[bool, int]:
+    return model.__module__ == Spec.__module__, inspect.getsourcelines(model)[1]
 
 
 def _texts_under_fields(model: type) -> dict[str, str]:

@@ -9,8 +9,8 @@ from pydantic_core import ErrorDetails
 
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
+from shoal.spec.problem import Path, closest, nearest
 from shoal.spec.reader import Tree
-from shoal.spec.rules import Path, closest, nearest
 from shoal.spec.words import show
 
 _WRONG_TYPE = {

@@ -39,3 +39,10 @@ class Member:
     shape: Shape = field(default_factory=Shape)
     features: tuple[str, ...] = ()
     weight: int = 1
+    endpoint: str | None = None
+    """Where hosts of other sites reach its WireGuard port, where that cannot be found out."""
+
+    @property
+    def site(self) -> str:
+        """Where it is: hosts of one site see each other directly."""
+        return self.shape.site

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.spec.member import Member, Role, Shape
-from shoal.spec.model import Controller, HostEntry, HostSet, Machine, NodeSet, Partition, Reach, Spec
+from shoal.spec.model import Controller, HostEntry, HostSet, NodeSet, Partition, Spec
 from shoal.spec.words import size_mb
 
 
@@ -58,7 +58,7 @@ def _set(nodeset: str, roles: frozenset[Role], entry: HostSet) -> Iterator[Membe
             yield _made(f"{nodeset}{number}", nodeset, roles, entry)
 
 
-def _given(nodeset: str, roles: frozenset[Role], host: HostEntry, reach: Reach) -> Iterator[Member]:
+def _given(nodeset: str, roles: frozenset[Role], host: HostEntry, reach: Controller | HostSet) -> Iterator[Member]:
     identity = host.identity or reach.identity
     for name in host.names:
         yield Member(
@@ -69,12 +69,14 @@ def _given(nodeset: str, roles: frozenset[Role], host: HostEntry, reach: Reach) 
             port=host.port or reach.port,
             user=host.user or reach.user,
             identity=Path(identity).expanduser() if identity else None,
+            endpoint=host.endpoint,
+            shape=Shape(site=reach.site),
             features=reach.features if isinstance(reach, NodeSet) else (),
             weight=reach.weight if isinstance(reach, NodeSet) else 1,
         )
 
 
-def _made(name: str, nodeset: str, roles: frozenset[Role], machine: Machine) -> Member:
+def _made(name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet) -> Member:
     return Member(
         name=name,
         roles=roles,

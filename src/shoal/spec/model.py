@@ -1,6 +1,7 @@
 """What `shoal.yaml` may say, as frozen models.
 
     Spec
+    ├── network: Network             how the hosts reach each other; `lan` without it
     ├── controller: Controller       the host that runs slurmctld
     ├── login: Login                 hosts to submit from; optional
     ├── nodesets: NodeSet ...        the hosts that compute
@@ -17,9 +18,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetJsonSchemaHandler,
     StrictBool,
@@ -30,8 +29,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from shoal import hostlist
 from shoal.spec import rules
+from shoal.spec.closed import Closed as Closed
+from shoal.spec.network import Endpoint, Network
 from shoal.spec.words import (
-    LATER_NETWORKS,
     LATER_PROVIDERS,
     Address,
     Between,
@@ -101,12 +101,6 @@ _MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
 
-class Closed(BaseModel):
-    """Frozen, and refuses unknown keys. The text under a field describes it; `docs.py` reads that when asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class HostEntry(Closed):
     """One host that is there already, or several written as a hostlist.
 
@@ -125,6 +119,8 @@ class HostEntry(Closed):
     """The user to log in as: root, or one who may use sudo without a password."""
     identity: FilePath | None = None
     """The private key to log in with, a file on your machine."""
+    endpoint: Endpoint | None = None
+    """WireGuard: where other sites reach it, `address` or `address:port`, when a router forwards that to it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,13 +189,18 @@ class Machine(Closed):
     """Disk space of each host; without it, whatever this machine has."""
     gpus: Annotated[int, Between(0, 16)] = 0
     """Simulated GPUs of each host."""
-    site: SiteName = "a"
-    """Hosts of different sites are on different subnets, behind address translation."""
     cgroups: StrictBool = False
     """Give the hosts writable cgroup controllers, so that Slurm confines jobs to their devices. Only with debian12."""
 
 
-class Controller(Reach, Machine):
+class Placed(Closed):
+    """Where hosts are."""
+
+    site: SiteName = "a"
+    """Where they are. Hosts of one site see each other directly; a job stays on one unless it asks for more."""
+
+
+class Controller(Placed, Reach, Machine):
     """The host that runs slurmctld. Either `host` or `provider`."""
 
     host: HostEntry | None = None
@@ -208,7 +209,7 @@ class Controller(Reach, Machine):
     """Run jobs on it as well. Partitions then may list `controller` among their nodesets."""
 
 
-class HostSet(Reach, Machine):
+class HostSet(Placed, Reach, Machine):
     """Hosts of one kind. Either `hosts` or `provider`."""
 
     hosts: tuple[HostEntry, ...] = ()
@@ -282,8 +283,8 @@ class Spec(Closed):
 
     cluster: ClusterName
     """The cluster's name: Slurm's ClusterName, and the name Shoal keeps host keys under."""
-    network: Annotated[Literal["lan"], BeforeValidator(choice("network", ("lan",), LATER_NETWORKS))] = "lan"
-    """How the hosts reach each other. `lan`: directly, by the addresses they have."""
+    network: Network = Field(default_factory=lambda: Network(kind="lan"))
+    """How the hosts reach each other: `lan`, `wireguard`, `tailscale`, or a mapping. Without it, `lan`."""
     controller: Controller
     """The host that runs slurmctld."""
     login: Login | None = None

@@ -30,7 +30,7 @@ from ruamel.yaml.reader import ReaderError
 
 from shoal.errors import SpecError
 from shoal.spec.finding import Finding, Level
-from shoal.spec.rules import Path, path_text
+from shoal.spec.problem import Path, path_text
 from shoal.spec.words import printable, show
 
 MAX_BYTES = 1024 * 1024

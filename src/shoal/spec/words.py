@@ -22,7 +22,6 @@ RESERVED = ("all", "default")
 """Words that mean something else to Slurm where a node's or a partition's name is expected."""
 
 LATER_PROVIDERS = ("lambda", "runpod", "paperspace", "gcp")
-LATER_NETWORKS = ("wireguard", "tailscale")
 
 _SHORT = "a lower-case letter, then lower-case letters, digits and `-`"
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")

@@ -106,8 +106,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "unknown key among many": (
         GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
         [
-            's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, site, '
-            "cgroups, user, port, identity, hosts, count, features, weight"
+            's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, '
+            "cgroups, user, port, identity, site, hosts, count, features, weight"
         ],
     ),
     "unknown key of a host": (
@@ -197,9 +197,48 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "s.yaml:7:31 partitions.b.grace: `grace` where no job is preempted, found 20, delete it, or `preemptable`",
         ],
     ),
-    "network of a later version": (
-        GOOD + "network: tailscale\n",
-        ['s.yaml:5:10 network: this network is not in this version, found "tailscale", only `lan` is supported'],
+    "unknown network": (
+        GOOD + "network: vpn\n",
+        ['s.yaml:5:10 network: unknown network, found "vpn", choose one of lan, wireguard, tailscale'],
+    ),
+    "network that is neither word nor mapping": (
+        GOOD + "network: [lan]\n",
+        [
+            "s.yaml:5:1 network: not a network, found a list, choose one of lan, wireguard, tailscale, or write "
+            "{kind: wireguard}"
+        ],
+    ),
+    "bad values of a network": (
+        GOOD + "network: {kind: wireguard, subnet: 8.8.0.0/16, port: 0, hub: gpu09}\n",
+        [
+            's.yaml:5:36 network.subnet: not a private subnet, found "8.8.0.0/16", write a private IPv4 network of /8 '
+            "to /28, such as 10.77.0.0/16",
+            "s.yaml:5:54 network.port: out of range, found 0, give one from 1 to 65535",
+            's.yaml:5:62 network.hub: the hub is no host of the cluster, found "gpu09", did you mean `gpu02`?',
+        ],
+    ),
+    "fields of another kind of network": (
+        GOOD + "network: {kind: lan, port: 51821, tags: [slurm]}\n",
+        [
+            "s.yaml:5:28 network.port: `port` is of wireguard alone, delete it, or use wireguard",
+            "s.yaml:5:35 network.tags: `tags` is of tailscale alone, delete it, or use tailscale",
+        ],
+    ),
+    "network too small for its hosts": (
+        HEAD + "nodesets: {lab: {hosts: ['g[01-20]']}}\nnetwork: {kind: wireguard, subnet: 10.9.0.0/28}\n",
+        [
+            "s.yaml:4:36 network.subnet: more hosts than the subnet has addresses, found 21 hosts, and room for 14, "
+            "give a larger one"
+        ],
+    ),
+    "endpoint that is none": (
+        HEAD + "nodesets: {lab: {hosts: [{name: g1, endpoint: 'x:99999'}, {name: g2, endpoint: 'a b'}]}}\n",
+        [
+            's.yaml:3:47 nodesets.lab.hosts[0].endpoint: not a port, found "x:99999", write an address, or one with a '
+            "port: lab.example.org:51820",
+            's.yaml:3:80 nodesets.lab.hosts[1].endpoint: not an endpoint, found "a b", write an address, or one with '
+            "a port: lab.example.org:51820",
+        ],
     ),
     "provider of a later version": (
         HEAD + "nodesets: {l: {provider: lambda}}\n",
