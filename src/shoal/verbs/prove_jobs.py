@@ -18,6 +18,7 @@ from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
 from shoal.plan.progress import Phase
 from shoal.proof.model import Asked, RunFailed, Trial
+from shoal.spec.words import minutes
 from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context
 from shoal.verbs.logs import find_record, logs, wait_for_end
@@ -61,15 +62,22 @@ class ClusterRunner:
         except asyncio.CancelledError:
             await cancel(self._context, [(await submitting).id])
             raise
+        except UsageError as error:
+            raise self._in_a_proofs_words(error) from None
         await self._fetch(job, record, directory)
         if record.failed:
-            found = await logs(self._context, submitted.id, job.directory)
-            raise RunFailed(_told(record, found.reason), hint=found.reason.fix if found.reason else "")
+            reason = (await logs(self._context, submitted.id, job.directory)).reason
+            fix = reason.fix if reason else ""
+            if reason and reason.kind == "time limit" and self._job.time is None:
+                fix = "give it more with --timeout"
+            raise RunFailed(_told(record, reason), hint=fix)
 
     def spec(self, trial: Trial) -> JobSpec:
         """The job of one run. It is not queued again: its records would be those of two halves."""
         nodes = self._job.nodes or 1
         one = trial.processes == 1
+        # Slurm warns some time before the end, and refuses a job that would be warned before it began.
+        minutes_needed = max(math.ceil(self._asked.timeout / 60), self._job.grace // 60 + 1)
         # The variables are Shoal's own, which a person may not set: not checked as theirs are.
         return self._job.model_copy(
             update={
@@ -78,11 +86,21 @@ class ClusterRunner:
                 "nodelist": None if one else self._job.nodelist,
                 "ntasks_per_node": trial.processes if one else trial.processes // nodes,
                 "requeue": False,
-                "time": self._job.time or str(math.ceil(self._asked.timeout / 60)),
+                "time": self._job.time or str(minutes_needed),
                 "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
                 "env": {**self._job.env, **trial.variables(self._asked, RECORDS)},
             }
         )
+
+    def _in_a_proofs_words(self, error: UsageError) -> UsageError:
+        """What `shoal run` advises, in the options that a proof has."""
+        hint, processes = error.hint, self._asked.processes
+        if most := re.search(r"--ntasks-per-node (\d+)", hint):
+            fits = (n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= int(most[1]))
+            hint = hint.replace(most[0], f"-N {next(fits)}")
+        if self._job.time is None:
+            hint = re.sub(r"--time ([0-9:-]+)", lambda limit: f"--timeout {minutes(limit[1]) * 60:g}", hint)
+        return UsageError(error.message, hint=hint)
 
     async def _end_of(self, number: str) -> JobRecord:
         async with await self._context.connections([self._context.controller]) as fleet:

@@ -52,6 +52,7 @@ class Reef:
         self.old: list[str] = []
         self.comment = "(null)"
         self.record = RECORD
+        self.partition = PARTITION
         self.slurmctld = "active"
         self.sbatch: bytes | Result = b"17;reef\n"
         self.submitted: dict[str, str] = {}
@@ -78,7 +79,7 @@ class Reef:
         if call.argv[-1] == "node":
             return (NODE.format("n1") + NODE.format("n2")).encode()
         if call.argv[-1] == "partition":
-            return PARTITION.encode()
+            return self.partition.encode()
         if call.argv[-1] not in ("17", "job"):
             return Result(1, stderr=b"slurm_load_jobs error: Invalid job id specified\n")
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -92,7 +93,7 @@ class Reef:
             if call.stdin:
                 disk[words[0]] = call.stdin
                 return b""
-            if len(words) > 3:
+            if len(words) != 3:
                 return b""
             root, code, lib = words
             found = [name if not self.shared else "one", "shared" if f"{root}/.shared" in disk else ""]
