@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import math
 import re
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from shoal.errors import CommandFailed, HostError, UsageError
+from shoal.errors import CommandFailed, Partly, ShoalError, UsageError
 from shoal.hostlist import expand
 from shoal.jobs.bundle import DEFAULT_LIMIT
 from shoal.jobs.model import LAUNCHER_NAMES, JobSpec, job_root
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
+from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
 from shoal.proof.model import Asked, RunFailed, Trial
 from shoal.spec.words import minutes
 from shoal.verbs.cancel import cancel
-from shoal.verbs.context import Context
+from shoal.verbs.context import Context, computing
 from shoal.verbs.logs import find_record, logs, wait_for_end
 from shoal.verbs.run import run
 
@@ -60,7 +61,10 @@ class ClusterRunner:
             phase.say(self.where, f"job {submitted.id}")
             record = await self._end_of(submitted.id)
         except asyncio.CancelledError:
-            await cancel(self._context, [(await submitting).id])
+            number = (await submitting).id
+            await cancel(self._context, [number])
+            with contextlib.suppress(ShoalError):  # the job is cancelled, whatever becomes of its records
+                await self._remove(job, number)
             raise
         except UsageError as error:
             raise self._in_a_proofs_words(error) from None
@@ -112,27 +116,35 @@ class ClusterRunner:
 
     async def _fetch(self, job: JobSpec, record: JobRecord, directory: Path) -> None:
         """Bring the records here from every node the job ran on, and take them away there: parameters are large."""
-        place = f"{job_root(job, self._context.cluster)}/{record.id}"
+        place = self._place(job, record.id)
         async with await self._context.connections() as fleet:
-
-            async def one(name: str, program: str) -> bytes:
-                host = await fleet.host(name)
-                result = await host.run(["sh", "-c", program, "sh", place, RECORDS], timeout=600)
-                if result.status != 0:
-                    raise CommandFailed(
-                        name, f"cannot read the records of job {record.id}: {result.error_text.strip()}"
-                    )
-                return result.stdout
-
             names = [name for name in expand(record.nodes) if name in fleet.targets] if record.nodes else []
-            found = await fleet.each(names, lambda name: one(name, _TAKE))
+            found = await fleet.each(names, lambda name: _records(fleet, name, _TAKE, place))
             # Only once all have read theirs: nodes that share storage have the same directory.
-            await fleet.each(found, lambda name: one(name, _REMOVE))
-            failures: Mapping[str, HostError] = fleet.failures
-        for error in failures.values():
-            raise error
+            await fleet.each(found, lambda name: _records(fleet, name, _REMOVE, place))
+            failures = dict(fleet.failures)
+        if failures:
+            causes = "; ".join(str(error).partition("\n")[0] for error in failures.values())
+            raise Partly(f"the records of job {record.id} could not all be read: {causes}", hint="mend these nodes")
         for archive in found.values():
             unpack(archive, directory)
+
+    async def _remove(self, job: JobSpec, number: str) -> None:
+        """Take the records away. Which nodes a job that is being cancelled has run on, Slurm may not say any more."""
+        place = self._place(job, number)
+        async with await self._context.connections() as fleet:
+            await fleet.each(computing(self._context), lambda name: _records(fleet, name, _REMOVE, place))
+
+    def _place(self, job: JobSpec, number: str) -> str:
+        return f"{job_root(job, self._context.cluster)}/{number}"
+
+
+async def _records(fleet: Connections, name: str, program: str, place: str) -> bytes:
+    host = await fleet.host(name)
+    result = await host.run(["sh", "-c", program, "sh", place, RECORDS], timeout=600)
+    if result.status != 0:
+        raise CommandFailed(name, f"cannot read {place}/{RECORDS}: {result.error_text.strip()}")
+    return result.stdout
 
 
 _TAKE = r"""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.unit.jobs.test_job_verbs import PARTITION, Reef
 
-from shoal.errors import UsageError
+from shoal.errors import Partly, UsageError
+from shoal.hosts.api import Result
+from shoal.hosts.fake import Call
 from shoal.jobs.load import job_of
 from shoal.plan.progress import Silence
 from shoal.proof.model import Asked, RunFailed, Trial
@@ -52,3 +56,42 @@ async def test_a_run_that_takes_too_long_is_given_more_by_the_proofs_own_option(
     with pytest.raises(RunFailed) as caught:
         await run(reef, tmp_path, Asked("train.py"), time="5")
     assert caught.value.hint.startswith("give it more with --time, ")
+
+
+def _without_tar(shell: Callable[[Call], bytes | Result]) -> Callable[[Call], bytes | Result]:
+    return lambda call: Result(2, stderr=b"tar: disk error\n") if "tar -c" in call.argv[2] else shell(call)
+
+
+async def test_every_node_whose_records_cannot_be_read_is_named(tmp_path: Path) -> None:
+    reef = Reef()
+    reef.states = ["COMPLETED"]
+    for node in reef.nodes.values():
+        node.answers = {**node.answers, ("sh",): _without_tar(node.answers[("sh",)])}
+    with pytest.raises(Partly) as caught:
+        await run(reef, tmp_path, Asked("train.py"), nodes=2)
+    place = "/var/lib/shoal/jobs/reef/17/proof"
+    assert caught.value.message == (
+        f"the records of job 17 could not all be read: n1: cannot read {place}: tar: disk error;"
+        f" n2: cannot read {place}: tar: disk error"
+    )
+
+
+async def test_a_proof_that_is_stopped_leaves_no_records_on_the_nodes(tmp_path: Path) -> None:
+    reef = Reef()
+    reef.states = ["RUNNING"]
+    queued, scontrol = asyncio.Event(), reef._scontrol
+
+    def asked(call: Call) -> bytes | Result:
+        if call.argv[-1] == "17":
+            queued.set()
+        return scontrol(call)
+
+    reef.controller.answers = {**reef.controller.answers, ("scontrol",): asked}
+    proof = asyncio.create_task(run(reef, tmp_path, Asked("train.py"), nodes=2))
+    await queued.wait()
+    proof.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await proof
+    assert ("scancel", "17") in reef.controller.argvs
+    for node in reef.nodes.values():
+        assert "rm -rf" in node.argvs[-1][2] and node.argvs[-1][4:] == ("/var/lib/shoal/jobs/reef/17", "proof")
