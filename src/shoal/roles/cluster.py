@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
 from shoal.network.firewall import opening
+from shoal.network.links import LINKS, NEAR
+from shoal.network.links import switches as switches_by_links
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
@@ -77,7 +79,7 @@ def assemble(
         versions=tuple(versions.values()),
         nodes=(*nodes, *(before.nodes[name] for name in leaving)),
         partitions=_partitions(spec, members, {node.name for node in nodes}, before, leaving),
-        switches=_switches(members, (*(node.name for node in nodes), *leaving), before),
+        switches=_switches(members, (*(node.name for node in nodes), *leaving), before, facts),
         options={key: str(value) for key, value in spec.slurm.options.items()},
         proctrack_cgroup=jobs.tracked,
         constrain_cores=jobs.cores,
@@ -143,14 +145,23 @@ def _confinement(
     return no_stronger(found, before.confinement) if answered else before.confinement
 
 
-def _switches(members: tuple[Member, ...], nodes: Iterable[str], before: InForce) -> tuple[Switch, ...]:
-    """One switch a site where the nodes are in more than one, so that no job spans two; else none."""
-    sites = {**before.sites, **{member.name: member.shape.site for member in members}}
+def _switches(
+    members: tuple[Member, ...], nodes: Iterable[str], before: InForce, facts: Mapping[str, Facts]
+) -> tuple[Switch, ...]:
+    """One switch a site where the nodes are in more than one, so that no job spans two; else what was measured."""
+    nodes = tuple(nodes)
+    sites = {name: site for name, site in before.sites.items() if not site.startswith(NEAR)}
+    sites |= {member.name: member.shape.site for member in members}
+    # A leaving node of a cluster that had one site was in the one that all were in.
+    places = {node: sites.get(node, members[0].shape.site) for node in nodes}
+    if len({*places.values()}) < 2:
+        controller = facts.get(members[0].name)
+        measured = controller.files.get(LINKS) if controller else None
+        places = switches_by_links((measured and measured.text) or "", nodes)
     inside: dict[str, list[str]] = {}
-    for node in nodes:
-        # A leaving node of a cluster that had one site was in the one that all were in.
-        inside.setdefault(sites.get(node, members[0].shape.site), []).append(node)
-    return tuple(Switch(site, tuple(names)) for site, names in sorted(inside.items())) if len(inside) > 1 else ()
+    for node, place in places.items():
+        inside.setdefault(place, []).append(node)
+    return tuple(Switch(place, tuple(names)) for place, names in sorted(inside.items())) if len(inside) > 1 else ()
 
 
 def _pmix(

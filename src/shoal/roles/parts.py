@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Document
 from shoal.agent.facts import Facts
+from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
-PARTS: tuple[Part, ...] = ()
+PARTS: tuple[Part, ...] = (Links(),)
 
 
 def part_packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:

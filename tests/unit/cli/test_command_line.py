@@ -74,7 +74,7 @@ def test_these_are_the_commands() -> None:
     assert {" ".join(words) for words in ALL} == {
         *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
-        *("run", "jobs", "logs", "cancel", "prove"),
+        *("run", "jobs", "logs", "cancel", "prove", "bench links"),
     }
 
 

@@ -1,0 +1,93 @@
+"""Links between hosts as a heat map: red is slow, green is fast. Colours only where the console has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.render import show_failures
+from shoal.hostlist import compress
+from shoal.network.links import Link
+from shoal.verbs.links import LinksResult
+
+HEAT = ("white on red", "black on dark_orange", "black on yellow", "black on green3", "white on green4")
+"""From the worst to the best of what was measured."""
+
+
+def show_links(console: Console, result: LinksResult) -> None:
+    """Two matrices, from the host of a row to the host of a column; then what they come to."""
+    links = {(link.source, link.target): link for link in result.links}
+    speeds = {pair: link.mbit for pair, link in links.items() if link.mbit}
+    trips = {pair: link.rtt_ms for pair, link in links.items() if link.rtt_ms}
+    if links:
+        console.print("[bold]bandwidth[/] from row to column, bits a second", highlight=False)
+        console.print(_matrix(result.hosts, speeds, speed_text, best=max))
+        console.print("\n[bold]round trip[/] from row to column, milliseconds", highlight=False)
+        console.print(_matrix(result.hosts, trips, lambda value: f"{value:.2f}", best=min))
+        console.print()
+    for problem, some in _problems(result.links).items():
+        told = ", ".join(f"{link.source} to {link.target}" for link in some)
+        console.print(Text(f"no link from {told}: {problem}", style="red"))
+    show_failures(console, dict(result.failures))
+    if len(result.groups) > 1:
+        near = " | ".join(compress(group) for group in result.groups)
+        console.print(f"near each other: {near}", highlight=False, markup=False)
+        console.print(
+            "Where the file names no sites, the next `shoal up` tells Slurm so: a job stays inside one group."
+        )
+    elif speeds:
+        console.print("no host is far from the others")
+
+
+def speed_text(mbit: float) -> str:
+    """A speed in three or four characters and its unit: `94.2M`, `9.41G`."""
+    value, unit = (mbit / 1000, "G") if mbit >= 1000 else (mbit, "M")
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}{unit}"
+
+
+def _matrix(
+    hosts: Sequence[str],
+    values: Mapping[tuple[str, str], float],
+    text: Callable[[float], str],
+    best: Callable[[float, float], float],
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("")
+    for name in hosts:
+        table.add_column(name, justify="right", no_wrap=True)
+    worst, top = (min, max) if best is max else (max, min)
+    ends = (worst(values.values()), top(values.values())) if values else (1.0, 1.0)
+    for row in hosts:
+        cells = []
+        for column in hosts:
+            value = values.get((row, column))
+            if row == column:
+                cells.append(Text("·", style="dim"))
+            elif value is None:
+                cells.append(Text("none", style="bold red"))
+            else:
+                cells.append(Text(text(value), style=HEAT[heat(value, *ends)]))
+        table.add_row(row, *cells)
+    return table
+
+
+def heat(value: float, worst: float, best: float) -> int:
+    """Where a value lies between the worst and the best, by factors: 0 to 4. All are good where they are alike."""
+    spread = math.log(best / worst)
+    if abs(spread) < math.log(2):
+        return len(HEAT) - 1
+    part = math.log(value / worst) / spread
+    return min(int(part * len(HEAT)), len(HEAT) - 1)
+
+
+def _problems(links: Sequence[Link]) -> dict[str, list[Link]]:
+    found: dict[str, list[Link]] = {}
+    for link in links:
+        if link.problem:
+            found.setdefault(link.problem, []).append(link)
+    return found

@@ -1,0 +1,93 @@
+"""The tournament of links, and the groups of hosts that come of it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.network.links import Link, groups, links_text, merged, read_links, rounds, switches
+
+
+def mesh(speeds: dict[str, float]) -> list[Link]:
+    """Links in both directions; `ab` is the pair of a and b."""
+    return [
+        Link(one, other, 1.0, speed)
+        for pair, speed in speeds.items()
+        for one, other in ((pair[0], pair[1]), (pair[1], pair[0]))
+    ]
+
+
+@given(st.integers(0, 20))
+def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int) -> None:
+    names = [f"n{number}" for number in range(count)]
+    plan = rounds(names)
+    met = [tuple(sorted(pair)) for pairs in plan for pair in pairs]
+    assert sorted(met) == sorted(tuple(sorted(pair)) for pair in combinations(names, 2))
+    assert all(len({name for pair in pairs for name in pair}) == 2 * len(pairs) for pairs in plan)
+    assert len(plan) <= count
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12))
+def test_pairs_that_share_the_uplink_of_a_site_take_turns(places: list[str]) -> None:
+    sites = {f"n{number}": place for number, place in enumerate(places)}
+    plan = rounds(list(sites), sites)
+    assert sum(map(len, plan)) == len(sites) * (len(sites) - 1) // 2
+    for pairs in plan:
+        across = [{sites[one], sites[other]} for one, other in pairs if sites[one] != sites[other]]
+        assert all(not first & second for first, second in combinations(across, 2))
+
+
+def test_hosts_with_fast_links_are_one_group_and_slow_links_lie_between_groups() -> None:
+    links = mesh({"ab": 9400, "cd": 9100, "ac": 90, "ad": 80, "bc": 95, "bd": 100})
+    assert groups(links, "abcd") == (("a", "b"), ("c", "d"))
+    assert switches(links_text(links), "abcd") == {"a": "near-a", "b": "near-a", "c": "near-c", "d": "near-c"}
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [
+        {"ab": 900, "ac": 700, "bc": 300},  # noise
+        {"ab": 40000, "ac": 9000, "bc": 9000},  # all of them are fast
+        {"ab": 1000, "bc": 1000, "ac": 10},  # b is near both, and they are far from each other
+    ],
+)
+def test_there_is_one_group_where_no_line_can_be_drawn(speeds: dict[str, float]) -> None:
+    links = mesh(speeds)
+    assert groups(links, "abc") == (("a", "b", "c"),)
+    assert switches(links_text(links), "abc") == {}
+
+
+def test_the_slower_direction_counts() -> None:
+    links = [*mesh({"ab": 1000, "ac": 1000}), Link("b", "c", 1.0, 1000), Link("c", "b", 1.0, 5)]
+    assert groups(links, "abc") == (("a", "b", "c"),)
+    links += [Link("a", "c", 1.0, 5)]
+    assert groups(links, "abc") == (("a", "b"), ("c",))
+
+
+def test_a_link_over_which_nothing_came_is_the_slowest_of_all() -> None:
+    links = [*mesh({"ab": 1000}), *(Link(one, "c", problem="refused") for one in "ab")]
+    assert groups(links, "abc") == (("a", "b"), ("c",))
+
+
+def test_a_host_that_was_not_measured_is_a_group_of_its_own_once_there_are_groups() -> None:
+    split = mesh({"ab": 1000, "ac": 10, "bc": 10})
+    assert groups(split, "abcd") == (("a", "b"), ("c",), ("d",))
+    assert groups(mesh({"ab": 1000}), "abd") == (("a", "b", "d"),)
+    assert groups([], "ab") == (("a", "b"),)
+    assert groups([], "") == ()
+
+
+def test_a_new_measurement_replaces_what_it_measured_and_forgets_hosts_that_left() -> None:
+    before = mesh({"ab": 10, "ac": 10, "bc": 10})
+    after = merged(before, mesh({"ab": 500}), ["a", "b"])
+    assert after == tuple(mesh({"ab": 500}))
+    assert read_links(links_text(after)) == after
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"links": [{"from": "a"}]}', '{"links": 3}', "no json"])
+def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
+    assert read_links(text) == ()
+    assert switches(text, "ab") == {}

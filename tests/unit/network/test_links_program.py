@@ -1,0 +1,104 @@
+"""The measuring program itself, between two of its kind on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.network.links import PROGRAM
+
+TOKEN = "0123456789abcdef"
+
+
+class Player:
+    """A running program, spoken to as `shoal bench links` does."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-c", PROGRAM.read_text()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def listen(self, address: str = "127.0.0.1", first: int = 39000, last: int = 39999) -> Any:
+        return self.ask(op="listen", address=address, first=first, last=last, token=TOKEN)
+
+    def measure(self, port: int, address: str = "127.0.0.1", token: str = TOKEN) -> Any:
+        return self.ask(op="measure", address=address, port=port, token=token, seconds=0.2, pings=3)
+
+    def close(self) -> int:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        status = self.process.wait(timeout=60)
+        self.process.stdout.close()
+        return status
+
+
+@pytest.fixture
+def players() -> Iterator[tuple[Player, Player]]:
+    pair = Player(), Player()
+    yield pair
+    for player in pair:
+        player.process.kill()
+        if player.process.stdin and not player.process.stdin.closed:
+            player.close()
+
+
+def test_a_link_has_a_round_trip_and_a_bandwidth(players: tuple[Player, Player]) -> None:
+    one, other = players
+    port = one.listen()["port"]
+    for _ in range(2):  # it serves again
+        found = other.measure(port)
+        assert found["rtt_ms"] > 0 and found["mbit"] > 1, found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
+def test_it_listens_on_ipv6_too(players: tuple[Player, Player]) -> None:
+    one, other = players
+    port = one.listen(address="::1")["port"]
+    assert other.measure(port, address="::1")["mbit"] > 1
+
+
+def test_a_port_that_is_taken_is_passed_over(players: tuple[Player, Player]) -> None:
+    one, other = players
+    first = one.listen()["port"]
+    assert other.listen(last=first)["port"] < first
+
+
+def test_it_says_why_it_cannot_listen(players: tuple[Player, Player]) -> None:
+    answer = players[0].listen(address="192.0.2.1", first=39000, last=39001)
+    assert answer == {"problem": "Cannot assign requested address"}
+
+
+def test_a_refused_link_and_a_wrong_token_are_problems_and_end_nothing(players: tuple[Player, Player]) -> None:
+    one, other = players
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        unused = free.getsockname()[1]
+    assert other.measure(unused) == {"problem": "Connection refused"}
+    port = one.listen()["port"]
+    assert "problem" in other.measure(port, token=TOKEN[::-1])
+    assert other.measure(port)["mbit"] > 1
+
+
+def test_it_ends_with_its_input_also_while_it_measures(players: tuple[Player, Player]) -> None:
+    one, other = players
+    port = one.listen()["port"]
+    assert other.process.stdin
+    request = {"op": "measure", "address": "127.0.0.1", "port": port, "token": TOKEN, "seconds": 600, "pings": 1}
+    other.process.stdin.write(json.dumps(request) + "\n")
+    assert other.close() == 0
+    assert one.close() == 0

@@ -1,0 +1,80 @@
+"""Slurm's topology from measured links, where the file names no sites."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.facts import Facts, FileFact
+from shoal.network.links import LINKS, Link, links_text
+from shoal.roles.cluster import assemble
+from shoal.roles.documents import fact_files, farewell
+from shoal.roles.in_force import TOPOLOGY_CONF, InForce, in_force
+from shoal.slurm.conf import slurm_conf, topology_conf
+from shoal.slurm.model import Switch
+
+REEF = """
+cluster: reef
+controller: {host: c1}
+nodesets:
+  lab: {hosts: [a1, a2, b1, b2]}
+"""
+SPEC = spec_of(REEF)
+NAMES = ("c1", "a1", "a2", "b1", "b2")
+
+
+def measured(far: float = 20.0) -> str:
+    """What a controller keeps where a* and b* are near, and `far` Mbit/s lie between them."""
+    speeds = {(x, y): 9000.0 if x[0] == y[0] or "c1" in (x, y) else far for x in NAMES for y in NAMES if x != y}
+    return links_text(Link(x, y, 0.1, speed) for (x, y), speed in speeds.items())
+
+
+def facts(text: str) -> dict[str, Facts]:
+    hosts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(NAMES, 1)}
+    return {**hosts, "c1": replace(hosts["c1"], files={LINKS: FileFact(text=text)})}
+
+
+def test_groups_of_fast_links_become_switches_that_no_job_spans() -> None:
+    conf = assemble(SPEC, facts(measured()), {}).conf
+    assert conf.switches == (Switch("near-a1", ("a1", "a2")), Switch("near-b1", ("b1", "b2")))
+    assert "SwitchName=near-a1 Nodes=a[1-2]" in topology_conf(conf)
+
+
+def test_without_a_measurement_or_with_links_that_are_alike_there_is_no_topology() -> None:
+    for text in ("", "no json", measured(far=8000.0)):
+        assert assemble(SPEC, facts(text), {}).conf.switches == ()
+
+
+def test_sites_that_the_file_names_win_over_what_was_measured() -> None:
+    text = """
+cluster: reef
+controller: {provider: sandbox}
+nodesets:
+  a: {provider: sandbox, count: 1}
+  b: {provider: sandbox, count: 3, site: b}
+"""
+    names = ("controller", "a1", "b1", "b2", "b3")
+    hosts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
+    slow = links_text(Link("b1", other, 0.1, 10.0) for other in ("b2", "b3"))
+    hosts["controller"] = replace(hosts["controller"], files={LINKS: FileFact(text=slow)})
+    assert [switch.name for switch in assemble(spec_of(text), hosts, {}).conf.switches] == ["a", "b"]
+
+
+def test_a_silent_node_keeps_its_switch_and_a_leaving_one_is_no_site() -> None:
+    all_of_them = facts(measured())
+    first = assemble(SPEC, all_of_them, {}).conf
+    texts = {"/etc/slurm/slurm.conf": slurm_conf(first), TOPOLOGY_CONF: topology_conf(first)}
+    before = in_force(replace(all_of_them["c1"], files={path: FileFact(text=t) for path, t in texts.items()}))
+    answering = {name: fact for name, fact in all_of_them.items() if name != "b2"}
+    assert assemble(SPEC, answering, {}, before).conf.switches == first.switches
+    smaller = spec_of(REEF.replace(", b2", ""))
+    leaving = assemble(smaller, answering, {}, before, ["b2"]).conf
+    assert leaving.switches == first.switches
+    assert assemble(smaller, facts(""), {}, before, ["b2"]).conf.switches == ()
+
+
+def test_the_measurement_is_asked_for_as_a_fact_and_goes_when_a_host_is_given_back() -> None:
+    assert fact_files(SPEC)[LINKS] == "text"
+    assert f"file {LINKS}" in {item.key for item in farewell()}
+    assert assemble(SPEC, facts(""), {}, InForce()).conf.switches == ()

@@ -1,0 +1,185 @@
+"""`shoal bench links` over a cluster in memory, and what a person sees of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.unit.plan.fake_world import World, lab
+
+from shoal.cli.render_links import HEAT, heat, show_links, speed_text
+from shoal.errors import ShoalError, Unreachable, UsageError
+from shoal.hosts.fake import FakeProgram
+from shoal.network.links import LINKS, PROGRAM, Link, links_text, read_links
+from shoal.roles.in_force import HOSTS
+from shoal.verbs.context import Context
+from shoal.verbs.links import LinksResult, bench_links
+
+ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
+NAMES = "".join(f"{address}  {name}\n" for name, address in ADDRESSES.items())
+BLOCK = f"127.0.0.1 localhost\n# BEGIN shoal members\n{NAMES}# END shoal members\n"
+
+Speed = Callable[[str, str], Mapping[str, Any]]
+
+
+def measuring(world: World, speed: Speed, known: str = BLOCK) -> Context:
+    """A world whose hosts run the measuring program: `speed` answers for a source and a target."""
+    at = {address: name for name, address in ADDRESSES.items()}
+
+    def player(name: str) -> Callable[[FakeProgram], Any]:
+        async def play(program: FakeProgram) -> int:
+            while line := await program.readline():
+                request = json.loads(line)
+                listens = request["op"] == "listen"
+                answer = {"port": 62999} if listens else speed(name, at[request["address"]])
+                await program.print(json.dumps(answer).encode() + b"\n")
+            return 0
+
+        return play
+
+    for name, host in world.hosts.items():
+        host.answers = {
+            **host.answers,
+            ("python3", "-I", "-S", "-B", "-c", PROGRAM.read_text()): player(name),
+            ("cat", HOSTS): known.encode(),
+        }
+    return Context(world.spec, connector=world.connector)
+
+
+def near_and_far(one: str, other: str) -> dict[str, float]:
+    return {"rtt_ms": 0.1, "mbit": 20.0 if "n2" in (one, other) else 9000.0}
+
+
+async def test_every_pair_is_measured_in_both_directions_and_kept_on_the_controller() -> None:
+    world = lab()
+    result = await bench_links(measuring(world, near_and_far))
+    assert result.whole and result.hosts == ("c1", "n1", "n2")
+    assert [(link.source, link.target, link.mbit) for link in result.links] == [
+        *(("c1", "n1", 9000.0), ("c1", "n2", 20.0), ("n1", "c1", 9000.0)),
+        *(("n1", "n2", 20.0), ("n2", "c1", 20.0), ("n2", "n1", 20.0)),
+    ]
+    assert result.groups == (("n1", "n2"),), "of the two that run jobs none is nearer"
+    kept = world.agents["c1"].items[f"file {LINKS}"]["content"]
+    assert read_links(kept) == result.links
+    assert "n1" not in world.applied(), "nothing is changed on the others"
+
+
+async def test_the_programs_are_ended_and_run_without_root() -> None:
+    world = lab()
+    await bench_links(measuring(world, near_and_far))
+    calls = [call for host in world.hosts.values() for call in host.calls if PROGRAM.read_text() in call.argv]
+    assert len(calls) == 3
+    assert all(call.killed and not call.root for call in calls)
+
+
+async def test_what_was_measured_before_stays_when_some_hosts_are_measured_again() -> None:
+    world = lab()
+    context = measuring(world, near_and_far)
+    before = links_text([Link("c1", "n2", 0.1, 5.0), Link("n1", "n2", 0.1, 5.0), Link("gone", "n2", 0.1, 5.0)])
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("cat", LINKS): before.encode()}
+    await bench_links(context, "n1,n2")
+    kept = read_links(world.agents["c1"].items[f"file {LINKS}"]["content"])
+    found = {(link.source, link.target): link.mbit for link in kept}
+    assert found == {("c1", "n2"): 5.0, ("n1", "n2"): 20.0, ("n2", "n1"): 20.0}
+
+
+async def test_a_link_that_does_not_stand_is_told_and_stops_no_other() -> None:
+    def speed(one: str, other: str) -> Mapping[str, Any]:
+        return {"problem": "no answer within 5 s"} if (one, other) == ("n1", "n2") else near_and_far(one, other)
+
+    result = await bench_links(measuring(lab(), speed))
+    assert not result.whole
+    assert [(x.source, x.target, x.problem) for x in result.links if x.problem] == [
+        ("n1", "n2", "no answer within 5 s")
+    ]
+
+
+async def test_a_host_that_does_not_answer_drops_out() -> None:
+    world = lab()
+    context = measuring(world, near_and_far)
+    world.hosts["n2"].unreachable = True
+    result = await bench_links(context)
+    assert result.hosts == ("c1", "n1") and list(result.failures) == ["n2"] and not result.whole
+
+
+async def test_one_host_alone_and_a_cluster_that_is_not_up_are_refused() -> None:
+    with pytest.raises(UsageError, match="n1 alone has no link to measure"):
+        await bench_links(measuring(lab(), near_and_far), "n1")
+    with pytest.raises(ShoalError, match="c1, n1, n2 has no address in the cluster yet") as refused:
+        await bench_links(measuring(lab(), near_and_far, known="127.0.0.1 localhost\n"))
+    assert refused.value.hint == "run `shoal up` first"
+
+
+async def test_a_host_without_python_is_told_what_it_needs() -> None:
+    world = lab()
+    context = measuring(world, near_and_far)
+
+    async def ends(program: FakeProgram) -> int:
+        program.complain(b"SyntaxError: invalid syntax\n")
+        return 1
+
+    key = ("python3", "-I", "-S", "-B", "-c", PROGRAM.read_text())
+    world.hosts["n1"].answers = {**world.hosts["n1"].answers, key: ends}
+    result = await bench_links(context)
+    error = result.failures["n1"]
+    assert error.cause == "the measuring program ended: SyntaxError: invalid syntax"
+    assert error.hint == "Shoal needs python3, 3.8 or newer, on the host"
+
+
+# ---- the screen
+
+
+def shown(result: LinksResult, *, colours: bool = False) -> str:
+    out = io.StringIO()
+    show_links(Console(file=out, width=120, force_terminal=colours), result)
+    return out.getvalue()
+
+
+LINKED = (
+    *(Link("a", "b", 0.2, 9412.0), Link("b", "a", 0.25, 9300.0), Link("a", "c", 31.0, 48.06)),
+    *(Link("c", "a", 30.0, 51.0), Link("b", "c", problem="Connection refused"), Link("c", "b", 30.5, 50.0)),
+)
+
+
+def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
+    result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b"), ("c",)), {"d": Unreachable("d", "no route")})
+    assert [line.split() for line in shown(result).splitlines()][:10] == [
+        ["bandwidth", "from", "row", "to", "column,", "bits", "a", "second"],
+        ["a", "b", "c"],
+        ["a", "·", "9.41G", "48.1M"],
+        ["b", "9.30G", "·", "none"],
+        ["c", "51.0M", "50.0M", "·"],
+        [],
+        ["round", "trip", "from", "row", "to", "column,", "milliseconds"],
+        ["a", "b", "c"],
+        ["a", "·", "0.20", "31.00"],
+        ["b", "0.25", "·", "none"],
+    ]
+    assert "no link from b to c: Connection refused" in shown(result)
+    assert "d: no route" in shown(result)
+    assert "near each other: a,b | c" in shown(result)
+
+
+def test_there_are_colours_on_a_terminal_only() -> None:
+    result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b", "c"),))
+    assert "\x1b[" in shown(result, colours=True)
+    assert "\x1b[" not in shown(result)
+    assert "no host is far from the others" in shown(result)
+
+
+def test_the_slowest_is_hottest_and_links_that_are_alike_are_all_good() -> None:
+    assert heat(10, 10, 10000) == 0 and heat(10000, 10, 10000) == len(HEAT) - 1
+    assert 0 < heat(300, 10, 10000) < len(HEAT) - 1
+    assert heat(100, 100, 190) == len(HEAT) - 1
+    assert heat(30, 30, 0.1) == 0, "of round trips the longest is the worst"
+
+
+@pytest.mark.parametrize(
+    ("mbit", "text"), [(0.5, "0.50M"), (9.412, "9.41M"), (94.2, "94.2M"), (941, "941M"), (9412, "9.41G"), (1e5, "100G")]
+)
+def test_speeds_are_short(mbit: float, text: str) -> None:
+    assert speed_text(mbit) == text
