@@ -8,6 +8,8 @@ import textwrap
 from functools import cache
 from typing import Any
 
+from shoal.spec.accounting import Account, Accounting, Qos, Share
+from shoal.spec.environments import Environment, Proxy
 from shoal.spec.model import (
     Closed,
     Controller,
@@ -23,6 +25,7 @@ from shoal.spec.model import (
     Spec,
 )
 from shoal.spec.network import Network
+from shoal.spec.tracking import Tracking
 
 EXAMPLE = """\
 # shoal.yaml
@@ -56,6 +59,13 @@ _SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
     ("Made by a provider", Machine),
     ("partitions", Partition),
     ("network", Network),
+    ("accounting", Accounting),
+    ("accounting.accounts", Account),
+    ("accounting.accounts.users", Share),
+    ("accounting.qos", Qos),
+    ("environments", Environment),
+    ("proxy", Proxy),
+    ("tracking", Tracking),
     ("slurm", SlurmOptions),
 )
 

@@ -6,6 +6,9 @@
     ├── login: Login                 hosts to submit from; optional
     ├── nodesets: NodeSet ...        the hosts that compute
     ├── partitions: Partition ...    the queues over the nodesets; optional
+    ├── accounting: Accounting       job records in a database, accounts and limits; optional
+    ├── environments: Environment .. Python environments for jobs; optional
+    ├── tracking: Tracking           the server that jobs report to; optional
     └── slurm: SlurmOptions          more of slurm.conf; optional
 
 A host is either there already (`hosts`, reached by SSH) or made by a provider (`provider`). What holds between several
@@ -29,8 +32,11 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from shoal import hostlist
 from shoal.spec import rules
+from shoal.spec.accounting import Accounting, Price
 from shoal.spec.closed import Closed as Closed
+from shoal.spec.environments import Environment, EnvironmentName, Proxy
 from shoal.spec.network import Endpoint, Network
+from shoal.spec.tracking import Tracking
 from shoal.spec.words import (
     LATER_PROVIDERS,
     Address,
@@ -64,6 +70,8 @@ MANAGED_SLURM_KEYS = (
     "GresTypes",
     "Include",
     "JobAcctGatherType",
+    "JobCompLoc",
+    "JobCompType",
     "MaxNodeCount",
     "NodeName",
     "NodeSet",
@@ -229,6 +237,8 @@ class NodeSet(HostSet):
     """Slurm features, for `--constraint`."""
     weight: Annotated[int, Between(1, 1_000_000)] = 1
     """Slurm gives a job the nodes of lowest weight that do."""
+    price: Price | None = None
+    """What an hour of one of its GPUs costs, in your currency; `shoal usage` reckons with it."""
 
 
 class Partition(Closed):
@@ -295,6 +305,16 @@ class Spec(Closed):
     """The queues, by name. Without any, one called `main` with every nodeset, and the controller when it computes."""
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
+    accounting: Accounting | None = None
+    """Job records in a database: `true`, or a mapping with accounts, users and limits."""
+    environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
+    """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
+    proxy: Proxy | None = None
+    """The proxies through which hosts get packages."""
+    tracking: Tracking | None = None
+    """The server that training jobs report to: `mlflow`, or a mapping with more of it."""
+    time: Annotated[Literal["chrony", "none"], BeforeValidator(choice("time service", ("chrony", "none")))] = "chrony"
+    """What keeps the hosts' clocks together: `chrony`, or `none`, not Shoal. Containers have no clock of their own."""
     slurm: SlurmOptions = Field(default_factory=SlurmOptions)
     """Further keys of slurm.conf."""
 

@@ -12,8 +12,11 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from shoal import hostlist
+from shoal.spec.accounting_rules import accounting_problems
+from shoal.spec.environments import environment_problems
 from shoal.spec.network_rules import network_problems
 from shoal.spec.problem import Path, Problem, nearest, path_text
+from shoal.spec.tracking import tracking_problems
 from shoal.spec.words import minutes, show, slurm_time
 from shoal.train.contract import GRACE_SECONDS
 
@@ -37,6 +40,9 @@ def problems(data: object) -> list[Problem]:
         *_options_once(data),
         *_something_computes(data),
         *network_problems(data, [name for _, _, name in _hosts(data)]),
+        *accounting_problems(data, [name for _, _, name in _hosts(data)]),
+        *environment_problems(data),
+        *tracking_problems(data, [name for _, _, name in _hosts(data)]),
     ]
 
 

@@ -1,0 +1,263 @@
+"""Makes one environment on a host: one program of the standard library, for Python 3.8 and later.
+
+It reads one JSON object from standard input and writes one a line: progress, and `done` or `failed` at the end.
+
+    DIRECTORY/wheels/SOURCE/*.whl    every package of a source, gathered once
+    DIRECTORY/ID                     an environment, named by what is in it; LOCAL/ID where nodes have copies
+    DIRECTORY/archives/ID.tar        the same as one file, for those copies
+
+An environment is made at the very path it is used at, as the programs in it name that path. It counts from the moment
+its mark is there: what a killed run left without one is made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MARK = "shoal-environment.json"
+ASK = (
+    "import json, sys, sysconfig; "
+    "print(json.dumps(['%d.%d' % sys.version_info[:2], sys.implementation.cache_tag, sysconfig.get_platform()]))"
+)
+
+
+class Failed(Exception):
+    """What went wrong, and what to do about it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+def main() -> int:
+    asked = json.loads(sys.stdin.readline())
+    try:
+        tell("done", **build(asked))
+    except Failed as failure:
+        tell("failed", what=failure.what, fix=failure.fix)
+    except OSError as error:
+        what = "%s: %s" % (error.filename or asked["directory"], error.strerror)
+        tell("failed", what=what, fix="is the disk full, or the share not mounted?")
+    return 0
+
+
+def build(asked: dict[str, Any]) -> dict[str, Any]:
+    """Make what is missing, and say what there is now."""
+    directory = asked["directory"]
+    for place in (directory, directory + "/wheels", directory + "/archives", directory + "/names", asked["local"]):
+        os.makedirs(place, 0o755, exist_ok=True)
+    with open(directory + "/.lock", "w") as lock:
+        if not took(lock):
+            tell("progress", text="waiting for another one that builds here")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        version, tag, platform = python_facts(asked["python"])
+        source = digest(asked["requirements"], asked["constraints"], str(asked["locked"]), tag, platform)
+        tools = pip_tools(asked, tag)
+        wheels = gather(asked, source, tools)
+        resolved = sorted(
+            "%s sha256:%s" % (name, file_digest(os.path.join(wheels, name))) for name in wheel_names(wheels)
+        )
+        number = digest("\n".join(resolved), tag, platform)
+        place = os.path.join(asked["local"] if asked["place"] == "local" else directory, number)
+        made = not os.path.exists(os.path.join(place, MARK))
+        if made:
+            install(
+                asked, place, tools, wheels, {"id": number, "python": version, "platform": platform, "source": source}
+            )
+        if asked["place"] == "local":
+            pack(place, "%s/archives/%s.tar" % (directory, number))
+    with open(os.path.join(place, MARK)) as file:
+        found: dict[str, Any] = json.load(file)
+    return dict(found, path=place, source=source, made=made)
+
+
+def took(lock: Any) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def python_facts(python: str) -> list[str]:
+    try:
+        done = subprocess.run([python, "-I", "-c", ASK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
+    except OSError:
+        raise Failed("there is no %s here" % python, "install it, or name another with `python`") from None
+    if done.returncode != 0:
+        raise Failed("%s does not run: %s" % (python, last_lines(done.stderr)), "name another with `python`")
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def pip_tools(asked: dict[str, Any], tag: str) -> str:
+    """A Python with pip, which no environment needs to have itself."""
+    place = "%s/.tools-%s" % (asked["local"], tag)
+    if not os.path.exists(place + "/" + MARK):
+        tell("progress", text="pip")
+        fresh_venv(asked["python"], place, [])
+        write(place + "/" + MARK, "{}\n")
+    return place + "/bin/python"
+
+
+def fresh_venv(python: str, place: str, options: list[str]) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    done = subprocess.run(
+        [python, "-I", "-m", "venv", *options, place], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode != 0:
+        said = last_lines(done.stdout)
+        fix = (
+            "run `shoal up`, which installs python3-venv"
+            if "ensurepip" in said
+            else "see what is wrong with its Python"
+        )
+        raise Failed("%s -m venv failed: %s" % (python, said), fix)
+
+
+def gather(asked: dict[str, Any], source: str, tools: str) -> str:
+    """The wheels of everything that the source names and needs, as pip resolves it, once."""
+    place = "%s/wheels/%s" % (asked["directory"], source)
+    if os.path.isdir(place):
+        return place
+    fresh = place + ".new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    os.makedirs(fresh)
+    write(fresh + "/requirements.txt", asked["requirements"])
+    line = [tools, "-I", "-m", "pip", "wheel", "--wheel-dir", fresh, "-r", fresh + "/requirements.txt"]
+    if asked["constraints"]:
+        write(fresh + "/constraints.txt", asked["constraints"])
+        line += ["-c", fresh + "/constraints.txt"]
+    pip(asked, line + (["--no-deps"] if asked["locked"] else []), "gather the packages")
+    if not wheel_names(fresh):
+        raise Failed("nothing is in it", "name a package")
+    os.rename(fresh, place)
+    return place
+
+
+def install(asked: dict[str, Any], place: str, tools: str, wheels: str, about: dict[str, Any]) -> None:
+    tell("progress", text="install")
+    fresh_venv(asked["python"], place, ["--without-pip"])
+    inside = [tools, "-I", "-m", "pip", "--python", place + "/bin/python"]
+    files = [os.path.join(wheels, name) for name in wheel_names(wheels)]
+    pip(asked, [*inside, "install", "--no-index", "--no-deps", "--no-compile", *files], "install the packages")
+    done = subprocess.run([*inside, "check"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise Failed("the packages do not fit together: %s" % last_lines(done.stdout), "mend the list of them")
+    tell("progress", text="compile")
+    # Otherwise the first job does it, on every node at once, if it may write there at all.
+    line = [place + "/bin/python", "-I", "-m", "compileall", "-qq", "-j0", place + "/lib"]
+    subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(["chmod", "-R", "a+rX,go-w", place], check=True)
+    torch, cuda = torch_facts(place)
+    packages = sorted("==".join(name.split("-")[:2]).replace("_", "-") for name in wheel_names(wheels))
+    about = dict(about, packages=packages, torch=torch, cuda=cuda, made_at=int(time.time()), place=asked["place"])
+    write(place + "/" + MARK, json.dumps(about) + "\n")
+
+
+def torch_facts(place: str) -> list[str | None]:
+    """The version of torch and of the CUDA it is for, read without importing it: that needs its libraries."""
+    for folder, _, names in os.walk(place + "/lib"):
+        if folder.endswith("/torch") and "version.py" in names:
+            with open(folder + "/version.py") as file:
+                text = file.read()
+            found = []
+            for name in ("__version__", "cuda"):
+                match = re.search(r"^%s\s*(?::[^=]*)?=\s*['\"]([^'\"]*)['\"]" % name, text, re.MULTILINE)
+                found.append(match.group(1) if match else None)
+            return found
+    return [None, None]
+
+
+def pack(place: str, archive: str) -> None:
+    """The environment as one file: one is quickly read over a link that takes long for many."""
+    if os.path.exists(archive):
+        return
+    tell("progress", text="pack")
+    fresh = archive + ".new"
+    folder, name = os.path.split(place)
+    done = subprocess.run(
+        ["tar", "-c", "--owner=0", "--group=0", "-f", fresh, "-C", folder, name], stderr=subprocess.PIPE, check=False
+    )
+    if done.returncode != 0:
+        raise Failed("cannot pack it: %s" % last_lines(done.stderr), "is the disk full?")
+    os.rename(fresh, archive)
+
+
+def pip(asked: dict[str, Any], line: list[str], what: str) -> None:
+    """Run pip, and tell which package it is at."""
+    own = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", **asked["proxy"])
+    child = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=own)
+    said: list[str] = []
+    assert child.stdout
+    for raw in child.stdout:
+        text = raw.decode("utf-8", "replace").rstrip()
+        said = [*said, text][-40:]
+        match = re.match(r"\s*(Collecting|Downloading|Building|Installing collected)\s?(\S*)", text)
+        if match:
+            tell("progress", text=" ".join(match.groups()).strip()[:60])
+    if child.wait() != 0:
+        errors = [text for text in said if text.startswith("ERROR")] or said[-5:]
+        raise Failed("pip could not %s: %s" % (what, hidden("\n".join(errors))), remedy("\n".join(said)))
+
+
+def remedy(said: str) -> str:
+    if "Connection" in said or "Name or service not known" in said or "Max retries" in said or "Retrying" in said:
+        return "the controller needs a way to a package index: see `proxy`"
+    if "hashes" in said.lower():
+        return "make the lock anew"
+    if "No space left" in said:
+        return "free some space"
+    return "mend the list of packages"
+
+
+def hidden(text: str) -> str:
+    """What pip says, without the user and password that an address in its own configuration may have."""
+    return re.sub(r"://[^/\s@]*@", "://...@", text)
+
+
+def wheel_names(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(".whl"))
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def file_digest(path: str) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            found.update(block)
+    return found.hexdigest()
+
+
+def write(path: str, text: str) -> None:
+    """Whole or not at all."""
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+
+
+def last_lines(said: bytes) -> str:
+    return hidden("\n".join(said.decode("utf-8", "replace").strip().splitlines()[-5:]))
+
+
+def tell(event: str, **rest: Any) -> None:
+    print(json.dumps(dict(rest, event=event)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What is to be in an environment, from a file on the operator's machine: text that pip on a host reads."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError
+from shoal.spec.environments import SOURCES, Environment
+from shoal.spec.words import printable
+
+_INCLUDE = re.compile(r"(?:-r|--requirement)[ =]\s*(\S+)")
+_CONSTRAINT = re.compile(r"(?:-c|--constraint)[ =]\s*(\S+)")
+_LOCAL = re.compile(r"-e\b|--editable|\.{0,2}/|file:|.*@\s*file:|[A-Za-z]:\\")
+_PASSWORD = re.compile(r"://[^/\s]*@")
+_PINNED = re.compile(r"[A-Za-z0-9._-]+(\[[^\]]*\])?\s*==\s*[^\s*;]+(\s|;|$)|-")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What pip is given. The same text gives the same environment, whoever sends it."""
+
+    requirements: str
+    constraints: str = ""
+    locked: bool = False
+    """Every package is named, so that pip adds none."""
+
+
+def read_source(environment: Environment, base: Path) -> Source:
+    """The source of an environment; `base` is the directory of the spec. Raises UsageError."""
+    kind = next(key for key in SOURCES if getattr(environment, key) is not None)
+    path = base / Path(getattr(environment, kind)).expanduser()
+    if kind == "pyproject":
+        return Source("\n".join(_dependencies(path)) + "\n")
+    if kind == "lock" and path.suffix == ".toml":
+        return Source("\n".join(_locked_packages(path)) + "\n", locked=True)
+    lines = list(_lines(path, ()))
+    constraints = [
+        line for found in lines if (match := _CONSTRAINT.match(found)) for line in _lines(base / match[1], ())
+    ]
+    wanted = [line for line in lines if not _CONSTRAINT.match(line)]
+    if kind == "lock":
+        _refuse_unpinned(path, wanted)
+    return Source("\n".join(wanted) + "\n", "".join(f"{line}\n" for line in constraints), kind == "lock")
+
+
+def _lines(path: Path, seen: tuple[Path, ...]) -> Iterator[str]:
+    """The lines that mean something, those of files that it includes among them."""
+    joined = re.sub(r"\\\n\s*", " ", _read(path))
+    for raw in joined.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", raw).strip()
+        if not line:
+            continue
+        if match := _INCLUDE.match(line):
+            inner = path.parent / match[1]
+            if inner in (*seen, path):
+                raise UsageError(f"{path} includes itself", hint=f"delete `{printable(line)}`")
+            yield from _lines(inner, (*seen, path))
+            continue
+        if _PASSWORD.search(line):
+            raise UsageError(
+                f"{path} has an address with a password in it",
+                hint="leave it out, and put it into pip.conf on the hosts",
+            )
+        if _LOCAL.match(line):
+            raise UsageError(
+                f"{path} names {printable(line)}, which the hosts do not have",
+                hint="name packages that pip can download; your own code goes with `shoal run`",
+            )
+        yield line
+
+
+def _dependencies(path: Path) -> list[str]:
+    project = _toml(path).get("project")
+    found = project.get("dependencies") if isinstance(project, dict) else None
+    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+        raise UsageError(
+            f"{path} has no list of dependencies under [project]", hint="add one, or use `requirements` or `lock`"
+        )
+    for line in found:
+        if _PASSWORD.search(line):
+            raise UsageError(f"{path} has an address with a password in it", hint="leave it out")
+    return sorted(found)
+
+
+def _locked_packages(path: Path) -> Iterator[str]:
+    """The packages of a pylock.toml (PEP 751) as lines of a requirements file."""
+    packages = _toml(path).get("packages")
+    if not isinstance(packages, list) or not packages:
+        raise UsageError(f"{path} is no pylock.toml: it has no [[packages]]", hint="make one with `pip lock`")
+    for package in packages:
+        name, version = package.get("name"), package.get("version")
+        files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
+        if not name or not version or not files:
+            raise UsageError(
+                f"{path} names {printable(str(name))} without a version that can be downloaded",
+                hint="lock packages from an index, not directories or repositories",
+            )
+        digests = [digest for file in files if (digest := file.get("hashes", {}).get("sha256"))]
+        marker = f" ; {package['marker']}" if "marker" in package else ""
+        yield f"{name}=={version}{marker}" + "".join(f" --hash=sha256:{digest}" for digest in digests)
+
+
+def _refuse_unpinned(path: Path, lines: list[str]) -> None:
+    loose = [line for line in lines if not _PINNED.match(line)]
+    if loose:
+        raise UsageError(
+            f"{path} is no lock: {printable(loose[0])} has no version",
+            hint="write name==version on each line, or use `requirements`",
+        )
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_read(path))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}", hint="mend it") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}", hint="paths in `environments` are relative to the spec") from None
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {said}", hint="see whether it is the right file") from None

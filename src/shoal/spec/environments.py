@@ -1,0 +1,135 @@
+"""Python environments for jobs, and the proxies through which packages come."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+from shoal.spec.closed import Closed
+from shoal.spec.problem import Problem
+from shoal.spec.words import FilePath, choice, refusal
+
+SOURCES = ("requirements", "lock", "pyproject")
+"""The fields that say what is in an environment: each of them has one."""
+PLACES = ("shared", "local")
+SHARED_DIRECTORY = "/shared/environments"
+
+
+def directory(value: object) -> str:
+    """An absolute path on the hosts that needs no quoting."""
+    if not isinstance(value, str) or not re.fullmatch(r"(/[A-Za-z0-9_.+@-]+)+", value) or ".." in value.split("/"):
+        raise refusal("not a directory on the hosts", "give an absolute path without blanks, such as /shared/apps")
+    return value
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", value) or len(value) > 32:
+        fix = "use a lower-case letter, then lower-case letters, digits and `-`, at most 32 characters"
+        raise refusal("not a name for an environment", fix)
+    return value
+
+
+def _python(value: object) -> str:
+    fix = 'give a version, as "3.11", or a program on the hosts, as /opt/python/bin/python3'
+    if isinstance(value, float):
+        raise refusal("not text", f'put it in quotes: "{value}"')
+    if not isinstance(value, str) or not re.fullmatch(r"3\.[0-9]{1,2}|python3(\.[0-9]{1,2})?|(/[\w.+-]+)+", value):
+        raise refusal("not a Python", fix)
+    return f"python{value}" if value[0] == "3" else value
+
+
+def _proxy(value: object) -> str:
+    fix = "write it like http://proxy.example.org:3128"
+    if not isinstance(value, str) or not re.fullmatch(r"[!#-&(-~]{1,300}", value):
+        raise refusal("not the address of a proxy", fix, None if isinstance(value, str) else value)
+    try:
+        parts = urllib.parse.urlsplit(value)
+        _ = parts.port
+    except ValueError:
+        raise refusal("not the address of a proxy", fix, "(hidden)" if "@" in value else None) from None
+    if "@" in value:
+        raise refusal(
+            "a proxy with a password, and every user can read this", "leave user and password out", "(hidden)"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise refusal("not the address of a proxy", fix)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _no_proxy(value: object) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+    if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9.:/*_-]+(,[A-Za-z0-9.:/*_-]+)*", text):
+        raise refusal("not a list of hosts", "write names and networks with commas between: localhost,10.0.0.0/8")
+    return text
+
+
+def _text(title: str, *kinds: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": ["string", *kinds] if kinds else "string", "title": title})
+
+
+EnvironmentName = Annotated[str, BeforeValidator(_name), _text("name")]
+HostDirectory = Annotated[str, BeforeValidator(directory), _text("path")]
+PythonProgram = Annotated[str, BeforeValidator(_python), _text("version or program")]
+ProxyUrl = Annotated[str, BeforeValidator(_proxy), _text("URL")]
+NoProxy = Annotated[str, BeforeValidator(_no_proxy), _text("hosts", "array")]
+
+
+class Environment(Closed):
+    """A Python environment for jobs: `shoal env build` makes it, `shoal run --env NAME` uses it.
+
+    One of `requirements`, `lock` and `pyproject` says what is in it. These are files on your machine; their paths are
+    relative to this file.
+    """
+
+    requirements: FilePath | None = None
+    """A requirements file, as pip reads it. What it leaves open is decided when the environment is made."""
+    lock: FilePath | None = None
+    """A file with the version of every package: a requirements file with `==` on each line, or a pylock.toml."""
+    pyproject: FilePath | None = None
+    """A pyproject.toml: the environment has the dependencies of the project, not the project itself."""
+    python: PythonProgram = "python3"
+    """The Python of the hosts to use: a version (`"3.11"`) or a program."""
+    place: Annotated[Literal["shared", "local"], BeforeValidator(choice("place", PLACES))] = "shared"
+    """`shared`: nodes read it from the directory they share. `local`: every node gets a copy, from one archive."""
+    directory: HostDirectory = SHARED_DIRECTORY
+    """Where it is kept: a directory that the hosts share. With `local` only the controller must see it."""
+
+
+class Proxy(Closed):
+    """How hosts that have no way to the internet of their own get packages, with apt and with pip."""
+
+    http: ProxyUrl | None = None
+    """The proxy for http:// addresses."""
+    https: ProxyUrl | None = None
+    """The proxy for https:// addresses. Without it, the one for http:// serves."""
+    no_proxy: NoProxy | None = None
+    """Hosts and networks that are reached without a proxy."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that programs read. curl and Python take them in lower case."""
+        found = {"http_proxy": self.http, "https_proxy": self.https or self.http, "no_proxy": self.no_proxy}
+        return {name: value for name, value in found.items() if value}
+
+
+def environment_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every environment says what is in it once."""
+    environments = data.get("environments")
+    for name, entry in environments.items() if isinstance(environments, Mapping) else ():
+        if not isinstance(entry, Mapping):
+            continue
+        given = [key for key in SOURCES if entry.get(key) is not None]
+        if not given:
+            fix = "add one of `requirements`, `lock` and `pyproject`"
+            yield Problem(("environments", name), "nothing says what is in it", "", fix)
+        for key in given[1:]:
+            yield Problem(
+                ("environments", name, key), f"both `{given[0]}` and `{key}`", "", "keep one, delete the other"
+            )
+    proxy = data.get("proxy")
+    if isinstance(proxy, Mapping) and not any(proxy.get(key) for key in ("http", "https")):
+        yield Problem(("proxy",), "neither `http` nor `https`", "", "name a proxy, or delete this")

@@ -1,0 +1,88 @@
+"""`environments`, `proxy`, `tracking` and `time`: what may stand there, and what is said of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import SpecError
+from shoal.spec.load import load_text
+from shoal.spec.model import Spec
+
+BASE = "cluster: reef\ncontroller: {host: desktop, compute: true}\n"
+
+
+def spec(text: str) -> Spec:
+    return load_text(BASE + text, "shoal.yaml")
+
+
+def said(text: str) -> str:
+    with pytest.raises(SpecError) as refused:
+        spec(text)
+    return "\n".join(map(str, refused.value.findings))
+
+
+def test_an_environment_has_its_defaults() -> None:
+    found = spec("environments: {torch: {requirements: reqs.txt}}").environments["torch"]
+    assert (found.python, found.place, found.directory) == ("python3", "shared", "/shared/environments")
+
+
+def test_a_version_of_python_names_the_program_of_that_name() -> None:
+    assert spec('environments: {t: {lock: a.txt, python: "3.11"}}').environments["t"].python == "python3.11"
+    assert spec("environments: {t: {lock: a.txt, python: /opt/p/bin/python3}}").environments["t"].python[0] == "/"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("environments: {torch: {}}", "nothing says what is in it, add one of `requirements`, `lock` and `pyproject`"),
+        ("environments: {torch: {lock: a, pyproject: b}}", "both `lock` and `pyproject`, keep one, delete the other"),
+        ("environments: {Torch: {lock: a}}", "not a name for an environment"),
+        ("environments: {torch: {lock: a, place: there}}", "unknown place"),
+        ("environments: {torch: {lock: a, python: 3.11}}", 'put it in quotes: "3.11"'),
+        ("environments: {torch: {lock: a, python: rm -rf}}", "not a Python"),
+        ("environments: {torch: {lock: a, directory: apps}}", "not a directory on the hosts"),
+        ("environments: {torch: {lock: a, directory: /a/../b}}", "not a directory on the hosts"),
+        ("proxy: {}", "neither `http` nor `https`"),
+        ("proxy: {http: proxy:3128}", "not the address of a proxy"),
+        ("proxy: {http: 'http://p:99999999'}", "not the address of a proxy"),
+        ("proxy: {http: 'http://p:1', no_proxy: 'a b'}", "not a list of hosts"),
+        ("tracking: wandb", "unknown tracking server"),
+        ("tracking: [mlflow]", "not a tracking server"),
+        ("tracking: {database: oracle}", "unknown database"),
+        ("tracking: {url: ftp://x}", "not the address of a tracking server"),
+        ("tracking: {url: https://x.org, database: postgresql}", "`database` for a server that is there already"),
+        (
+            "tracking: {host: desktp}",
+            'the server\'s host is none of the cluster, found "desktp", did you mean `desktop`?',
+        ),
+        ("time: ntp", "unknown time service"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(text: str, words: str) -> None:
+    assert words in said(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["proxy: {http: 'http://me:hunter2@p:1'}", "tracking: {url: 'https://me:hunter2@t.org'}"]
+)
+def test_a_password_is_refused_and_not_shown(text: str) -> None:
+    words = said(text)
+    assert "password" in words and "hunter2" not in words
+
+
+def test_the_https_proxy_is_the_http_one_where_none_is_named() -> None:
+    proxy = spec("proxy: {http: 'http://p.org:3128', no_proxy: [localhost, 10.0.0.0/8]}").proxy
+    assert proxy and proxy.variables == {
+        "http_proxy": "http://p.org:3128",
+        "https_proxy": "http://p.org:3128",
+        "no_proxy": "localhost,10.0.0.0/8",
+    }
+
+
+def test_tracking_is_a_word_or_a_mapping() -> None:
+    word = spec("tracking: mlflow").tracking
+    assert word and (word.kind, word.host, word.database, word.port, word.url) == ("mlflow", None, "sqlite", 5000, None)
+    given = spec("tracking: {host: desktop, database: postgresql, artifacts: /shared/mlflow}").tracking
+    assert given and (given.host, given.database, given.artifacts) == ("desktop", "postgresql", "/shared/mlflow")
+    there = spec("tracking: {url: https://tracking.example.org/}").tracking
+    assert there and there.url == "https://tracking.example.org"
