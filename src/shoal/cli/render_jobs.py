@@ -32,6 +32,8 @@ def show_submitted(console: Console, job: Submitted) -> None:
         highlight=False,
     )
     console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+    if job.nodes > 1 and not job.shared:
+        console.print("  checkpoints need storage that its nodes share: name it with --directory", highlight=False)
     if job.traces:
         console.print(f"  its profile will be on its nodes in {job.traces}", highlight=False)
 

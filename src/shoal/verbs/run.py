@@ -53,6 +53,8 @@ class Submitted:
     script: str
     traces: str = ""
     """The directory on its nodes where the profiler's files will be."""
+    shared: bool = True
+    """Its nodes have the jobs' directory in common. Checkpoints of several nodes need that."""
 
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
@@ -102,6 +104,7 @@ async def submit(
         sent,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
+        _in_common(found),
     )
 
 
@@ -174,7 +177,7 @@ async def _expect_profiler(fleet: Connections, job: ResolvedJob) -> None:
 async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Found]) -> int:
     """The code to every node, or once to the storage they share; how many bytes were sent."""
     root = prepared.shipped.root
-    shared = len(found) > 1 and len({state.id for state in found.values()}) == 1
+    shared = _in_common(found)
 
     async def give(name: str) -> int:
         host = await fleet.host(name)
@@ -186,6 +189,10 @@ async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Foun
     sent = await fleet.each(chosen, give)
     refuse_partly(chosen, sent, fleet.failures)
     return sum(sent.values())
+
+
+def _in_common(found: Mapping[str, Found]) -> bool:
+    return len(found) > 1 and len({state.id for state in found.values()}) == 1
 
 
 async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:

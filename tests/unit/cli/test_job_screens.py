@@ -83,6 +83,13 @@ def test_a_job_in_the_queue_says_how_to_see_it() -> None:
     )
 
 
+def test_a_job_on_nodes_that_share_no_storage_says_what_that_costs_it() -> None:
+    for nodes, said in ((1, []), (2, ["  checkpoints need storage that its nodes share: name it with --directory"])):
+        console, out = screen()
+        show_submitted(console, Submitted("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False))
+        assert out.getvalue().splitlines()[2:] == said
+
+
 def test_a_profiled_job_says_where_its_traces_will_be() -> None:
     console, out = screen()
     show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))

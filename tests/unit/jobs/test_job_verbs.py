@@ -152,7 +152,7 @@ async def test_on_shared_storage_one_copy_serves_all_nodes_and_jobs_are_told(tre
     reef = Reef(shared=True)
     own = await run(Reef().context, job(nodes=2, directory="/shared"), tree)
     both = await run(reef.context, job(nodes=2, directory="/shared"), tree)
-    assert both.sent * 2 == own.sent
+    assert both.sent * 2 == own.sent and (own.shared, both.shared) == (False, True)
     assert "/shared/.shared" in reef.disks["all"]
     assert "[ -e /shared/.shared ] && export SHOAL_STORE_DIR=$SHOAL_JOB_DIR\n" in both.script
 
