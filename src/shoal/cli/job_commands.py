@@ -102,7 +102,7 @@ def run(
     }
 
     def asked() -> JobSpec:
-        from shoal.jobs.load import job_of, load_job
+        from shoal.jobs.options import job_of
         from shoal.verbs.run import check_secrets
 
         options = {name: value for name, value in given.items() if value is not None}
@@ -110,7 +110,12 @@ def run(
             options["env"] = dict(exported(text) for text in export)
         if script is not None:
             options.update(script=script, args=tuple(args or ()))
-        spec = load_job(job, options) if job is not None else job_of(options)
+        if job is None:
+            spec = job_of(options)
+        else:
+            from shoal.jobs.load import load_job
+
+            spec = load_job(job, options)
         if wait and spec.array:
             raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
         check_secrets(spec)

@@ -75,10 +75,12 @@ class Session:
         return console(stderr=True)
 
     def open(self, file: Path | None, cluster: str | None, *, phases: bool = True) -> Context:
-        """The cluster. `phases`: the verb takes long, and says where it is."""
-        from shoal.verbs.context import open_context
+        """The cluster. `phases`: the verb takes long, and says where it is; otherwise it needs the hosts only."""
+        from shoal.verbs.context import open_context, open_hosts
 
-        if self.json or not phases:
+        if not phases:
+            return open_hosts(file, cluster)
+        if self.json:
             return open_context(file, cluster)
         from shoal.cli.progress import TerminalProgress
 

@@ -1,4 +1,4 @@
-"""From `job.yaml`, or the options of a command line, to a JobSpec, or to everything that is wrong with it."""
+"""From `job.yaml` to a JobSpec, or to everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from shoal.errors import SpecError
 from shoal.jobs.model import JobSpec
+from shoal.jobs.options import job_of
 from shoal.spec import reader
 from shoal.spec.explain import explain
 from shoal.spec.finding import Finding
 from shoal.spec.load import read_text
-from shoal.spec.problem import nearest
-from shoal.spec.words import show
+
+__all__ = ["job_of", "load_job", "load_job_text"]
 
 
 def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
@@ -42,23 +43,3 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
         findings.sort(key=reader.by_place)
         raise SpecError(tuple(findings))
     return JobSpec.model_validate({**kept, **over})
-
-
-def job_of(values: Mapping[str, Any]) -> JobSpec:
-    """The job of a command line or a Python call. Raises SpecError with every finding, spelled as options."""
-    try:
-        return JobSpec.model_validate(dict(values))
-    except ValidationError as error:
-        raise SpecError(tuple(_option(detail) for detail in error.errors(include_url=False))) from None
-
-
-def _option(detail: Any) -> Finding:
-    name = str(detail["loc"][0]) if detail["loc"] else ""
-    option = f"--{name.replace('_', '-')}"
-    context = detail.get("ctx", {})
-    if detail["type"] == "extra_forbidden":
-        return Finding("error", "unknown field", show(name), nearest(name, list(JobSpec.model_fields)))
-    if detail["type"] == "missing":
-        return Finding("error", "no script is named", fix="shoal run train.py, or `script:` in the job's file")
-    what, fix = context.get("what", "not a value that can stand here"), context.get("fix", "")
-    return Finding("error", what, context.get("found", show(detail["input"])), fix, path=option)

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, StrictBool
 
 from shoal import hostlist
-from shoal.spec.model import Closed
+from shoal.spec.closed import Closed
 from shoal.spec.words import Between, SlurmTime, choice, refusal
 from shoal.train.contract import WARNING
 

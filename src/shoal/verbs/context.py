@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shoal.errors import ProviderError, UsageError
 from shoal.hostlist import HostlistError, expand
@@ -18,14 +18,12 @@ from shoal.providers import names as all_providers
 from shoal.providers import provider as find_provider
 from shoal.providers.api import Instance, Provider, Request
 from shoal.spec.finding import Finding
-from shoal.spec.load import load_all
 from shoal.spec.member import Member
-from shoal.spec.members import default_spec, members
-from shoal.spec.model import Spec
-from shoal.spec.words import printable
+from shoal.verbs.recall import Recalled, keep, recall
 
 if TYPE_CHECKING:
     from shoal.plan.fleet import Fleet
+    from shoal.spec.model import Spec
 
 DEFAULT_FILE = Path("shoal.yaml")
 
@@ -60,6 +58,10 @@ class Context:
 
     @property
     def members(self) -> tuple[Member, ...]:
+        if isinstance(self.spec, Recalled):
+            return self.spec.members
+        from shoal.spec.members import members
+
         return members(self.spec)
 
     @property
@@ -156,20 +158,46 @@ class Context:
 def open_context(file: Path | None = None, cluster: str | None = None, progress: Progress | None = None) -> Context:
     """The cluster of a spec file; without a file, the sandbox."""
     progress = progress or Silence()
-    if file is None and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
+    file = _file(file, cluster)
     if file is None:
         return Context(_sandbox(cluster or "sandbox"), progress=progress)
-    if cluster is not None:
-        raise UsageError(
-            f"the cluster's name is in {file}; --cluster {cluster} names one that has no file",
-            hint="leave out --cluster and unset SHOAL_CLUSTER, or run this where there is no shoal.yaml",
-        )
+    from shoal.spec.load import load_all
+
     spec, warnings = load_all(file)
     return Context(spec, file, tuple(warnings), progress)
 
 
+def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
+    """The same for commands that need its hosts only: a file that was read before is not read again."""
+    file = _file(file, cluster)
+    name = str(file.absolute()) if file else f"sandbox {cluster or 'sandbox'}"
+    try:
+        text = file.read_text(encoding="utf-8") if file else ""
+    except (OSError, ValueError):
+        return open_context(file, cluster)  # which says what is wrong with it
+    known = recall(state_directory(), name, text)
+    if known is not None:
+        return Context(cast("Spec", known), file)
+    context = open_context(file, cluster)
+    keep(state_directory(), name, text, context.cluster, context.members)
+    return context
+
+
+def _file(file: Path | None, cluster: str | None) -> Path | None:
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    if file is not None and cluster is not None:
+        raise UsageError(
+            f"the cluster's name is in {file}; --cluster {cluster} names one that has no file",
+            hint="leave out --cluster and unset SHOAL_CLUSTER, or run this where there is no shoal.yaml",
+        )
+    return file
+
+
 def _sandbox(cluster: str) -> Spec:
+    from shoal.spec.members import default_spec
+    from shoal.spec.words import printable
+
     try:
         return default_spec(cluster)
     except ValueError:
@@ -183,8 +211,8 @@ def computing(context: Context) -> list[str]:
     return [member.name for member in context.members if "compute" in member.roles]
 
 
-def state_directory(cluster: str) -> Path:
-    """Where the operator's machine keeps what it knows of a cluster: host keys, nothing else."""
+def state_directory(cluster: str = "") -> Path:
+    """Where the operator's machine keeps what it knows of a cluster: host keys, and of all of them their hosts."""
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path.home() / ".local" / "state") / "shoal" / cluster
 

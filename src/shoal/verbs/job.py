@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from shoal.errors import UsageError
 from shoal.jobs.bundle import DEFAULT_LIMIT
-from shoal.jobs.load import job_of
 from shoal.jobs.logs import LogLine
 from shoal.jobs.model import JobSpec
+from shoal.jobs.options import job_of
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
 from shoal.verbs.cancel import cancel

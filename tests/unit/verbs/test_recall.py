@@ -1,0 +1,80 @@
+"""A spec that was read before is not read again, and never taken for another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import LAB
+
+from shoal.errors import SpecError, UsageError
+from shoal.verbs.context import open_context, open_hosts, state_directory
+from shoal.verbs.recall import Recalled
+
+MIXED = """\
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1, user: ann, port: 2222, identity: ~/.ssh/key}}
+nodesets:
+  lab: {hosts: ["n[1-2]"], features: [a100]}
+  fish: {provider: sandbox, count: 2, gpus: 2, memory: 2G}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "shoal.yaml").write_text(MIXED)
+    return tmp_path / "shoal.yaml"
+
+
+def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
+    read, recalled = open_hosts(file), open_hosts(file)
+    assert not isinstance(read.spec, Recalled) and isinstance(recalled.spec, Recalled)
+    assert (recalled.cluster, recalled.members, recalled.file) == (read.cluster, read.members, file)
+    assert recalled.members == open_context(file).members
+    [kept] = state_directory().glob("hosts-*.json")
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_has_changed_is_read(file: Path) -> None:
+    open_hosts(file)
+    file.write_text(MIXED.replace("n[1-2]", "n[1-3]"))
+    assert "n3" in [member.name for member in open_hosts(file).members]
+    file.write_text(LAB + "wrong: 1\n")
+    for _ in range(2):
+        with pytest.raises(SpecError, match="unknown key"):
+            open_hosts(file)
+    file.unlink()
+    with pytest.raises(SpecError, match=r"shoal\.yaml"):
+        open_hosts(file)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 1}', '{"of": "x", "cluster": "reef", "members": [1]}'])
+def test_what_somebody_else_left_there_is_passed_over(file: Path, text: str) -> None:
+    open_hosts(file)
+    [kept] = state_directory().glob("hosts-*.json")
+    kept.write_text(text)
+    assert len(open_hosts(file).members) == 5
+
+
+def test_two_files_of_the_same_text_are_two(file: Path) -> None:
+    other = file.with_name("other.yaml")
+    other.write_text(MIXED)
+    open_hosts(file), open_hosts(other)
+    assert len(list(state_directory().glob("hosts-*.json"))) == 2
+
+
+def test_the_sandbox_without_a_file_is_recalled_by_its_name(file: Path) -> None:
+    file.unlink()
+    for name in ("one", "two", "one", None):
+        context = open_hosts(None, name)
+        assert context.cluster == (name or "sandbox") and len(context.members) == 3
+    with pytest.raises(UsageError, match="is no name for a cluster"):
+        open_hosts(None, "a b")
+
+
+def test_where_nothing_can_be_kept_the_file_is_read_every_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(file))  # which is no directory
+    for _ in range(2):
+        assert len(open_hosts(file).members) == 5
