@@ -100,6 +100,21 @@ async def test_a_policy_of_ours_that_a_killed_run_left_is_removed(place: AptPlac
     assert not place.policy.exists()
 
 
+async def test_a_policy_that_a_killed_run_left_stays_until_its_dpkg_has_ended(place: AptPlace) -> None:
+    place.policy.write_bytes(POLICY_TEXT)
+    kept: list[bool] = []
+    with (place.folder / "dpkg/lock-frontend").open("r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+
+        def release(event: ItemEvent) -> None:
+            kept.append(place.policy.exists())
+            fcntl.lockf(lock, fcntl.LOCK_UN)
+
+        await place.session.apply((), {}, release)
+    assert kept == [True]
+    assert not place.policy.exists()
+
+
 async def test_missing_package_lists_are_fetched_first(place: AptPlace) -> None:
     (place.folder / "lists/x_Packages").unlink()
     assert (await place.apply(ITEM))[0].status == "changed"

@@ -60,7 +60,7 @@ def answer(request: Item, world: World) -> None:
         world.forget_units()
         world.defer = bool(request.get("defer_restarts"))
         if operation == "apply":
-            release_daemons()
+            release_daemons(world)
             converge(world)
         elif operation == "secret":
             wire.send(secret(request))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shoal.agent.program.apt import APT_LOCKS, have_package_lists, install, lock_holder, update_lists
+from shoal.agent.program.apt import have_package_lists, install, update_lists, wait_for_apt
 from shoal.agent.program.disk import read_bytes, read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.running import run, which
@@ -52,10 +52,15 @@ def hold_daemons() -> bool:
     return True
 
 
-def release_daemons() -> None:
-    """Remove a policy of ours that a killed run left behind, unless its dpkg is still at work."""
-    if read_text(POLICY).encode() == POLICY_TEXT and not lock_holder(APT_LOCKS[0]):
-        remove(POLICY)
+def release_daemons(world: World) -> None:
+    """Remove a policy of ours that a killed run left behind, once its dpkg is no longer at work."""
+    if read_text(POLICY).encode() != POLICY_TEXT:
+        return
+    try:
+        wait_for_apt(world)
+    except Failure:
+        return  # it never ends, or the operator has gone: then the next run does it
+    remove(POLICY)
 
 
 def package_manager() -> str:
