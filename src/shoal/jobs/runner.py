@@ -52,6 +52,7 @@ class Rank:
         self.log = -1
         self.partial = b""
         self.signals: list[int] = []
+        self.unsent: list[int] = []
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -68,7 +69,7 @@ class Rank:
         try:
             os.chdir(working_tree(self.directory))
             out_r, out_w = os.pipe()
-            command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces)
+            command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces, self.name + ".pid")
             child = self.child = subprocess.Popen(
                 command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_deaf_to_warnings
             )
@@ -82,6 +83,8 @@ class Rank:
         with register(self.directory):
             self._copy(child, out_r, wake_r)
             status = child.wait()
+        with contextlib.suppress(OSError):
+            os.unlink(self.name + ".pid")
         if self.partial:
             self._line(time.time(), self.partial)
         self._tell_traces(status)
@@ -104,11 +107,13 @@ class Rank:
                 ended = child.poll() is not None
                 if ended and not until:
                     until = time.monotonic() + 1
-                for key, _ in selector.select(0 if ended else None):
+                for key, _ in selector.select(0 if ended else 0.2 if self.unsent else None):
                     if key.fd == wake:
                         os.read(wake, 4096)
                     elif not self._read(out):
                         selector.unregister(out)
+                for number in [] if ended else [self.unsent.pop(0) for _ in list(self.unsent)]:
+                    self._send(number)
                 if ended and (not self._read(out) or time.monotonic() > until):
                     return
 
@@ -160,11 +165,18 @@ class Rank:
     def _send(self, number: int) -> None:
         if self.child is None or self.child.returncode is not None:
             return
-        if os.environ.get("SHOAL_PROFILE") == "nsys":
-            with contextlib.suppress(OSError):  # the script is a child of nsys, which keeps signals to itself
-                os.killpg(self.child.pid, number)
-        else:
+        if os.environ.get("SHOAL_PROFILE") != "nsys":
             self.child.send_signal(number)
+            return
+        # nsys keeps signals to itself, and starts the script in a session of its own.
+        try:
+            with open(self.name + ".pid") as file:
+                script = int(file.read())
+        except (OSError, ValueError):
+            self.unsent.append(number)  # until there is one
+            return
+        with contextlib.suppress(OSError):
+            os.kill(script, number)
 
     def _ended(self, start: float, status: int, out_of_memory: bool) -> None:
         record = {
@@ -187,8 +199,6 @@ def _deaf_to_warnings() -> None:
     """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if os.environ.get("SHOAL_PROFILE") == "nsys":
-        os.setpgid(0, 0)
 
 
 def own_directory(directory: str, submission: str) -> None:
@@ -211,8 +221,11 @@ def own_directory(directory: str, submission: str) -> None:
             file.write(submission)
 
 
-def profiled(command: list[str], kind: str, traces: str) -> list[str]:
-    """The command with a profiler around it, which leaves files whose names begin with `traces`."""
+def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
+    """The command with a profiler around it, which leaves files whose names begin with `traces`.
+
+    Where the profiler starts the script out of our sight, the script's process id is left in the file `pid`.
+    """
     if not kind:
         return command
     os.makedirs(os.path.dirname(traces), exist_ok=True)
@@ -220,7 +233,10 @@ def profiled(command: list[str], kind: str, traces: str) -> list[str]:
         place, name = os.path.split(traces)
         restart = name.rpartition(".")[2]
         output = os.path.join(place, "rank-%q{RANK}." + restart)  # nsys puts the variable in
-        return ["nsys", "profile", "--force-overwrite=true", "--output=" + output, *command]
+        # What the GPUs do. Samples of the CPUs would make gigabytes of the imports alone.
+        options = ["--trace=cuda,nvtx,cudnn,cublas", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+        known = ["sh", "-c", 'echo $$ > "$0.new" && mv "$0.new" "$0" && exec "$@"', pid]
+        return ["nsys", "profile", *options, "--output=" + output, *known, *command]
     python, script = command[0], command[1:]
     if kind == "line":
         # Every function of the script, not only those that are marked for it.
