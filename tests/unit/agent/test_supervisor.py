@@ -98,6 +98,12 @@ async def test_a_daemon_that_does_not_stay_up_fails_with_its_last_words(place: P
     assert found.detail == "d started under the supervisor and did not stay up\ncannot bind"
 
 
+async def test_a_daemon_that_is_long_at_work_before_it_fails_is_waited_for(place: Place) -> None:
+    long = "python3 -c 'import time; end = time.process_time() + 1\nwhile time.process_time() < end: pass'"
+    (found,) = await place.apply(Service("d", command=("sh", "-c", f"{long}; echo cannot bind; exit 1")))
+    assert found.detail == "d started under the supervisor and did not stay up\ncannot bind"
+
+
 async def test_a_service_without_a_command_is_refused_with_the_cause(place: Place) -> None:
     (found,) = await place.apply(Service("d"))
     assert found.detail == "this host has no systemd, and no command is known for d; use a host with systemd"

@@ -101,6 +101,30 @@ def last_lines(text: str, count: int = 20) -> str:
     return "\n".join(text.strip().splitlines()[-count:])
 
 
+def at_work(leader: str) -> bool:
+    """Whether a process, or one of its session, has something to do now: it runs, or waits for a CPU or a disk.
+
+    So has one whose end nobody has noticed yet.
+    """
+    for look in range(3):  # a child that is forked while we look is seen the next time
+        time.sleep(0.02 * look)
+        if _wants_cpu(leader):
+            return True
+    return False
+
+
+def _wants_cpu(leader: str) -> bool:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended
+            continue
+        if (leader == pid and state == b"Z") or (leader in (pid, session.decode()) and state in (b"R", b"D")):
+            return True
+    return False
+
+
 def which(name: str) -> str | None:
     for folder in (ENVIRONMENT["PATH"] + ":/usr/lib/wsl/lib").split(":"):
         path = folder + "/" + name

@@ -8,7 +8,7 @@ from shoal.agent.program.complaints import advice, log_size, taken_port, telling
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.files import put_back
 from shoal.agent.program.ports import listens
-from shoal.agent.program.running import last_lines, must, run
+from shoal.agent.program.running import at_work, last_lines, must, run
 from shoal.agent.program.supervise import SERVICE_LOGS
 from shoal.agent.program.supervised import check_supervised, make_supervised, supervised
 from shoal.agent.program.systemd import has_systemd, show_units
@@ -170,7 +170,7 @@ SAYS_WHEN_READY = ("notify", "notify-reload", "forking", "oneshot", "dbus")
 
 def see_it_stay_up(name: str) -> None:
     """Raises when a service is down again. One that cannot say that it is ready is watched until it listens."""
-    until = time.monotonic() + 0.3
+    begun, settled = time.monotonic(), False
     while True:
         unit = show_units([name])[name]
         finished = unit.get("Type") == "oneshot" and unit.get("Result") == "success"
@@ -178,12 +178,20 @@ def see_it_stay_up(name: str) -> None:
             raise Failure(f"{name} was not started: a condition in its unit is not met\n{unit_log(name)}")
         if unit.get("ActiveState") not in ("active", "reloading") and not finished:
             raise Failure(f"{name} started and did not stay up\n{unit_log(name)}")
-        if unit.get("Type") in SAYS_WHEN_READY or listens(unit.get("MainPID", "")) or time.monotonic() > until:
+        pid = unit.get("MainPID", "")
+        if settled or unit.get("Type") in SAYS_WHEN_READY or listens(pid):
             return
         time.sleep(0.03)
+        settled = has_settled(pid, time.monotonic() - begun)
+
+
+def has_settled(pid: str, seconds: float) -> bool:
+    """Whether a daemon has been up long enough. On a busy host it may take long to get to what it dies of."""
+    return seconds > 0.3 and (seconds > 10 or not at_work(pid))
 
 
 def unit_log(name: str, said: str = "") -> str:
+    run(["journalctl", "--sync"], timeout=20.0)  # its last words may still be on their way there
     status, text = run(["journalctl", "--no-pager", "-q", "-o", "short-iso", "-n", "20", "-u", name], timeout=20.0)
     if status or not text.strip():
         _, text = run(["systemctl", "status", "--no-pager", "-l", "-n", "20", "--", name], timeout=20.0)

@@ -9,7 +9,7 @@ import time
 from shoal.agent.program.disk import read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.quick import loads, signal
-from shoal.agent.program.running import ENVIRONMENT, last_lines, run
+from shoal.agent.program.running import ENVIRONMENT, at_work, last_lines, run
 from shoal.agent.program.supervise import SERVICE_LOGS, SUPERVISED, process_start
 from shoal.agent.program.wire import Item
 from shoal.agent.program.world import Change, World, settle
@@ -43,9 +43,7 @@ def make_supervised(item: Item, world: World) -> str:
     write_atomic(program, world.source(SUPERVISOR).encode(), 0o700, os.geteuid(), os.getegid())
     argv = [sys.executable or "python3", "-I", "-B", program, name, *command]
     status, text = run(argv, timeout=30.0)
-    time.sleep(0.3)
-    found = supervised(name)
-    if status or not found or not found.get("child") or not process_start(found["child"]):
+    if status or not stays_up(name):
         log = last_lines(read_text(f"{SERVICE_LOGS}/{name}.log") or text)
         raise Failure(f"{name} started under the supervisor and did not stay up\n{log}")
     settle(world, "service " + name)
@@ -57,6 +55,24 @@ def make_supervised(item: Item, world: World) -> str:
     text = "@reboot root {}\n".format(" ".join(shlex.quote(part) for part in line).replace("%", "\\%"))
     write_atomic(cron, text.encode(), 0o644, os.geteuid(), os.getegid())
     return ""
+
+
+def stays_up(name: str) -> bool:
+    """Whether a supervisor that was just started keeps its daemon up, seen for a moment, longer on a busy host."""
+    begun, first = time.monotonic(), 0
+    while True:
+        time.sleep(0.03)
+        found, seconds = supervised(name), time.monotonic() - begun
+        if not found:  # it writes its record once the daemon has begun
+            if seconds > 10:
+                return False
+            continue
+        first = first or found["child"]
+        settled = seconds > 0.3 and (seconds > 10 or not at_work(str(first)))
+        if found["child"] != first or not process_start(first):
+            return False
+        if settled:
+            return True
 
 
 def stop_supervisor(found: Item) -> None:
