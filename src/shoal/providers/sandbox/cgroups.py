@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 
-SECONDS_TO_DIE = 15.0
-SECONDS_TO_FREEZE = 5.0
+SECONDS_TO_DIE = 60.0
+SECONDS_TO_FREEZE = 30.0
 
 
 def hierarchies(mounts: str | None = None) -> dict[str, Path]:

@@ -275,7 +275,10 @@ def _recipe_hash(image: str, settings: str) -> str:
 
 async def _prune(cache: Path, place: Path) -> None:
     """Remove older builds of an image that no host stands on."""
-    in_use = "".join(path.read_text() for path in cache.glob("sandbox/*/hosts/*/host.json"))
+    in_use = ""
+    for record in cache.glob("sandbox/*/hosts/*/host.json"):
+        with contextlib.suppress(FileNotFoundError):  # the host is just being removed
+            in_use += record.read_text()
     for other in place.parent.iterdir():
         # A young one may be about to be used by a process that has not yet written its record.
         young = time.time() - other.stat().st_mtime < 3600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,8 @@ class SandboxProvider:
             await network.remove_all(layout)
             progress("removing files", 0.7)
             await images.remove_tree(layout.dir)
-            _remove_if_empty(layout.dir.parent)
+            with contextlib.suppress(OSError):  # there are other clusters, or one is just being made
+                layout.dir.parent.rmdir()
         progress("sandbox removed", 1.0)
 
     async def _lay_out(
@@ -151,8 +153,3 @@ def _refuse_errors(findings: list[Finding]) -> None:
             "the sandbox cannot make these hosts: " + "; ".join(str(finding) for finding in errors),
             hint=errors[0].fix,
         )
-
-
-def _remove_if_empty(path: Path) -> None:
-    if path.exists() and not any(path.iterdir()):
-        path.rmdir()

@@ -49,6 +49,8 @@ async def lay_out(layout: Layout, host: HostRecord, authorized: str) -> HostReco
     seed.write("etc/hostname", f"{host.name}\n".encode())
     seed.write("etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n".encode())
     own = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
+    # Or it would turn away everybody but root for a moment after its SSH server answers: "System is booting up".
+    seed.write("etc/tmpfiles.d/systemd-nologin.conf", b"")
     seed.write("etc/machine-id", f"{own}\n".encode(), 0o444)
     if host.shape.memory_mb:
         seed.write("etc/shoal-sandbox.d/meminfo", render_meminfo(host.shape.memory_mb).encode())
