@@ -59,7 +59,7 @@ apt_install() {
 
 # virtual_environment EXTRA: .venv with Shoal in it, made again when pyproject.toml has changed.
 virtual_environment() {
-    local extra=$1 stamp
+    local extra=$1 stamp all
     if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "Shoal needs Python 3.11 or newer; python3 here is $(python3 -V 2>&1)." >&2
         exit 1
@@ -68,8 +68,11 @@ virtual_environment() {
         need_root
         step "python3-venv" apt_install python3-venv
     fi
-    stamp=$venv/.shoal-$(sha256sum "$root/pyproject.toml" | cut -c1-16)$extra
-    [ -e "$stamp" ] && return
+    stamp=$venv/.shoal-$(sha256sum "$root/pyproject.toml" | cut -c1-16)
+    all="${stamp}[dev]"
+    stamp+=$extra
+    # Who develops has all of it; installing less of it again would take Shoal away from the tests for a moment.
+    if [ -e "$stamp" ] || [ -e "$all" ]; then return; fi
     step "virtual environment" make_environment "$extra"
     touch "$stamp"
 }
