@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from pathlib import Path
 
 import pytest
+from tests.unit.jobs.test_job_verbs import Reef
 
+from shoal.hosts.api import Result
+from shoal.hosts.fake import Call
 from shoal.jobs.load import job_of
+from shoal.plan.progress import Silence
 from shoal.proof.model import Asked, Trial
 from shoal.verbs.context import open_context
 from shoal.verbs.prove_jobs import ClusterRunner, unpack
@@ -49,3 +54,25 @@ def test_only_records_are_taken_from_a_node(tmp_path: Path) -> None:
     unpack(buffer.getvalue(), inside)
     unpack(b"", inside)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["rank-1.end", "rank-3.jsonl", "records"]
+
+
+class Interrupting(Reef):
+    """A cluster whose user presses Ctrl-C while sbatch is at work."""
+
+    proof: asyncio.Task[None]
+
+    def _submit(self, call: Call) -> bytes | Result:
+        self.proof.cancel()
+        return super()._submit(call)
+
+
+async def test_stopped_while_a_job_is_being_queued_that_job_is_cancelled(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    reef = Interrupting()
+    reef.states = ["RUNNING"]
+    runner = ClusterRunner(Asked("train.py"), reef.context, job_of({"script": "train.py", "nodes": 2}), tmp_path)
+    with Silence().phase("srun ddp", 1) as phase:
+        reef.proof = asyncio.create_task(runner.run(Trial("srun", "ddp", 2), tmp_path, phase))
+        with pytest.raises(asyncio.CancelledError):
+            await reef.proof
+    assert ("scancel", "17") in reef.controller.argvs
