@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agent_place import ME, Place, here
 
-from shoal.agent.client import AgentSession
+from shoal.agent.client import AgentSession, ItemEvent
 from shoal.agent.document import Block, Command, Directory, File, Item, SecretRef, to_wire
 from shoal.agent.loader import COMMAND, payload
 
@@ -92,7 +92,10 @@ async def test_what_is_due_to_another_document_stays_due(place: Place) -> None:
 
 async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_rest_undone(tmp_path: Path) -> None:
     items = (
-        Command("slow", ("sh", "-c", f"touch {tmp_path}/began; sleep 0.5; touch {tmp_path}/ended")),
+        Command(
+            "slow",
+            ("sh", "-c", f"cd {tmp_path}; touch began; until [ -e left ]; do sleep 0.05; done; rm left; touch ended"),
+        ),
         File(f"{tmp_path}/later", "x", **ME),
     )
     process = await here().start(COMMAND)
@@ -100,21 +103,30 @@ async def test_an_operator_who_goes_leaves_the_item_in_hand_finished_and_the_res
     await process.write(payload(f"{tmp_path}/state") + json.dumps(request).encode() + b"\n")
     while not os.path.exists(f"{tmp_path}/began"):
         await asyncio.sleep(0.01)
-    result = await process.wait()  # closes its input, as a lost connection does
+    leaving = asyncio.create_task(process.wait())  # closes its input, as a lost connection does
+    await asyncio.sleep(0.1)
+    Path(f"{tmp_path}/left").touch()
+    result = await leaving
     assert result.status == 0 and result.stderr == b""
     assert sorted(os.listdir(tmp_path)) == ["began", "ended", "state"]
 
 
 async def test_two_operators_take_turns_and_the_second_is_told_of_the_first(tmp_path: Path) -> None:
     state, order = f"{tmp_path}/state", f"{tmp_path}/order"
-    slow = Command("slow", ("sh", "-c", f"echo first >> {order}; sleep 0.7; echo first >> {order}"))
+    until_told = f"until [ -e {tmp_path}/told ]; do sleep 0.05; done"
+    slow = Command("slow", ("sh", "-c", f"echo first >> {order}; {until_told}; echo first >> {order}"))
     quick = Command("quick", ("sh", "-c", f"echo second >> {order}"))
     told: list[str] = []
     async with await AgentSession.open(here(), state=state) as one, await AgentSession.open(here(), state=state) as two:
         first = asyncio.create_task(one.apply((slow,), {}, lambda event: None))
         while not os.path.exists(order):
             await asyncio.sleep(0.01)
-        await two.apply((quick,), {}, lambda event: told.append(event.text))
+
+        def hear(event: ItemEvent) -> None:
+            told.append(event.text)
+            Path(f"{tmp_path}/told").touch()
+
+        await two.apply((quick,), {}, hear)
         await first
     assert Path(order).read_text().split() == ["first", "first", "second"]
     assert told[0].startswith("waiting for ") and "(pid " in told[0] and told[0].endswith(" to finish on this host")
