@@ -116,7 +116,9 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from([*EDITS, *REFUSALS, "x1", "new01", "new04"]), max_size=8))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_number_of_removals_leaves_the_other_hosts(tmp_path: Path, names: list[str]) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)

@@ -112,7 +112,9 @@ def test_any_text_that_looks_like_yaml(text: str) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_bytes(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(data)
