@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -67,7 +68,7 @@ class Sshd:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         assert SSHD is not None
         self._process = subprocess.Popen([SSHD, "-D", "-f", str(config), "-E", str(self.folder / "log")])
-        for _ in range(200):
+        for _ in range(1200):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
             time.sleep(0.05)
@@ -104,6 +105,9 @@ def lock_key(path: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody has, below those that the kernel gives to outgoing connections of other tests."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 16_000)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port

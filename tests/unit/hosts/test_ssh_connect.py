@@ -340,20 +340,20 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain_shell")
 @pytest.mark.parametrize(
-    ("command", "found"),
+    ("command", "seconds", "found"),
     [
-        ("sh -c 'exit 3'", "`sh` ended before we were logged in"),
-        ("sh -c 'echo no such tunnel >&2; exit 3'", "`sh` ended before we were logged in: no such tunnel"),
-        ("/no/such %h", "`/no/such` ended before we were logged in: /bin/sh: 1: exec: /no/such: not found"),
-        ("sleep 61", "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
+        ("sh -c 'exit 3'", 60, "`sh` ended before we were logged in"),
+        ("sh -c 'echo no such tunnel >&2; exit 3'", 60, "`sh` ended before we were logged in: no such tunnel"),
+        ("/no/such %h", 60, "`/no/such` ended before we were logged in: /bin/sh: 1: exec: /no/such: not found"),
+        ("sleep 61", 0.5, "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
     ],
 )
 async def test_a_proxy_command_that_fails_is_told_as_such(
-    sshd: Sshd, known_hosts: Path, tmp_path: Path, command: str, found: str
+    sshd: Sshd, known_hosts: Path, tmp_path: Path, command: str, seconds: float, found: str
 ) -> None:
     config = proxied(sshd, tmp_path, command)
     with pytest.raises(Unreachable) as caught:
-        await SshConnector(known_hosts, ssh_config=config, connect_timeout=0.5).connect(Target("gpu1"))
+        await SshConnector(known_hosts, ssh_config=config, connect_timeout=seconds).connect(Target("gpu1"))
     assert str(caught.value) == (
         f"gpu1: its ProxyCommand {found.format(port=sshd.port)}\n"
         "  fix: mend ProxyCommand for gpu1 in ~/.ssh/config; compare with: ssh -v gpu1"
@@ -427,9 +427,9 @@ async def test_lines_that_came_before_the_loss_are_read_first(sshd: Sshd, known_
 
 async def test_a_host_that_falls_silent_is_lost(sshd: Sshd, known_hosts: Path) -> None:
     async with _Relay(sshd.port) as relay:
-        connector = SshConnector(known_hosts, keepalive=0.1)
+        connector = SshConnector(known_hosts, keepalive=1)
         async with await connector.connect(sshd.target("gpu01", port=relay.port)) as host:
-            process = await host.start(["sleep", "5"], root=False)
+            process = await host.start(["sleep", "60"], root=False)
             relay.silent = True
             with pytest.raises(ConnectionLost, match="gpu01: the connection broke while it ran `sleep`"):
                 await process.readline()
@@ -463,7 +463,7 @@ async def test_a_program_we_end_is_gone_from_the_host_with_its_children(
             with pytest.raises(TimedOut):
                 await run_to_end("gpu01", ["sh"], process, b"", 0.1)
     assert len(pids) == 2
-    for _ in range(100):
+    for _ in range(1200):
         if not any(_runs(int(pid)) for pid in pids):
             return
         await asyncio.sleep(0.05)
