@@ -50,7 +50,7 @@ if [ -z "$NO_SLURMD" ]; then
     tries=0
     until sinfo -h -n n1 -o %T 2>/dev/null | grep -qx "idle"; do
         tries=$((tries + 1))
-        if [ $tries -gt 100 ] || ! kill -0 $! 2>/dev/null; then
+        if [ $tries -gt 600 ] || ! kill -0 $! 2>/dev/null; then
             cat /var/log/slurmd.out /var/log/slurm/slurmctld.log >&2
             exit 4
         fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,19 +26,21 @@ def image(release: str) -> Path:
     """A root file system with that Slurm, made once (half a minute) and kept in the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal-tests"
     made = cache / f"slurm-{release}"
-    if not made.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        fresh = cache / f"slurm-{release}.{os.getpid()}"
-        # sid's index may be past its date on a machine that is.
-        options = ["--variant=minbase", f"--include={PACKAGES}", '--aptopt=Acquire::Check-Valid-Until "false"']
-        command = ["mmdebstrap", *options, SUITES[release], str(fresh)]
-        subprocess.run(command, check=True, capture_output=True, timeout=600)
-        fresh.rename(made)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"slurm-{release}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side want the same one
+        if not made.exists():
+            fresh = cache / f"slurm-{release}.{os.getpid()}"
+            # sid's index may be past its date on a machine that is.
+            options = ["--variant=minbase", f"--include={PACKAGES}", '--aptopt=Acquire::Check-Valid-Until "false"']
+            command = ["mmdebstrap", *options, SUITES[release], str(fresh)]
+            subprocess.run(command, check=True, capture_output=True, timeout=900)
+            fresh.rename(made)
     return made
 
 
 def run(
-    release: str, files: Mapping[str, str], script: str, scratch: Path, *, slurmd: bool = True, timeout: float = 120
+    release: str, files: Mapping[str, str], script: str, scratch: Path, *, slurmd: bool = True, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Start slurmctld (and a slurmd as node n1) on these files, then run a shell script beside them."""
     for name, text in files.items():
