@@ -19,6 +19,8 @@ from shoal.verbs.context import Context, open_context
 from shoal.verbs.logs import LogsResult, find_record, logs, wait_for_end
 from shoal.verbs.run import Submitted, dry_run, run
 
+MIB = 1024 * 1024
+
 
 class Job:
     """A script to run on a cluster. The options are those of `shoal run`, spelled with `_`."""
@@ -32,10 +34,11 @@ class Job:
         cluster: str | None = None,
         tree: Path | str = ".",
         context: Context | None = None,
-        max_size: int = DEFAULT_LIMIT,
+        max_size: int = DEFAULT_LIMIT // MIB,
         **options: Any,
     ) -> None:
-        """`file` and `cluster` choose the cluster as on the command line; `tree` is the directory the script starts in.
+        """`file` and `cluster` choose the cluster as on the command line; `tree` is the directory the script starts in,
+        and `max_size` the largest working tree to send, in MiB.
 
         Raises SpecError with every option that is wrong.
         """
@@ -43,38 +46,38 @@ class Job:
         self.id: str | None = None
         self._context = context or open_context(Path(file) if file is not None else None, cluster)
         self._tree = Path(tree).absolute()
-        self._max_size = max_size
+        self._limit = max_size * MIB
 
     def script(self) -> str:
         """The batch script that `submit` would hand to sbatch."""
-        return asyncio.run(dry_run(self._context, self.spec, self._tree, self._max_size)).script
+        return asyncio.run(dry_run(self._context, self.spec, self._tree, self._limit)).script
 
     def submit(self) -> Self:
         """Send the working tree and queue the job."""
         if self.id is not None:
             raise UsageError(f"this is job {self.id} already", hint="make another Job to run it again")
-        self.submitted: Submitted = asyncio.run(run(self._context, self.spec, self._tree, self._max_size))
+        self.submitted: Submitted = asyncio.run(run(self._context, self.spec, self._tree, self._limit))
         self.id = self.submitted.id
         return self
 
     def wait(self) -> JobRecord:
         """Wait for the end; the record says how it ended."""
-        return asyncio.run(self._wait(self._number()))
+        return asyncio.run(self._wait(self._one("wait")))
 
     def logs(self, rank: int | None = None) -> list[LogLine]:
         """What the ranks have printed so far, in the order of time."""
-        return [line for line in self._logs().lines if rank is None or line.rank == rank]
+        return [line for line in self._logs("logs").lines if rank is None or line.rank == rank]
 
     def reason(self) -> Reason | None:
         """Why it failed; None when it did not."""
-        return self._logs().reason
+        return self._logs("reason").reason
 
     def cancel(self) -> None:
         """End it."""
         asyncio.run(cancel(self._context, [self._number()]))
 
-    def _logs(self) -> LogsResult:
-        return asyncio.run(logs(self._context, self._number(), self.spec.directory))
+    def _logs(self, method: str) -> LogsResult:
+        return asyncio.run(logs(self._context, self._one(method), self.spec.directory))
 
     async def _wait(self, number: str) -> JobRecord:
         async with await self._context.connections([self._context.controller]) as fleet:
@@ -83,6 +86,15 @@ class Job:
             if record is None:
                 raise UsageError(f"Slurm has forgotten job {number}", hint="`shoal logs` still has what it printed")
             return await wait_for_end(controller, record)
+
+    def _one(self, method: str) -> str:
+        number = self._number()
+        if self.spec.array:
+            raise UsageError(
+                f"job {number} is an array, and {method}() is about one job",
+                hint=f"`shoal jobs` shows how they do, `shoal logs {number}_0` what one of them printed",
+            )
+        return number
 
     def _number(self) -> str:
         if self.id is None:

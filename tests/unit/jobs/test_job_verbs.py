@@ -427,3 +427,21 @@ def test_a_job_from_python(tree: Path) -> None:
     made.cancel()
     with pytest.raises(UsageError, match="this is job 17 already"):
         made.submit()
+
+
+def test_an_array_from_python_is_sent_and_cancelled_and_not_waited_for(tree: Path) -> None:
+    reef = Reef()
+    made = shoal.Job("train.py", array="0-3", context=reef.context, tree=tree).submit()
+    for method in ("wait", "logs", "reason"):
+        with pytest.raises(UsageError) as caught:
+            getattr(made, method)()
+        assert caught.value.message == f"job 17 is an array, and {method}() is about one job"
+        assert caught.value.hint == "`shoal jobs` shows how they do, `shoal logs 17_0` what one of them printed"
+    made.cancel()
+
+
+def test_the_largest_tree_is_said_in_mebibytes_as_on_the_command_line(tree: Path) -> None:
+    (tree / "data").write_bytes(bytes(3 << 20))
+    with pytest.raises(UsageError, match="MiB"):
+        shoal.Job("train.py", max_size=2, context=Reef().context, tree=tree).script()
+    assert shoal.Job("train.py", max_size=4, context=Reef().context, tree=tree).script()
