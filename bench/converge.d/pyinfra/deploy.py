@@ -115,6 +115,7 @@ if role == "controller":
     directory("/etc/slurm")
     directory("/var/log/slurm", "slurm")
     directory("/var/lib/slurm/slurmctld", "slurm", "700")
+    put("How the records of jobs are rotated", "/etc/logrotate.d/shoal-jobcomp")
     configuration = [put(name, f"/etc/slurm/{name}") for name in ("cgroup.conf", "gres.conf", "slurm.conf")]
     configuration.append(files.file(name="No topology", path="/etc/slurm/topology.conf", present=False))
     systemd.service(

@@ -15,6 +15,7 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.providers.api import Instance, Request
+from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.base import MUNGE_KEY, munge_kept
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
@@ -185,7 +186,10 @@ def _refuse_skew(cluster: Cluster) -> None:
             "controller",
         )
     others = {host: version for host, version in cluster.versions.items() if host != name}
-    findings = window_findings((name, cluster.versions[name]), others)
+    findings = [
+        *window_findings((name, cluster.versions[name]), others),
+        *slurmdbd_skew(cluster.spec, cluster.versions),
+    ]
     if any(finding.level == "error" for finding in findings):
         raise VersionWindow(
             "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"

@@ -14,8 +14,9 @@ from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
 from shoal.roles.pmix import all_have_pmix
+from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
+from shoal.slurm.model import AccountingConf, ClusterConf, GpuLine, Node, Partition, Switch
 from shoal.slurm.preemption import breaches
 from shoal.slurm.read import read
 from shoal.slurm.versions import Version, packaged
@@ -87,6 +88,7 @@ def assemble(
         constrain_memory=jobs.memory,
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(members, facts, versions, before),
+        accounting=_accounting(spec, controller, addresses),
     )
     return Cluster(
         spec=spec,
@@ -162,6 +164,13 @@ def _switches(
     for node, place in places.items():
         inside.setdefault(place, []).append(node)
     return tuple(Switch(place, tuple(names)) for place, names in sorted(inside.items())) if len(inside) > 1 else ()
+
+
+def _accounting(spec: Spec, controller: Member, addresses: Mapping[str, str]) -> AccountingConf | None:
+    if spec.accounting is None:
+        return None
+    host = spec.accounting.host or controller.name
+    return AccountingConf(addresses.get(host, host), enforcement(spec.accounting))
 
 
 def _pmix(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from shoal.agent.document import Command, Directory, Document, File, Service
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, SLURM_CONF, TOPOLOGY_CONF
+from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
 
 RECONFIGURE = "reconfigure"
+ROTATION = "/etc/logrotate.d/shoal-jobcomp"
 
 READ_CONF = ("env", "SLURM_CONF=/dev/stdin", "scontrol", "show", "hostnames", "x")
 """Reads the whole of a slurm.conf and talks to nobody. slurmctld itself has no such trial."""
@@ -25,6 +27,7 @@ def controller(cluster: Cluster) -> Document:
         Directory("/etc/slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Directory(STATE_DIRECTORY, owner="slurm", group="slurm", mode=0o700),
+        File(ROTATION, jobcomp_rotation()),
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),

@@ -8,7 +8,7 @@ from shoal.agent.document import Block, DeviceRule, Document, File, Service
 from shoal.roles.base import MUNGE_KEY, base, without_firewall
 from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
-from shoal.roles.controller import controller
+from shoal.roles.controller import ROTATION, controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
 from shoal.roles.part import How
 from shoal.roles.parts import PARTS, part_files, part_services
@@ -58,7 +58,7 @@ def farewell() -> Document:
         *[item for part in reversed(PARTS) for item in part.farewell()],
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS)],
+        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS, ROTATION)],
         DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),
         Service("munge", enabled=False, running=False),

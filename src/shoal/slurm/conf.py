@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from shoal.hostlist import compress, expand, fold
+from shoal.slurm.accounting import JOBCOMP, accounting_settings
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
 from shoal.slurm.preemption import preemption_settings, slurmctld_words
 from shoal.slurm.read import HEADER, is_ours, read
@@ -185,6 +186,10 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "GresTypes": "gpu",
         **preemption_settings(everyone),
         **_tracking(c),
+        # Whoever asks later which jobs there were finds them here, with a database and without one.
+        "JobCompType": "jobcomp/filetxt",
+        "JobCompLoc": JOBCOMP,
+        **accounting_settings(c.accounting),
     }
     if not known_to_all("fanout_to_any_node", everyone):
         settings["TreeWidth"] = "65533"

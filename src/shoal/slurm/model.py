@@ -71,6 +71,16 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class AccountingConf:
+    """Where slurmdbd is, and what it is for."""
+
+    host: str
+    """Its address, as all members reach it."""
+    enforce: str = ""
+    """AccountingStorageEnforce: what slurmctld refuses; empty where the spec does not say who may use the cluster."""
+
+
+@dataclass(frozen=True)
 class ClusterConf:
     """One cluster, all that its configuration files say."""
 
@@ -98,3 +108,5 @@ class ClusterConf:
     """Every node has Slurm's PMIx plugin."""
     controller_hostname: str | None = None
     """What `hostname -s` says on the controller, where that is not its name: slurmctld compares."""
+    accounting: AccountingConf | None = None
+    """None without a database: ended jobs are in a file alone."""

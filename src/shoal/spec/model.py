@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from shoal import hostlist
 from shoal.spec import rules
-from shoal.spec.accounting import Accounting, Price
+from shoal.spec.accounting import Accounting, Price, unless_false
 from shoal.spec.closed import Closed as Closed
 from shoal.spec.environments import Environment, EnvironmentName, Proxy
 from shoal.spec.network import Endpoint, Network
@@ -305,7 +305,7 @@ class Spec(Closed):
     """The queues, by name. Without any, one called `main` with every nodeset, and the controller when it computes."""
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
-    accounting: Accounting | None = None
+    accounting: Annotated[Accounting | None, BeforeValidator(unless_false)] = None
     """Job records in a database: `true`, or a mapping with accounts, users and limits."""
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
         [
             's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, '
-            "cgroups, user, port, identity, site, hosts, count, features, weight"
+            "cgroups, user, port, identity, site, hosts, count, features, weight, price"
         ],
     ),
     "unknown key of a host": (

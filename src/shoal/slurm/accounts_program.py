@@ -1,0 +1,222 @@
+#!/usr/bin/python3
+"""Brings Slurm's accounts, users and QOS to what a file says. Runs on the host that has the database.
+
+    accounts.py check WANTED RECORD            exit 0 when nothing is to be done, else say what
+    accounts.py apply WANTED RECORD COMMAND..  run COMMAND (a backup), then do it
+
+What an earlier run made and WANTED no longer names is removed; RECORD is where that is remembered. What others made
+with sacctmgr stays. Jobs that have ended keep their records in any case. Python 3.8, standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List
+
+    Data = Dict[str, Any]
+    Words = List[str]
+
+ASSOCIATION = {
+    # what `sacctmgr show` calls a setting, and what `sacctmgr modify` does
+    "Fairshare": "Share",
+    "QOS": "QOS",
+    "DefaultQOS": "DefaultQOS",
+    "MaxJobs": "MaxJobs",
+    "MaxSubmitJobs": "MaxSubmit",
+    "MaxWall": "MaxWall",
+    "MaxTRESPerJob": "MaxTRES",
+    "GrpJobs": "GrpJobs",
+    "GrpTRES": "GrpTRES",
+    "GrpTRESMins": "GrpTRESMins",
+}
+QOS = {
+    "Priority": "Priority",
+    "MaxJobsPerUser": "MaxJobsPU",
+    "MaxSubmitJobsPerUser": "MaxSubmitPU",
+    "MaxTRESPerUser": "MaxTRESPU",
+    "MaxWall": "MaxWall",
+    "MaxTRESPerJob": "MaxTRES",
+    "GrpJobs": "GrpJobs",
+    "GrpTRES": "GrpTRES",
+    "GrpTRESMins": "GrpTRESMins",
+}
+
+
+def main() -> None:
+    verb, wanted_file, record_file = sys.argv[1:4]
+    with open(wanted_file) as file:
+        wanted = json.load(file)
+    ours = remembered(record_file)
+    nothing = not any(ours.values()) and names(wanted) == ours
+    commands = [] if nothing else differences(wanted, ours, current(wanted["cluster"]))
+    if verb == "check":
+        for command in commands:
+            print(" ".join(command))
+        sys.exit(1 if commands or names(wanted) != ours else 0)
+    if commands:
+        subprocess.run(sys.argv[4:], check=True, stdout=subprocess.DEVNULL)
+    # Noted before anything is made, so that a run that is killed leaves nothing that no later one removes.
+    write(record_file, {kind: sorted({*ours[kind], *found}) for kind, found in names(wanted).items()})
+    for command in commands:
+        sacctmgr("-i", "-Q", *command)
+    write(record_file, names(wanted))
+
+
+def remembered(path: str) -> dict[str, Words]:
+    """What earlier runs made."""
+    try:
+        with open(path) as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        found = {}
+    return {kind: found.get(kind, []) for kind in ("qos", "accounts", "users")}
+
+
+def names(wanted: Data) -> dict[str, Words]:
+    users = [user + "@" + account for user, found in wanted["users"].items() for account in found["accounts"]]
+    return {"qos": sorted(wanted["qos"]), "accounts": sorted(wanted["accounts"]), "users": sorted(users)}
+
+
+def write(path: str, value: Data | dict[str, Words]) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path + ".part", "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+def current(cluster: str) -> Data:
+    """What Slurm has now: settings of QOS, accounts and users in accounts, and each user's default account."""
+    fields = ["Account", "User", "ParentName", *ASSOCIATION.values()]
+    accounts: Data = {}
+    users: dict[tuple[str, str], Data] = {}
+    for row in show("assoc", "cluster=" + cluster, "wopl", fields=fields):
+        settings = {name: row[shown] for name, shown in ASSOCIATION.items()}
+        if row["User"]:
+            users[row["User"], row["Account"]] = settings
+        else:
+            accounts[row["Account"]] = {"parent": row["ParentName"], "settings": settings}
+    qos = {
+        row["Name"]: {name: row[shown] for name, shown in QOS.items()}
+        for row in show("qos", fields=["Name", *QOS.values()])
+    }
+    defaults = {row["User"]: row["DefaultAccount"] for row in show("user", fields=["User", "DefaultAccount"])}
+    return {"accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
+
+
+def show(kind: str, *words: str, fields: Words) -> list[dict[str, str]]:
+    text = sacctmgr("-n", "-P", "show", kind, *words, "format=" + ",".join(fields))
+    return [dict(zip(fields, line.split("|"))) for line in text.splitlines() if line.count("|") >= len(fields) - 1]
+
+
+def sacctmgr(*words: str) -> str:
+    done = subprocess.run(["sacctmgr", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"sacctmgr {' '.join(words)}: {' '.join(done.stdout.split()) or done.returncode}")
+    return done.stdout
+
+
+def differences(wanted: Data, ours: dict[str, Words], found: Data) -> list[Words]:
+    """The commands of sacctmgr that bring what is found to what is wanted; none when it is that already."""
+    where = "cluster=" + wanted["cluster"]
+    commands: list[Words] = []
+    for name, settings in wanted["qos"].items():
+        if name not in found["qos"]:
+            commands.append(["add", "qos", name])
+        changed = assignments(settings, found["qos"].get(name, {}))
+        if changed:
+            commands.append(["modify", "qos", name, "set", *changed])
+    for name, account in wanted["accounts"].items():
+        there = found["accounts"].get(name)
+        if there is None:
+            about = ["description=" + account["description"], "organization=" + wanted["cluster"]]
+            commands.append(["add", "account", name, where, "parent=" + account["parent"], *about])
+        elif there["parent"] != account["parent"]:
+            commands.append(["modify", "account", name, where, "set", "parent=" + account["parent"]])
+        changed = assignments(account["settings"], there["settings"] if there else {})
+        if changed:
+            commands.append(["modify", "account", name, where, "set", *changed])
+    for user, entry in wanted["users"].items():
+        for account, settings in entry["accounts"].items():
+            there = found["users"].get((user, account))
+            if there is None:
+                commands.append(["add", "user", user, "account=" + account, where])
+            changed = assignments(settings, there or {})
+            if changed:
+                commands.append(["modify", "user", user, "where", where, "account=" + account, "set", *changed])
+        if found["defaults"].get(user) not in (None, "", entry["default"]):
+            commands.append(["modify", "user", user, "where", where, "set", "defaultaccount=" + entry["default"]])
+    return commands + removals(wanted, ours, found, where)
+
+
+def removals(wanted: Data, ours: dict[str, Words], found: Data, where: str) -> list[Words]:
+    kept = names(wanted)
+    commands = []
+    for name in ours["users"]:
+        user, _, account = name.partition("@")
+        if name not in kept["users"] and (user, account) in found["users"] and account in kept["accounts"]:
+            commands.append(["delete", "user", user, "account=" + account, where])
+    gone = [name for name in ours["accounts"] if name not in kept["accounts"] and name in found["accounts"]]
+    # An account takes those inside it with it, so the innermost goes first.
+    for name in sorted(gone, key=lambda name: -depth(name, found["accounts"])):
+        commands.append(["delete", "account", name, where])
+    for name in ours["qos"]:
+        if name not in kept["qos"] and name in found["qos"] and name != "normal":
+            commands.append(["delete", "qos", name])
+    return commands
+
+
+def depth(name: str, accounts: Data) -> int:
+    steps = 0
+    while name in accounts and steps < 100:
+        name, steps = accounts[name]["parent"], steps + 1
+    return steps
+
+
+def assignments(settings: Data, found: dict[str, str]) -> Words:
+    """`Key=value` for every setting that is not as wanted; -1 takes one away."""
+    changed = []
+    for key, value in settings.items():
+        there = found.get(key, "")
+        if isinstance(value, dict):
+            has = counts(there)
+            parts = [name + "=" + (count or "-1") for name, count in value.items() if count != has.get(name)]
+            if parts:
+                changed.append(key + "=" + ",".join(parts))
+        elif key == "MaxWall":
+            if (float(value) if value else None) != minutes(there):
+                changed.append(key + "=" + (value or "-1"))
+        elif key == "QOS":
+            if (value or "") != ",".join(sorted(there.split(",") if there else [])):
+                changed.append(key + "=" + (value or ""))
+        elif (value or "") != (there or DEFAULTS.get(key, "")):
+            changed.append(key + "=" + (value or "-1"))
+    return changed
+
+
+DEFAULTS = {"Fairshare": "1", "Priority": "0"}
+
+
+def counts(text: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+
+
+def minutes(text: str) -> float | None:
+    """`1-00:00:00` as minutes; None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if not match:
+        return None
+    days, hours, mins, secs = (int(part or 0) for part in match.groups())
+    return (days * 24 + hours) * 60 + mins + secs / 60
+
+
+if __name__ == "__main__":
+    main()

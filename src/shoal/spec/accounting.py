@@ -1,0 +1,175 @@
+"""Accounting, as the file says it: who may use how much of the cluster, and where the records are kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic_core import CoreSchema
+
+from shoal.spec.closed import Closed
+from shoal.spec.words import Between, SlurmTime, UserName, host_name, refusal
+
+ROOT = "root"
+"""Slurm's own account, the parent of all others, and its administrator."""
+NORMAL = "normal"
+"""The QOS that Slurm makes itself."""
+
+_WORD = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
+_DESCRIPTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .,:/()+_-]{0,99}")
+
+
+def _word(kind: str, reserved: tuple[str, ...] = ()) -> BeforeValidator:
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not _WORD.fullmatch(value):
+            fix = "use a lower-case letter, then lower-case letters, digits, `-`, `_` and `.`, at most 40"
+            raise refusal(f"not a name for {kind}", fix)
+        if value in reserved:
+            raise refusal("this name is Slurm's own", f"give {kind} another")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _description(value: object) -> str:
+    if not isinstance(value, str) or not _DESCRIPTION.fullmatch(value):
+        raise refusal("not a description", "use letters, digits, blanks and .,:/()+_- in at most 100 characters")
+    return value
+
+
+def _price(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1_000_000:
+        raise refusal("not a price", "give what an hour of one GPU costs, such as 2.49")
+    return float(value)
+
+
+def unless_false(value: object) -> object:
+    """`accounting: false` is the same as not a word about it."""
+    return None if value is False else value
+
+
+def _schema(title: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "title": title})
+
+
+AccountName = Annotated[str, _word("an account", (ROOT, "none", "all")), _schema("name")]
+ParentName = Annotated[str, _word("an account"), _schema("name")]
+QosName = Annotated[str, _word("a QOS", ("none", "all")), _schema("name")]
+MemberName = Annotated[str, BeforeValidator(host_name), _schema("host name")]
+Description = Annotated[str, BeforeValidator(_description), _schema("description")]
+Price = Annotated[float, BeforeValidator(_price), WithJsonSchema({"type": "number", "title": "price", "minimum": 0})]
+Count = Annotated[int, Between(0, 1_000_000)]
+
+
+class Limits(Closed):
+    """How much may be used. What is not said is not limited here; the limits of accounts above still hold."""
+
+    max_jobs: Count | None = None
+    """The most jobs that each user may have running (MaxJobs)."""
+    max_submit: Count | None = None
+    """The most jobs that each user may have running and waiting (MaxSubmitJobs)."""
+    max_time: SlurmTime | None = None
+    """The longest that one job may run (MaxWall)."""
+    max_gpus: Count | None = None
+    """The most GPUs of one job (MaxTRES)."""
+    max_cpus: Count | None = None
+    """The most CPUs of one job (MaxTRES)."""
+    max_nodes: Count | None = None
+    """The most nodes of one job (MaxTRES)."""
+    group_jobs: Count | None = None
+    """The most jobs running at a time, of all users together (GrpJobs)."""
+    group_gpus: Count | None = None
+    """The most GPUs in use at a time, by all users together (GrpTRES)."""
+    group_cpus: Count | None = None
+    """The most CPUs in use at a time, by all users together (GrpTRES)."""
+    gpu_hours: Count | None = None
+    """A budget of GPU hours (GrpTRESMins). Slurm lets past use fade: by half in 7 days, if `slurm` does not say."""
+
+
+class Share(Limits):
+    """What an account, or a user in it, gets of the cluster."""
+
+    fairshare: Annotated[int, Between(1, 1_000_000)] = 1
+    """Its share among its neighbours: who has used less than that comes first."""
+    qos: tuple[QosName, ...] = ()
+    """The QOS its jobs may ask for. Without any, those of the account above; at the top `normal`."""
+    default_qos: QosName | None = None
+    """The QOS of a job that names none."""
+
+
+class Account(Share):
+    """People who share a part of the cluster, and are charged together."""
+
+    description: Description | None = None
+    """What it is, for `sacctmgr`."""
+    parent: ParentName = ROOT
+    """The account it is part of."""
+    users: dict[UserName, Share] = Field(default_factory=dict)
+    """Its users: a list of names, or a mapping of names to limits of their own. The first account is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value if isinstance(value, Account) else _refuse_account()
+        users = value.get("users")
+        if not isinstance(users, list | tuple):
+            return value
+        names = [name for name in users if isinstance(name, str)]
+        if len(names) < len(users):
+            raise refusal("not a list of users", "write [ann, bob], or {ann: {max_gpus: 2}, bob: {}}")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise refusal("a user named twice", "name each once", twice)
+        return {**value, "users": {name: {} for name in names}}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        users = {**mapping["properties"]["users"], "type": ["array", "object"], "items": {"type": "string"}}
+        users["title"] = "names, or name: limits"
+        return {**mapping, "properties": {**mapping["properties"], "users": users}}
+
+
+class Qos(Limits):
+    """A quality of service: a job asks for it with `--qos`, and gets its priority and its limits."""
+
+    priority: Annotated[int, Between(0, 1_000_000)] = 0
+    """A higher one comes first."""
+    max_gpus_per_user: Count | None = None
+    """The most GPUs that each user may use at a time (MaxTRESPerUser)."""
+
+
+class Accounting(Closed):
+    """Job records in a database: MariaDB and slurmdbd, backed up every day.
+
+    In the file it is `accounting: true`, or a mapping of the fields below.
+    """
+
+    host: MemberName | None = None
+    """The member that has the database. Without it, the controller."""
+    accounts: dict[AccountName, Account] = Field(default_factory=dict)
+    """Who may use the cluster. Without any, everybody may, and `sacctmgr` is yours."""
+    qos: dict[QosName, Qos] = Field(default_factory=dict)
+    """The qualities of service, by name."""
+    backups: Annotated[int, Between(1, 1000)] = 14
+    """How many backups to keep."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_true(cls, value: Any) -> Any:
+        if value is True:
+            return {}
+        if not isinstance(value, dict | Accounting):
+            raise refusal("not accounting", "write true, or {accounts: {lab: {users: [ann]}}}, or delete it")
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        return {"anyOf": [{"type": "boolean"}, {**mapping}], "description": mapping["description"]}
+
+
+def _refuse_account() -> Any:
+    raise refusal("not an account", "write {users: [ann, bob]}")
