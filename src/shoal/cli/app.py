@@ -12,7 +12,7 @@ import typer
 from typer.models import CommandInfo
 
 from shoal import __version__
-from shoal.cli import bench_commands, job_commands, prove_commands
+from shoal.cli import bench_commands, env_commands, job_commands, prove_commands
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
@@ -253,6 +253,7 @@ def node_remove(
 job_commands.register(app)
 prove_commands.register(app)
 bench_commands.register(app)
+env_commands.register(app)
 
 
 @app.callback(invoke_without_command=True)

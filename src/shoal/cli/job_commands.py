@@ -78,6 +78,7 @@ def run(
     export: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the script's environment; may be given many times.")
     ] = None,
+    env: Annotated[str | None, typer.Option(help="The environment of the file that runs the script.")] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the nodes. Default: python3.")] = None,
     directory: Directory = None,
     max_size: Annotated[int, typer.Option(help="The largest working tree to send, in MiB.", min=1)] = 64,
@@ -98,7 +99,7 @@ def run(
         **{"account": account, "qos": qos, "array": array, "dependency": dependency, "nodelist": nodelist},
         **{"exclusive": exclusive, "requeue": requeue, "signal": signal, "output": output, "error": error},
         **{"job_name": job_name, "python": python, "directory": directory, "profile": profile},
-        **{"tracking_uri": tracking_uri, "experiment": experiment},
+        **{"tracking_uri": tracking_uri, "experiment": experiment, "environment": env},
     }
 
     def asked() -> JobSpec:
@@ -119,6 +120,8 @@ def run(
         if wait and spec.array:
             raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
         check_secrets(spec)
+        if env and python:
+            raise UsageError("--env brings its own Python, and --python names another", hint="leave one of them out")
         return spec
 
     with Session(json) as session:

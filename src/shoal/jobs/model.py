@@ -143,6 +143,8 @@ class JobSpec(Closed):
     """Who starts the processes: srun, torchrun, spawn, mpirun or python."""
     python: Annotated[str, BeforeValidator(_python)] = "python3"
     """The Python on the nodes that runs the script."""
+    environment: Name | None = None
+    """The environment of the spec whose Python runs the script. `shoal env build` makes it."""
     env: dict[
         Annotated[str, BeforeValidator(_variable)],
         Annotated[str, BeforeValidator(_value)],
@@ -240,6 +242,8 @@ class Shipped:
     """The content hash of Shoal's own part; `lib/HASH` below `root`."""
     workdir: str = "."
     """Where in the tree the script starts: where the person stood."""
+    environment: str = ""
+    """The directory of its Python environment; empty where it uses none."""
 
 
 @dataclass(frozen=True)
@@ -249,15 +253,18 @@ class Note:
     code: str
     runtime: str
     profile: str = ""
+    environment: str = ""
+    """The id of its Python environment."""
 
     def __str__(self) -> str:
-        return "shoal:" + "/".join(filter(None, (self.code, self.runtime, self.profile)))
+        uses = "/".join(filter(None, (self.code, self.runtime, self.profile)))
+        return f"shoal:{uses}@{self.environment}" if self.environment else f"shoal:{uses}"
 
     @classmethod
     def parse(cls, comment: str) -> Note | None:
         """The note in a comment; None in one that somebody else wrote."""
-        match = re.fullmatch(r"shoal:([0-9a-z]+)/([0-9a-z]+)(?:/([a-z]+))?", comment)
-        return cls(match[1], match[2], match[3] or "") if match else None
+        match = re.fullmatch(r"shoal:([0-9a-z]+)/([0-9a-z]+)(?:/([a-z]+))?(?:@([0-9a-z]+))?", comment)
+        return cls(match[1], match[2], match[3] or "", match[4] or "") if match else None
 
 
 def job_root(spec: JobSpec, cluster: str) -> str:

@@ -63,7 +63,8 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
     yield "--requeue" if spec.requeue else "--no-requeue"
     # Without `B:` Slurm sends it to the ranks, not to this shell.
     yield f"--signal={spec.signal}"
-    yield f"--comment={Note(shipped.code, shipped.runtime, spec.profile or '')}"
+    uses = shipped.environment.rpartition("/")[2]
+    yield f"--comment={Note(shipped.code, shipped.runtime, spec.profile or '', uses)}"
     yield "--open-mode=append"
     yield f"--chdir={shipped.root}"
     yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
@@ -97,6 +98,8 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
         yield f"export {contract.SHOAL_TRACKING_URI}={shlex.quote(spec.tracking_uri)}"
     if spec.experiment:
         yield f"export {contract.SHOAL_EXPERIMENT}={shlex.quote(spec.experiment)}"
+    if shipped.environment:
+        yield f"export VIRTUAL_ENV={shipped.environment} PATH={shipped.environment}/bin:$PATH"
     for name, value in spec.env.items():
         yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={root}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"

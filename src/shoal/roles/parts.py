@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from shoal.agent.document import Document
 from shoal.agent.facts import Facts
 from shoal.roles.accounting import AccountingPart
+from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
+from shoal.roles.time import Time
+from shoal.roles.tracking import TrackingPart
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
-PARTS: tuple[Part, ...] = (Links(), AccountingPart())
+PARTS: tuple[Part, ...] = (Links(), Environments(), Time(), TrackingPart(), AccountingPart())
 
 
 def part_packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:

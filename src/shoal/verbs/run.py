@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Host
@@ -25,6 +26,9 @@ from shoal.verbs.context import Context, computing
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
+if TYPE_CHECKING:
+    from shoal.environments.place import Made
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -35,6 +39,7 @@ class Prepared:
     tree: Bundle
     runtime: Bundle
     script: str
+    environment: Made | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,10 @@ async def submit(
     secrets = check_secrets(job, environ)
     prepared, found = await _prepare_and_look(context, fleet, job, here, limit)
     controller = await fleet.host(context.controller.name)
+    if prepared.environment is not None:
+        from shoal.verbs.env_use import expect_environment
+
+        await expect_environment(fleet, prepared.environment, prepared.job.hosts)
     await _expect_profiler(fleet, prepared.job)
     sent = await _ship(fleet, prepared, found)
     number = await _sbatch(controller, prepared.script, secrets)
@@ -146,12 +155,24 @@ async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle
 
 async def _resolve(context: Context, fleet: Connections, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
     controller = await fleet.host(context.controller.name)
+    environment = await _environment(context, fleet, job)
+    if environment is not None:
+        job = job.model_copy(update={"python": environment.program})
     nodes, partitions = await while_it_runs(
         controller, ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND)
     )
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
-    shipped = Shipped(context.cluster, job_root(job, context.cluster), tree.hash, ours.hash, tree.workdir)
-    return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped))
+    root, place = job_root(job, context.cluster), environment.path if environment else ""
+    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place)
+    return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
+
+
+async def _environment(context: Context, fleet: Connections, job: JobSpec) -> Made | None:
+    if job.environment is None:
+        return None
+    from shoal.verbs.env_use import environment_of  # it reads the whole spec, which no other job needs
+
+    return await environment_of(context, fleet, job)
 
 
 def _refuse_strangers(wanted: Sequence[str], fleet: Connections) -> None:

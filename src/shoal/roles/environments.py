@@ -1,0 +1,46 @@
+"""What hosts need for Python environments: a way to packages, and on the controller the means to make a venv."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.agent.document import Document, File
+from shoal.agent.facts import Facts
+from shoal.roles.part import How, Part
+from shoal.spec.environments import Proxy
+from shoal.spec.member import Member
+from shoal.spec.model import Spec
+
+APT_PROXY = "/etc/apt/apt.conf.d/80shoal-proxy"
+
+
+class Environments(Part):
+    """Environments themselves are made by `shoal env build`, which takes longer than anybody waits for `shoal up`."""
+
+    files: Mapping[str, How] = {APT_PROXY: "text"}
+
+    def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
+        return ("python3-venv",) if spec.environments and "controller" in member.roles else ()
+
+    def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
+        """apt's proxy, before any package is asked for. Nothing where the host has it, or needs none."""
+        wanted = apt_proxy(spec.proxy) if spec.proxy else None
+        found = facts.files.get(APT_PROXY)
+        return (File(APT_PROXY, wanted),) if (found.text if found else None) != wanted else ()
+
+    def farewell(self) -> Document:
+        return (File(APT_PROXY),)
+
+
+def apt_proxy(proxy: Proxy) -> str:
+    """The proxies in apt's words. apt has no list of hosts without one: each is named."""
+    names = proxy.variables
+    lines = ["# Written by shoal; changes here are lost."]
+    for scheme in ("http", "https"):
+        if f"{scheme}_proxy" in names:
+            lines.append(f'Acquire::{scheme}::Proxy "{names[f"{scheme}_proxy"]}";')
+            direct = [
+                host for host in names.get("no_proxy", "").split(",") if host and "/" not in host and "*" not in host
+            ]
+            lines += [f'Acquire::{scheme}::Proxy::{host.lstrip(".")} "DIRECT";' for host in direct]
+    return "\n".join(lines) + "\n"

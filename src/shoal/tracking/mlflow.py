@@ -1,0 +1,187 @@
+"""MLflow as a service: where it is, what it reads, and the programs that install it and make its accounts. All pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+VERSION = "3.17.2"
+"""The release that is installed; the training library speaks to any from 2.0 on."""
+PREFIX = f"/opt/shoal/mlflow-{VERSION}"
+USER = "shoal-mlflow"
+SERVICE = "shoal-mlflow"
+STATE = "/var/lib/shoal-mlflow"
+SETTINGS = "/etc/shoal/mlflow"
+UNIT = "/etc/systemd/system/shoal-mlflow.service"
+ADMIN_PASSWORD, JOBS_PASSWORD, SESSION_KEY = (
+    f"{SETTINGS}/{name}" for name in ("admin-password", "jobs-password", "key")
+)
+AUTH, VARIABLES = f"{SETTINGS}/basic_auth.ini", f"{SETTINGS}/environment"
+ADDRESS = "/etc/shoal/tracking.json"
+"""On the controller: where jobs report to, for `shoal run`."""
+ADMIN, JOBS = "admin", "jobs"
+"""A person logs in as the first; jobs report as the second, who may not change accounts."""
+INSTALLED, ACCOUNTS = f"{PREFIX}/.complete", f"{STATE}/.accounts"
+_HEAD = "# Written by shoal; changes here are lost.\n"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that Shoal sets up."""
+
+    name: str
+    """Its host's name, by which members know it too."""
+    address: str
+    port: int
+    database: str
+    artifacts: str
+
+    @property
+    def uri(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}"
+
+    @property
+    def allowed_hosts(self) -> str:
+        """What a browser or a job may call it by: its address, its name, and the near end of a tunnel."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port},{self.name}:{self.port},localhost:*,127.0.0.1:*"
+
+
+def packages(database: str) -> tuple[str, ...]:
+    """What the host's package manager brings."""
+    return ("python3-venv", "postgresql") if database == "postgresql" else ("python3-venv",)
+
+
+def requirements(database: str) -> tuple[str, ...]:
+    return (f"mlflow[auth]=={VERSION}", *(("psycopg2-binary==2.9.10",) if database == "postgresql" else ()))
+
+
+INSTALL = r"""
+set -eu
+place=$1
+shift
+rm -rf "$place"
+mkdir -p "$(dirname "$place")"
+python3 -m venv "$place"
+"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
+touch "$place/.complete"
+"""
+"""A venv counts once its mark is there: what a killed run left without one is made anew."""
+
+
+def unit(server: Server) -> str:
+    """The service. It may write to its own directory and to that of the artifacts, and see no home."""
+    store = (
+        "postgresql:///mlflow?host=/var/run/postgresql"
+        if server.database == "postgresql"
+        else f"sqlite:///{STATE}/mlflow.db"
+    )
+    after = "network-online.target" + (" postgresql.service" if server.database == "postgresql" else "")
+    home = "" if server.artifacts.startswith(("/home/", "/root/")) else "ProtectHome=yes\n"
+    return (
+        f"{_HEAD}"
+        "[Unit]\n"
+        "Description=MLflow, which keeps what training jobs report\n"
+        f"After={after}\n"
+        "Wants=network-online.target\n"
+        f"RequiresMountsFor={server.artifacts}\n"
+        "StartLimitIntervalSec=0\n"
+        "\n"
+        "[Service]\n"
+        f"User={USER}\n"
+        f"Group={USER}\n"
+        f"WorkingDirectory={STATE}\n"
+        f"EnvironmentFile={VARIABLES}\n"
+        f"ExecStart={PREFIX}/bin/mlflow server --app-name basic-auth --host {server.address} --port {server.port} "
+        f"--workers 2 --backend-store-uri {store} --artifacts-destination {server.artifacts} "
+        f"--allowed-hosts {server.allowed_hosts}\n"
+        "Restart=on-failure\n"
+        "RestartSec=3\n"
+        "UMask=0077\n"
+        "NoNewPrivileges=yes\n"
+        "PrivateTmp=yes\n"
+        "ProtectSystem=strict\n"
+        f"{home}"
+        f"ReadWritePaths={STATE} {server.artifacts}\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=multi-user.target\n"
+    )
+
+
+def auth_settings() -> str:
+    """The accounts' settings; the host fills in the password that it made."""
+    return (
+        f"{_HEAD}"
+        "[mlflow]\n"
+        "default_permission = EDIT\n"
+        f"database_uri = sqlite:///{STATE}/accounts.db\n"
+        f"admin_username = {ADMIN}\n"
+        "admin_password = @PASSWORD@\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+        # Checking a password takes long on purpose, and a job reports often.
+        "auth_cache_ttl_seconds = 60\n"
+    )
+
+
+def variables() -> str:
+    """The service's environment; the host fills in the key that it made."""
+    return (
+        f"{_HEAD}MLFLOW_AUTH_CONFIG_PATH={AUTH}\nMLFLOW_FLASK_SERVER_SECRET_KEY=@KEY@\nMLFLOW_DISABLE_TELEMETRY=true\n"
+    )
+
+
+def address_file(uri: str, *, ours: bool) -> str:
+    """What `shoal run` reads on the controller. No secret is in it."""
+    return json.dumps({"uri": uri, **({"username": JOBS} if ours else {})}) + "\n"
+
+
+def account_program(server: Server) -> str:
+    """Waits for the server and makes the account that jobs use. Passwords are read from files that only root reads."""
+    return f"""
+import base64, json, sys, time, urllib.error, urllib.request
+admin, jobs = (open(path).read().strip() for path in ({ADMIN_PASSWORD!r}, {JOBS_PASSWORD!r}))
+def ask(path, user, password, body=None):
+    head = {{"Content-Type": "application/json"}}
+    head["Authorization"] = "Basic " + base64.b64encode((user + ":" + password).encode()).decode()
+    data = None if body is None else json.dumps(body).encode()
+    urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(
+        urllib.request.Request({server.uri!r} + path, data, head), timeout=30).close()
+until = time.monotonic() + 240
+while True:
+    try:
+        ask("/health", {ADMIN!r}, admin)
+        break
+    except OSError as error:
+        if time.monotonic() > until:
+            sys.exit("the server does not answer: %s" % error)
+        time.sleep(1)
+who = "/api/2.0/mlflow/users/get?username={JOBS}"
+try:
+    ask("/api/2.0/mlflow/users/create", {ADMIN!r}, admin, {{"username": {JOBS!r}, "password": jobs}})
+except urllib.error.HTTPError as error:
+    if error.code == 401:
+        sys.exit("the server does not take the password in {ADMIN_PASSWORD}: its accounts are those of another one")
+    try:
+        ask(who, {JOBS!r}, jobs)
+    except urllib.error.HTTPError:
+        sys.exit("the account {JOBS} cannot be made: %s" % error.read().decode()[:300])
+open({ACCOUNTS!r}, "w").close()
+"""
+
+
+_HEALTH = """
+import sys, urllib.request
+try:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if sys.argv[2] == "ours" else urllib.request
+    with (opener.open if sys.argv[2] == "ours" else opener.urlopen)(sys.argv[1] + "/health", timeout=5) as answer:
+        print(answer.status)
+except Exception as error:
+    print(error)
+"""
+
+
+def health_command(uri: str, *, ours: bool) -> tuple[str, ...]:
+    """Asks a server whether it is well; prints 200, or what is wrong."""
+    return ("python3", "-I", "-c", _HEALTH, uri, "ours" if ours else "other")

@@ -1,0 +1,192 @@
+"""`shoal env list` and `shoal env clean`: which environments are in force, and the old ones cleared away."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.environments.place import (
+    LOCAL,
+    USED_LATELY,
+    Kept,
+    Made,
+    kept_command,
+    names_command,
+    parse_kept,
+    parse_names,
+    remove_command,
+    remove_wheels_command,
+)
+from shoal.environments.source import Source, read_source
+from shoal.errors import CommandFailed, HostError, UsageError
+from shoal.hosts.api import Host
+from shoal.jobs.record import parse_records, show_command
+from shoal.plan.connections import Connections
+from shoal.spec.environments import Environment
+from shoal.spec.problem import nearest
+from shoal.verbs.context import Context
+from shoal.verbs.slurmctld import while_it_runs
+from shoal.verbs.status import ask
+
+PATIENCE = 60.0
+"""Seconds for a look at a share: one whose server has gone does not answer at all."""
+LONG_PATIENCE = 3600.0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of `env list`."""
+
+    name: str
+    state: str
+    """`built`, `not built`, or `changed`: the file is not the one it was made from."""
+    place: str
+    made: Made | None = None
+
+
+@dataclass(frozen=True)
+class CleanResult:
+    cluster: str
+    removed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The ids that went, by host; those in the shared directory under the controller."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Old ones that stay, each with the reason."""
+    failures: Mapping[str, HostError] = field(default_factory=dict)
+
+
+async def list_environments(context: Context) -> list[Listed]:
+    """Every environment of the spec, and how it stands."""
+    wanted = chosen(context, ())
+    async with await context.connections([context.controller]) as fleet:
+        found = await in_force(await fleet.host(context.controller.name), wanted.values())
+    listed = []
+    for name, entry in wanted.items():
+        made = found.get((entry.directory, name))
+        state = "not built" if made is None else "changed" if is_stale(context, entry, made) else "built"
+        listed.append(Listed(name, state, entry.place, made))
+    return listed
+
+
+async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
+    """Take away environments that have no name any more and that no job uses, and the wheels they came from."""
+    wanted = context.spec.environments
+    directories = sorted({entry.directory for entry in wanted.values()})
+    async with await context.connections() as fleet:
+        controller = await fleet.host(context.controller.name)
+        [records] = await while_it_runs(controller, ask(controller, show_command()))
+        jobs = {
+            note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
+        }
+        current = {
+            made.id: name
+            for (directory, name), made in (await in_force(controller, wanted.values())).items()
+            if name in wanted and wanted[name].directory == directory
+        }
+        kept = await _kept(fleet, directories)
+        reasons = _reasons([one for found in kept.values() for one in found], current, jobs)
+        old = {
+            (host, place): tuple(one.id for one in found if one.id not in current and one.id not in reasons)
+            for (host, place), found in kept.items()
+            if place == LOCAL or host == controller.name  # what all hosts share goes once
+        }
+        if not dry_run:
+            await _remove(fleet, old)
+            sources = [made.source for made in (await in_force(controller, wanted.values())).values()]
+            for directory in directories:
+                await controller.run(remove_wheels_command(directory, sources), timeout=LONG_PATIENCE)
+        gone: dict[str, tuple[str, ...]] = {}
+        for (host, _), ids in old.items():
+            gone[host] = tuple(dict.fromkeys((*gone.get(host, ()), *ids)))
+        removed = {host: ids for host, ids in gone.items() if ids and host not in fleet.failures}
+        return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
+
+
+async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[Kept]]:
+    """What every host has, by host and directory. Shared directories are asked of every host: its processes count."""
+
+    async def one(name: str) -> list[tuple[str, list[Kept]]]:
+        host = await fleet.host(name)
+        return [
+            (place, parse_kept((await host.run(kept_command(place), timeout=PATIENCE)).text))
+            for place in (*directories, LOCAL)
+        ]
+
+    answers = await fleet.each(fleet.targets, one)
+    return {(host, place): found for host, places in answers.items() for place, found in places}
+
+
+def _reasons(kept: Iterable[Kept], current: Mapping[str, str], jobs: Mapping[str, str]) -> dict[str, str]:
+    """Why those that are not in force stay all the same."""
+    found: dict[str, str] = {}
+    for one in kept:
+        if one.id in current:
+            continue
+        if one.id in jobs:
+            found[one.id] = f"job {jobs[one.id]} uses it"
+        elif one.busy:
+            found[one.id] = "a process uses it"
+        elif one.age < USED_LATELY:
+            found[one.id] = f"made or used less than {USED_LATELY // 60} minutes ago"
+    return found
+
+
+async def _remove(fleet: Connections, old: Mapping[tuple[str, str], tuple[str, ...]]) -> None:
+    async def one(name: str) -> None:
+        host = await fleet.host(name)
+        for (owner, place), ids in old.items():
+            if owner == name and ids:
+                await must(host, remove_command(place, ids), b"", f"remove environments from {place}", LONG_PATIENCE)
+
+    await fleet.each({host for host, _ in old}, one)
+
+
+def chosen(context: Context, names: Sequence[str]) -> dict[str, Environment]:
+    """The environments of the spec that are named; all of them when none is."""
+    known = context.spec.environments
+    if not known:
+        raise UsageError(
+            "the spec has no environments", hint="add `environments: {torch: {requirements: requirements.txt}}`"
+        )
+    for name in names:
+        if name not in known:
+            raise UsageError(f"the spec has no environment {name!r}", hint=nearest(name, list(known)))
+    return {name: entry for name, entry in known.items() if not names or name in names}
+
+
+async def in_force(controller: Host, entries: Iterable[Environment]) -> dict[tuple[str, str], Made]:
+    """What names stand for on the controller, by directory and name."""
+    found: dict[tuple[str, str], Made] = {}
+    for directory in sorted({entry.directory for entry in entries}):
+        result = await controller.run(names_command(directory), timeout=PATIENCE)
+        found |= {(directory, name): made for name, made in parse_names(result.text).items()}
+    return found
+
+
+def base(context: Context) -> Path:
+    """The directory that paths of the spec are relative to."""
+    return context.file.parent if context.file else Path.cwd()
+
+
+def text_digest(entry: Environment, source: Source) -> str:
+    text = "\0".join((source.requirements, source.constraints, str(source.locked), entry.python, entry.place))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_stale(context: Context, entry: Environment, made: Made) -> bool:
+    """Whether the file is not the one that the environment was made from. One that is not here says nothing."""
+    try:
+        return text_digest(entry, read_source(entry, base(context))) != made.text
+    except UsageError:
+        return False
+
+
+async def must(host: Host, argv: list[str], stdin: bytes, what: str, patience: float = PATIENCE) -> None:
+    result = await host.run(argv, stdin=stdin, timeout=patience)
+    if result.status != 0:
+        raise failed(host.name, what, result.error_text)
+
+
+def failed(host: str, what: str, said: str) -> CommandFailed:
+    return CommandFailed(host, f"cannot {what}: {said.strip()}", hint="is its disk full?")

@@ -1,0 +1,219 @@
+"""`shoal env build`: environments made on the controller, brought to the nodes, compared with their drivers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from shoal.environments.cuda import cuda_findings
+from shoal.environments.place import LOCAL, Look, Made, look_command, name_command, parse_look, unpack_command
+from shoal.environments.source import Source, read_source
+from shoal.errors import HostError, ShoalError
+from shoal.hostlist import compress
+from shoal.hosts.api import Host, Process
+from shoal.plan.connections import Connections
+from shoal.plan.progress import Phase
+from shoal.spec.environments import Environment
+from shoal.spec.finding import Finding
+from shoal.verbs.context import Context
+from shoal.verbs.env import LONG_PATIENCE, PATIENCE, base, chosen, failed, must, text_digest
+
+CHUNK = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What `env build` came to."""
+
+    cluster: str
+    made: tuple[Made, ...] = ()
+    """In force now."""
+    fresh: tuple[str, ...] = ()
+    """Those of them that were not there before."""
+    copied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The nodes that got a copy of an environment."""
+    findings: tuple[Finding, ...] = ()
+    failures: Mapping[str, HostError] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return not self.failures and not any(finding.level == "error" for finding in self.findings)
+
+
+async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
+    """Make environments, all of the spec's when none is named. What is there already is left as it is."""
+    wanted = chosen(context, names)
+    sources = {name: read_source(entry, base(context)) for name, entry in wanted.items()}
+    nodes = [member.name for member in context.members if "compute" in member.roles]
+    results: list[BuildResult] = []
+    async with await context.connections() as fleet:
+        controller = await fleet.host(context.controller.name)
+        for name, entry in wanted.items():
+            with context.progress.phase(f"environment {name}", 1) as phase:
+                results.append(await _one(context, fleet, controller, name, entry, sources[name], nodes, phase))
+        return BuildResult(
+            context.cluster,
+            tuple(made for result in results for made in result.made),
+            tuple(name for result in results for name in result.fresh),
+            {name: hosts for result in results for name, hosts in result.copied.items()},
+            tuple(finding for result in results for finding in result.findings),
+            dict(fleet.failures),
+        )
+
+
+async def _one(
+    context: Context,
+    fleet: Connections,
+    controller: Host,
+    name: str,
+    entry: Environment,
+    source: Source,
+    nodes: Sequence[str],
+    phase: Phase,
+) -> BuildResult:
+    told = await _make(context, controller, name, entry, source, phase)
+    made = Made.of({**told, "name": name, "text": text_digest(entry, source)})
+    archive = f"{entry.directory}/archives/{made.id}.tar"
+    looks = await _look(fleet, nodes, made.path, archive)
+    copied: tuple[str, ...] = ()
+    if entry.place == "local":
+        lacking = [node for node, look in looks.items() if look.state == "missing"]
+        if lacking:
+            phase.at(0.9, f"copies to {compress(lacking)}")
+            await _copy(fleet, controller, made, archive, lacking, looks)
+            looks |= await _look(fleet, lacking, made.path, archive)
+            copied = tuple(node for node in lacking if node in looks and looks[node].state != "missing")
+    findings = (*_misfits(made, entry, looks), *_cuda(made, looks))
+    if any(finding.level == "error" for finding in findings):
+        return BuildResult(context.cluster, findings=findings)
+    await must(controller, name_command(entry.directory, name), made.as_json().encode(), f"name environment {name}")
+    phase.done(controller.name)
+    return BuildResult(
+        context.cluster, (made,), (name,) if told["made"] else (), {name: copied} if copied else {}, findings
+    )
+
+
+async def _make(
+    context: Context, controller: Host, name: str, entry: Environment, source: Source, phase: Phase
+) -> dict[str, Any]:
+    """Run the builder on the controller, and pass on where it is."""
+    asked = {
+        "requirements": source.requirements,
+        "constraints": source.constraints,
+        "locked": source.locked,
+        "python": entry.python,
+        "place": entry.place,
+        "directory": entry.directory,
+        "local": LOCAL,
+        "proxy": context.spec.proxy.variables if context.spec.proxy else {},
+    }
+    process = await controller.start(["python3", "-I", "-c", builder_program()])
+    try:
+        async with asyncio.timeout(LONG_PATIENCE):
+            await process.write(json.dumps(asked).encode() + b"\n")
+            return await _told(process, controller.name, name, phase)
+    except TimeoutError:
+        raise ShoalError(
+            f"environment {name} was not ready within {LONG_PATIENCE / 60:.0f} minutes",
+            hint="run the command again: it goes on from there",
+        ) from None
+    finally:
+        await process.kill()
+
+
+async def _told(process: Process, host: str, name: str, phase: Phase) -> dict[str, Any]:
+    while line := await process.readline():
+        event: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {"event": ""}
+        if event["event"] == "progress":
+            phase.say(host, event["text"])
+        elif event["event"] == "failed":
+            raise ShoalError(f"environment {name} could not be made on {host}: {event['what']}", hint=event["fix"])
+        elif event["event"] == "done":
+            return event
+    said = (await process.wait()).error_text.strip().splitlines()
+    raise ShoalError(
+        f"environment {name}: the builder on {host} ended before it was done" + (f": {said[-1]}" if said else ""),
+        hint="run the command again: it goes on from there",
+    )
+
+
+def builder_program() -> str:
+    """The text of the program that makes environments on a host."""
+    return resources.files("shoal.environments").joinpath("builder.py").read_text("utf-8")
+
+
+async def _look(fleet: Connections, nodes: Iterable[str], path: str, archive: str) -> dict[str, Look]:
+    async def one(node: str) -> Look:
+        host = await fleet.host(node)
+        return parse_look((await host.run(look_command(path, archive), timeout=PATIENCE)).text)
+
+    return await fleet.each(nodes, one)
+
+
+async def _copy(
+    fleet: Connections, controller: Host, made: Made, archive: str, lacking: Sequence[str], looks: Mapping[str, Look]
+) -> None:
+    """A copy for each node: unpacked from the archive where the node sees it, else sent through this machine."""
+    near = [node for node in lacking if looks[node].archive]
+    far = [node for node in lacking if not looks[node].archive]
+
+    async def unpack(node: str) -> None:
+        host = await fleet.host(node)
+        await must(host, unpack_command(made.path, archive), b"", f"unpack {archive}", LONG_PATIENCE)
+
+    async def send(node: str) -> None:
+        host = await fleet.host(node)
+        process = await host.start(unpack_command(made.path))
+        offset = 0
+        while data := await _part(controller, archive, offset):
+            await process.write(data)
+            offset += 1
+        result = await process.wait()
+        if result.status != 0:
+            raise failed(node, f"unpack environment {made.name}", result.error_text)
+
+    await fleet.each(near, unpack)
+    await fleet.each(far, send)
+
+
+async def _part(controller: Host, archive: str, offset: int) -> bytes:
+    line = ["dd", f"if={archive}", f"bs={CHUNK}", f"skip={offset}", "count=1", "status=none"]
+    result = await controller.run(line, timeout=PATIENCE)
+    if result.status != 0:
+        raise failed(controller.name, f"read {archive}", result.error_text)
+    return result.stdout
+
+
+def _misfits(made: Made, entry: Environment, looks: Mapping[str, Look]) -> list[Finding]:
+    """Nodes that cannot use the environment, each kind with the reason."""
+    missing = [node for node, look in looks.items() if look.state == "missing"]
+    other = [node for node, look in looks.items() if look.state not in ("missing", made.python)]
+    findings = []
+    if missing:
+        findings.append(
+            Finding(
+                "error" if len(missing) == len(looks) else "warning",
+                f"environment {made.name}: the nodes do not see {entry.directory}",
+                fix="name a directory that all hosts share, or say `place: local`",
+                host=compress(missing),
+            )
+        )
+    if other:
+        findings.append(
+            Finding(
+                "error" if len(other) == len(looks) else "warning",
+                f"environment {made.name}: the nodes have no Python {made.python} to run it",
+                fix=f"install Python {made.python} there, or name nodes that have it with --partition or --nodelist",
+                host=compress(other),
+            )
+        )
+    return findings
+
+
+def _cuda(made: Made, looks: Mapping[str, Look]) -> tuple[Finding, ...]:
+    drivers = {node: look.driver for node, look in looks.items() if look.driver}
+    return cuda_findings(made.name, made.torch, made.cuda, drivers) if made.torch else ()
