@@ -36,12 +36,16 @@ def test_what_has_no_place_in_json_is_a_type_error() -> None:
         dumps({"key": b"secret"})
 
 
-def test_a_python_without_the_inner_parts_does_the_same() -> None:
+WITHOUT = "sys.modules.update(dict.fromkeys(['_json', '_signal', '_socket']))\n"
+OTHER = "import _json\n_json.{} = lambda *words: 1 / 0\n"
+
+
+@pytest.mark.parametrize("change", [WITHOUT, OTHER.format("make_scanner"), OTHER.format("make_encoder")])
+def test_a_python_without_the_inner_parts_or_with_other_ones_does_the_same(change: str) -> None:
     script = (
-        "import json, signal, socket, sys\n"
-        "sys.modules.update(dict.fromkeys(['_json', '_signal', '_socket']))\n"
+        f"import json, signal, socket, sys\n{change}"
         "from shoal.agent.program import quick\n"
-        "assert (quick.signal, quick.socket) == (signal, socket)\n"
+        "assert (quick.signal.SIGTERM, quick.socket.AF_UNIX) == (signal.SIGTERM, socket.AF_UNIX)\n"
         'assert quick.dumps(quick.loads(\' {"a": [1, 2.5, null, "\\u00e9"]} \')) == sys.argv[1]\n'
         "for text in ('', '{} {}', 'nope'):\n"
         "    try: quick.loads(text)\n"

@@ -55,7 +55,7 @@ try:
 
     _scan = make_scanner(_Reading)  # type: ignore[arg-type] # it takes whatever has these attributes
     _encode = make_encoder(None, _refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
-except ImportError:
+except Exception:  # not CPython, or one to come whose inner names take something else
     import json
 
     _scan = json.JSONDecoder().raw_decode
