@@ -14,10 +14,14 @@ from shoal.errors import Interrupted
 T = TypeVar("T")
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a verb to its end. Raises Interrupted after a Ctrl-C or a SIGTERM, when all is put away."""
+def run(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
+    """Run a verb to its end, on a loop that has begun already or on a new one.
+
+    Raises Interrupted after a Ctrl-C or a SIGTERM, when all is put away.
+    """
     try:
-        return asyncio.run(_watched(work))
+        with asyncio.Runner(loop_factory=(lambda: loop) if loop else None) as runner:
+            return runner.run(_watched(work))
     except asyncio.CancelledError:
         raise Interrupted("stopped", hint="run the same command again to go on from here") from None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli import early
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
@@ -131,7 +132,7 @@ def run(
             from shoal.verbs.run import dry_run as prepare
 
             return session.finish_dry_run(session.run(prepare(context, asked(), Path.cwd(), limit)))
-        submitted = session.run(_submit(context, asked, limit))
+        submitted = _submit(session, context, asked, limit)
         if not wait:
             return session.finish_run(submitted)
         session.tell_run(submitted)
@@ -147,14 +148,21 @@ def run(
         session.finish_wait(submitted, ended)
 
 
-async def _submit(context: Context, asked: Callable[[], JobSpec], limit: int) -> Submitted:
-    """Connects first: what the job is, and all that it takes to know that, is loaded meanwhile."""
-    from shoal.verbs.ahead import connected
+def _submit(session: Session, context: Context, asked: Callable[[], JobSpec], limit: int) -> Submitted:
+    """The hosts are being reached meanwhile. What is wrong with the options is told before what is with them."""
+    ahead = early.begun(context)
+    try:
+        spec = asked()
+    except BaseException:
+        ahead.leave()
+        raise
+    from shoal.verbs.run import submit
 
-    async with connected(context, asked) as (fleet, spec):
-        from shoal.verbs.run import submit
+    async def work() -> Submitted:
+        async with await ahead.reached() as reached:
+            return await submit(context, reached, spec, Path.cwd(), limit)
 
-        return await submit(context, fleet, spec, Path.cwd(), limit)
+    return session.run(work(), ahead.take_over())
 
 
 def jobs(file: File = None, cluster: Cluster = None, json: Json = False) -> None:

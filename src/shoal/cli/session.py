@@ -24,6 +24,8 @@ from shoal.cli.as_json import dump, plain
 from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rich.console import Console
 
     from shoal.jobs.logs import LogLine
@@ -86,11 +88,11 @@ class Session:
 
         return open_context(file, cluster, TerminalProgress(self.errors))
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
         """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""
         gc.freeze()  # what is loaded stays
         gc.enable()
-        return interrupt.run(work)
+        return interrupt.run(work, loop)
 
     def finish_value(self, value: Any) -> None:
         print(dump(value))

@@ -169,18 +169,30 @@ def open_context(file: Path | None = None, cluster: str | None = None, progress:
 
 def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need its hosts only: a file that was read before is not read again."""
-    file = _file(file, cluster)
-    name = str(file.absolute()) if file else f"sandbox {cluster or 'sandbox'}"
-    try:
-        text = file.read_text(encoding="utf-8") if file else ""
-    except (OSError, ValueError):
-        return open_context(file, cluster)  # which says what is wrong with it
-    known = recall(state_directory(), name, text)
-    if known is not None:
-        return Context(cast("Spec", known), file)
-    context = open_context(file, cluster)
+    recalled = recalled_hosts(file, cluster)
+    if recalled is not None:
+        return recalled
+    context = open_context(file, cluster)  # if anything is wrong, this says what
+    name, text = _named(context.file, cluster)
     keep(state_directory(), name, text, context.cluster, context.members)
     return context
+
+
+def recalled_hosts(file: Path | None = None, cluster: str | None = None) -> Context | None:
+    """The same, but None where the file was not read before, or is wrong."""
+    try:
+        file = _file(file, cluster)
+        known = recall(state_directory(), *_named(file, cluster))
+    except (OSError, ValueError, UsageError):
+        return None
+    return Context(cast("Spec", known), file) if known is not None else None
+
+
+def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:
+    """What a spec is remembered by, and its text."""
+    if file is None:
+        return f"sandbox {cluster or 'sandbox'}", ""
+    return str(file.absolute()), file.read_text(encoding="utf-8")
 
 
 def _file(file: Path | None, cluster: str | None) -> Path | None:

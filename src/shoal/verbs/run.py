@@ -20,10 +20,9 @@ from shoal.jobs.resolve import resolve
 from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
 from shoal.plan.connections import Connections
-from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
-from shoal.verbs.ahead import AT_ONCE, meet
+from shoal.slurm.state import parse_nodes, parse_partitions
+from shoal.verbs.ahead import AT_ONCE, Reached, reach, reach_controller
 from shoal.verbs.context import Context, computing
-from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
 if TYPE_CHECKING:
@@ -64,8 +63,9 @@ class Submitted:
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
     """What `run` would submit. Asks Slurm, changes nothing."""
-    async with await context.connections([context.controller]) as fleet:
-        return await _prepare(context, fleet, job, here, limit)
+    async with await reach_controller(context) as reached:
+        tree, ours = await _bundles(job, here, limit)
+        return await _resolve(context, reached, job, tree, ours)
 
 
 async def run(
@@ -77,14 +77,13 @@ async def run(
 ) -> Submitted:
     """Send the working tree to the nodes and queue the job. Whatever can be refused is refused before."""
     check_secrets(job, environ)
-    async with await context.connections() as fleet:
-        meet(fleet, context.controller.name)
-        return await submit(context, fleet, job, here, limit, environ)
+    async with await reach(context) as reached:
+        return await submit(context, reached, job, here, limit, environ)
 
 
 async def submit(
     context: Context,
-    fleet: Connections,
+    reached: Reached,
     job: JobSpec,
     here: Path,
     limit: int = DEFAULT_LIMIT,
@@ -92,7 +91,8 @@ async def submit(
 ) -> Submitted:
     """The same over connections that are there, or on their way."""
     secrets = check_secrets(job, environ)
-    prepared, found = await _prepare_and_look(context, fleet, job, here, limit)
+    fleet = reached.fleet
+    prepared, found = await _prepare_and_look(context, reached, job, here, limit)
     controller = await fleet.host(context.controller.name)
     if prepared.environment is not None:
         from shoal.verbs.env_use import expect_environment
@@ -117,18 +117,12 @@ async def submit(
     )
 
 
-async def _prepare(context: Context, fleet: Connections, job: JobSpec, here: Path, limit: int) -> Prepared:
-    fleet.meet([context.controller.name])
-    tree, ours = await _bundles(job, here, limit)
-    return await _resolve(context, fleet, job, tree, ours)
-
-
 async def _prepare_and_look(
-    context: Context, fleet: Connections, job: JobSpec, here: Path, limit: int
+    context: Context, reached: Reached, job: JobSpec, here: Path, limit: int
 ) -> tuple[Prepared, dict[str, Found]]:
     """The job, and what every node that Slurm may choose has already. Small clusters are looked at meanwhile."""
     tree, ours = await _bundles(job, here, limit)
-    root = job_root(job, context.cluster)
+    fleet, root = reached.fleet, job_root(job, context.cluster)
     looking: dict[str, asyncio.Future[Found]] = {}
 
     async def see(name: str) -> Found:
@@ -137,7 +131,7 @@ async def _prepare_and_look(
     try:
         if len(fleet.targets) <= AT_ONCE:
             looking = {name: asyncio.ensure_future(see(name)) for name in computing(context)}
-        prepared = await _resolve(context, fleet, job, tree, ours)
+        prepared = await _resolve(context, reached, job, tree, ours)
         wanted = prepared.job.hosts
         _refuse_strangers(wanted, fleet)
         found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
@@ -153,14 +147,11 @@ async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle
     return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
 
 
-async def _resolve(context: Context, fleet: Connections, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
-    controller = await fleet.host(context.controller.name)
-    environment = await _environment(context, fleet, job)
+async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
+    environment = await _environment(context, reached.fleet, job)
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
-    nodes, partitions = await while_it_runs(
-        controller, ask(controller, NODES_COMMAND), ask(controller, PARTITIONS_COMMAND)
-    )
+    nodes, partitions = await reached.slurm
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
     root, place = job_root(job, context.cluster), environment.path if environment else ""
     shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place)
