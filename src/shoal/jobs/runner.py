@@ -56,8 +56,14 @@ class Rank:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
-        self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
+            self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            # Without a log; the batch script's output has it, and `shoal logs` reads that too.
+            where = os.fsdecode(error.filename or self.directory)
+            sys.stderr.write("shoal: error: cannot use %s: %s\n" % (where, error.strerror))
+            return 127
         torch_variables(self.rank)
         wake_r, wake_w = os.pipe()
         os.set_blocking(wake_w, False)
@@ -209,16 +215,30 @@ def own_directory(directory: str, submission: str) -> None:
     if not submission:
         return os.makedirs(directory, exist_ok=True)
     mark = os.path.join(directory, "submission")
-    with open(os.path.join(place, ".%s.lock" % name), "w") as lock:
+    # The user's own, for what an earlier job of somebody else left here is not ours to open.
+    with open(os.path.join(place, ".%s.%d.lock" % (name, os.getuid())), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.suppress(OSError), open(mark) as file:
             if file.read() == submission:
                 return
         if os.path.isdir(directory):
-            os.rename(directory, "%s.before-%s" % (directory, submission))
+            _put_aside(directory, "%s.before-%s" % (directory, submission))
         os.makedirs(directory)
         with open(mark, "w") as file:
             file.write(submission)
+
+
+def _put_aside(directory: str, place: str) -> None:
+    try:
+        os.rename(directory, place)
+    except PermissionError as error:
+        import pwd
+
+        owner = str(os.stat(directory).st_uid)
+        with contextlib.suppress(KeyError):
+            owner = pwd.getpwuid(int(owner)).pw_name
+        text = "an earlier job of this number left it, and it belongs to %s: remove it, or use --directory" % owner
+        raise OSError(error.errno, text, directory) from None
 
 
 def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +200,31 @@ def test_what_an_earlier_cluster_left_under_this_number_is_put_aside(node: MakeN
     assert made.text() == ["['script.py']"], "another job of the same number"
     aside = made.directory.with_name("17.before-b2")
     assert (aside / "tree" / "sub" / "checkpoint").exists() and (aside / "rank-1.1.log").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_what_another_user_left_under_this_number_is_said() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o1777)
+        for program in ("start.py", "runner.py"):
+            shutil.copy(Path(runner.__file__).with_name(program), place)
+        made = Node(place, "print('here')")
+        line = ["/usr/bin/python3", "-I", "-S", name + "/start.py", "rank", "--rank-from", "SLURM_PROCID", "--", "true"]
+
+        def run(user: int, submission: str) -> subprocess.CompletedProcess[str]:
+            env = {**made.env, "SHOAL_SUBMISSION": submission, "SHOAL_WORKDIR": "."}
+            return subprocess.run(line, env=env, user=user, capture_output=True, text=True, timeout=60)
+
+        assert run(0, "a1").returncode == 0
+        refused = run(65534, "b2")
+        assert refused.returncode == 127
+        assert refused.stderr == (
+            f"shoal: error: cannot use {place}/17: an earlier job of this number left it, and it belongs to root:"
+            " remove it, or use --directory\n"
+        )
+        shutil.rmtree(place / "17")
+        assert run(65534, "b2").returncode == 0, "the lock of the other one is in nobody's way"
 
 
 def test_of_many_ranks_that_start_at_once_none_puts_the_others_aside(node: MakeNode) -> None:
