@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shoal.agent.document import Directory, Document, File, Item, Service
+from shoal.agent.document import Directory, Document, File, Item, Packages, Service
 from shoal.agent.facts import Facts
 from shoal.network.clocks import chrony_drop_in, following_conf, serving_conf
 from shoal.roles.part import How, Part
@@ -30,9 +30,6 @@ class Time(Part):
     files: Mapping[str, How] = {CONF: "hash", **dict.fromkeys(CONTAINER_MARKS, "there")}
     services = ("chrony", *OTHERS)
 
-    def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
-        return ("chrony",) if facts is not None and is_kept(spec, facts) else ()
-
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
         if not is_kept(cluster.spec, facts):
@@ -44,6 +41,7 @@ class Time(Part):
             text = following_conf(controller)
         return {
             Stage.BASE: (
+                Packages(("chrony",)),
                 Directory("/etc/chrony/conf.d"),
                 File(CONF, text, restarts=("chrony",)),
                 Directory("/etc/systemd/system/chrony.service.d"),
@@ -77,8 +75,8 @@ def is_kept(spec: Spec, facts: Facts) -> bool:
 
 
 def is_container(facts: Facts) -> bool:
-    """Whether its clock is that of the machine it runs on."""
-    return any(mark in facts.files and facts.files[mark].there for mark in CONTAINER_MARKS)
+    """Whether its clock is that of the machine it runs on. A host without systemd is a container of some kind, too."""
+    return facts.init == "none" or any(mark in facts.files and facts.files[mark].there for mark in CONTAINER_MARKS)
 
 
 def other_daemon(facts: Facts) -> str:
