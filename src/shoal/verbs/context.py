@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from shoal.errors import ProviderError, UsageError
 from shoal.hostlist import HostlistError, expand
@@ -42,7 +42,8 @@ class Holdings:
 class Context:
     """One cluster as one run of a command sees it."""
 
-    spec: Spec
+    known: Spec | Recalled
+    """The spec, or what is known of it without reading it."""
     file: Path | None = None
     warnings: tuple[Finding, ...] = ()
     progress: Progress = field(default_factory=Silence)
@@ -53,16 +54,23 @@ class Context:
     """How hosts are reached; None is SSH with this cluster's known host keys."""
 
     @property
+    def spec(self) -> Spec:
+        """All that the file says. Reads it where only the hosts are known so far."""
+        if not isinstance(self.known, Recalled):
+            return self.known
+        return open_context(self.file, None if self.file else self.known.cluster).spec
+
+    @property
     def cluster(self) -> str:
-        return self.spec.cluster
+        return self.known.cluster
 
     @property
     def members(self) -> tuple[Member, ...]:
-        if isinstance(self.spec, Recalled):
-            return self.spec.members
+        if isinstance(self.known, Recalled):
+            return self.known.members
         from shoal.spec.members import members
 
-        return members(self.spec)
+        return members(self.known)
 
     @property
     def controller(self) -> Member:
@@ -185,7 +193,7 @@ def recalled_hosts(file: Path | None = None, cluster: str | None = None) -> Cont
         known = recall(state_directory(), *_named(file, cluster))
     except (OSError, ValueError, UsageError):
         return None
-    return Context(cast("Spec", known), file) if known is not None else None
+    return Context(known, file) if known is not None else None
 
 
 def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:

@@ -9,8 +9,7 @@ from shoal.errors import Partly, UsageError
 from shoal.hostlist import compress
 from shoal.jobs.model import JobSpec
 from shoal.plan.connections import Connections
-from shoal.spec.model import Spec
-from shoal.verbs.context import Context, open_context
+from shoal.verbs.context import Context
 from shoal.verbs.env import PATIENCE, chosen, in_force, is_stale
 
 
@@ -19,8 +18,6 @@ async def environment_of(context: Context, fleet: Connections, job: JobSpec) -> 
     name = job.environment
     if name is None:
         return None
-    if not isinstance(context.spec, Spec):  # only its hosts are known so far
-        context = open_context(context.file)
     [entry] = chosen(context, [name]).values()
     controller = await fleet.host(context.controller.name)
     made = (await in_force(controller, [entry])).get((entry.directory, name))

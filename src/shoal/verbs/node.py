@@ -52,7 +52,7 @@ async def remove_node(context: Context, name: str, patience: Patience) -> UpResu
     lent = [member for member in context.choose(node) if member.provider is None]
     again = f"shoal node remove {node}"
     spec, warnings = load_text_all(without_host(read_text(context.file), node, context.file), str(context.file))
-    result = await up(replace(context, spec=spec, warnings=tuple(warnings)), patience)
+    result = await up(replace(context, known=spec, warnings=tuple(warnings)), patience)
     # `up` says of a host that leaves what would stay on it: that is what comes next.
     result = replace(result, again=again, findings=tuple(f for f in result.findings if f.host != node))
     if result.staying:

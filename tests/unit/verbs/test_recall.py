@@ -30,9 +30,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
     read, recalled = open_hosts(file), open_hosts(file)
-    assert not isinstance(read.spec, Recalled) and isinstance(recalled.spec, Recalled)
+    assert not isinstance(read.known, Recalled) and isinstance(recalled.known, Recalled)
     assert (recalled.cluster, recalled.members, recalled.file) == (read.cluster, read.members, file)
     assert recalled.members == open_context(file).members
+    assert recalled.spec == read.spec
     [kept] = state_directory().glob("hosts-*.json")
     assert kept.stat().st_mode & 0o777 == 0o600
 
