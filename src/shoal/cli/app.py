@@ -12,7 +12,7 @@ import typer
 from typer.models import CommandInfo
 
 from shoal import __version__
-from shoal.cli import bench_commands, env_commands, job_commands, prove_commands
+from shoal.cli import account_commands, bench_commands, env_commands, job_commands, prove_commands
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
@@ -193,7 +193,7 @@ def exec_(
     cluster: Cluster = None,
     json: Json = False,
 ) -> None:
-    """Run a command on many hosts at once; equal outputs are shown once."""
+    """Run a command on many hosts; equal outputs are shown once."""
     with Session(json) as session:
         from shoal.verbs.remote import execute
 
@@ -252,6 +252,7 @@ def node_remove(
 
 job_commands.register(app)
 prove_commands.register(app)
+account_commands.register(app)
 bench_commands.register(app)
 env_commands.register(app)
 

@@ -165,12 +165,17 @@ def _submit(session: Session, context: Context, asked: Callable[[], JobSpec], li
     return session.run(work(), ahead.take_over())
 
 
-def jobs(file: File = None, cluster: Cluster = None, json: Json = False) -> None:
+def jobs(
+    ended: Annotated[bool, typer.Option("--all", "-a", help="Also all jobs that ended long ago.")] = False,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
     """Show jobs, how far they are, and why they failed."""
     with Session(json) as session:
         from shoal.verbs.jobs import jobs as verb
 
-        session.finish_jobs(session.run(verb(session.open(file, cluster, phases=False))))
+        session.finish_jobs(session.run(verb(session.open(file, cluster, phases=ended), ended=ended)))
 
 
 def logs(

@@ -53,7 +53,7 @@ def prove(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a script trains the same with many processes as with one.
+    """Prove that a script trains with many processes as with one.
 
     It runs with one process, then with many in every way asked for; the losses of each step and the final parameters
     are compared. A difference that is more than rounding is explained, and the exit code is 1. Without --file or

@@ -98,13 +98,8 @@ def mariadb_conf(memory_mb: int) -> str:
 
 def buffer_mb(memory_mb: int) -> int:
     """About an eighth of the memory, as a power of two: what a host reports differs a little from boot to boot."""
-    wanted = memory_mb * 105 // 100 // 8
+    wanted = memory_mb * 110 // 100 // 8
     return min(max(BUFFER_LEAST, 1 << max(0, wanted.bit_length() - 1)), BUFFER_MOST)
-
-
-def mariadb_drop_in() -> str:
-    """Debian's unit starts MariaDB again after a crash, but not after one while it starts."""
-    return "# Written by shoal; changes here are lost.\n[Service]\nRestart=on-failure\nRestartSec=2\n"
 
 
 def database_sql() -> str:

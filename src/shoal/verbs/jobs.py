@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.errors import HostError
+from shoal.errors import HostError, SlurmError
 from shoal.hostlist import expand
+from shoal.hosts.api import Host
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
@@ -40,8 +42,11 @@ class JobsResult:
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
 
-async def jobs(context: Context) -> JobsResult:
-    """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes."""
+async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
+    """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes.
+
+    With `ended`, all that have ended before as well, as far back as there are records.
+    """
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [said] = await while_it_runs(controller, ask(controller, show_command()))
@@ -50,9 +55,25 @@ async def jobs(context: Context) -> JobsResult:
         running = [record for record in records if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, running)
         reasons = {record.id: await _reason(context, fleet, record) for record in failed}
+        before = await _ended(context, controller, records) if ended else []
         failures = dict(fleet.failures)
-    views = tuple(JobView(r, progress.get(r.id, {}), reasons.get(r.id)) for r in records)
+    views = tuple(JobView(r, progress.get(r.id, {}), reasons.get(r.id)) for r in (*before, *records))
     return JobsResult(context.cluster, views, failures)
+
+
+async def _ended(context: Context, controller: Host, known: list[JobRecord]) -> list[JobRecord]:
+    """Jobs that slurmctld has forgotten: what its file has of them, and slurmdbd, which knows more, where there is one.
+
+    Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
+    """
+    from shoal.jobs.history import jobcomp_command, merged, parse_jobcomp, parse_sacct, sacct_command
+
+    found = parse_jobcomp(await ask(controller, jobcomp_command()))
+    if context.spec.accounting is not None:
+        with contextlib.suppress(SlurmError):
+            found = merged(found, parse_sacct(await ask(controller, sacct_command())))
+    told = {(record.id, record.start) for record in known}
+    return [record for record in found if (record.id, record.start) not in told]
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:

@@ -1,0 +1,149 @@
+"""What was used, from slurmdbd's records: the question, a parser, and the sums. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shoal.hostlist import expand
+from shoal.slurm.accounting import GPU
+
+By = Literal["user", "job", "nodeset", "account"]
+WAYS: tuple[By, ...] = get_args(By)
+
+_FIELD = "\x1f"
+_FIELDS = ("JobID", "User", "Account", "Start", "End", "NodeList", "AllocTRES", "JobName")
+
+
+@dataclass(frozen=True)
+class Used:
+    """One run of a job. A job that was queued again has several."""
+
+    id: str
+    user: str
+    account: str
+    name: str
+    start: float
+    end: float
+    """When it ended; now, while it runs."""
+    nodes: tuple[str, ...]
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    """What one user, job, nodeset or account used."""
+
+    name: str
+    jobs: int
+    cpu_hours: float
+    gpu_hours: float
+    cost: float | None
+    """None where no price is known for any of it."""
+    unpriced: float = 0.0
+    """GPU hours on nodes whose price is not known; they are not in `cost`."""
+    detail: str = ""
+    """Of a job: whose it was, and its name."""
+
+
+def usage_command(since: float, until: float) -> tuple[str, ...]:
+    """All runs that touch the period, the earlier ones of jobs that were queued again included."""
+    period = ("-S", f"uts{since:.0f}", "-E", f"uts{until:.0f}")
+    words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", *period, "-o", ",".join(_FIELDS))
+    return ("env", "SLURM_TIME_FORMAT=%s", "sacct", *words)
+
+
+def parse_usage(text: str, now: float) -> list[Used]:
+    """The answer to `usage_command`. What never started used nothing."""
+    found = []
+    for line in text.split("\n"):
+        if line.count(_FIELD) < len(_FIELDS) - 1:
+            continue  # the rest of a name with a newline in it
+        values = dict(zip(_FIELDS, line.split(_FIELD, len(_FIELDS) - 1), strict=True))
+        if not values["Start"].isdecimal() or values["Start"] == "0":
+            continue
+        tres = dict(part.split("=", 1) for part in values["AllocTRES"].split(",") if "=" in part)
+        end = float(values["End"]) if values["End"].isdecimal() and values["End"] != "0" else now
+        nodes = () if values["NodeList"] in ("", "None assigned") else tuple(expand(values["NodeList"]))
+        found.append(
+            Used(
+                id=values["JobID"],
+                user=values["User"],
+                account=values["Account"],
+                name=values["JobName"],
+                start=float(values["Start"]),
+                end=end,
+                nodes=nodes,
+                cpus=_number(tres.get("cpu")),
+                gpus=_number(tres.get(GPU)),
+            )
+        )
+    return found
+
+
+def sum_up(
+    runs: Iterable[Used],
+    by: By,
+    since: float,
+    until: float,
+    nodesets: Mapping[str, str],
+    prices: Mapping[str, float],
+) -> tuple[UsageRow, ...]:
+    """What was used inside the period, most GPU hours first.
+
+    `nodesets` has the nodeset of every node, `prices` what a GPU hour costs in a nodeset. The GPUs of a job count as
+    shared out evenly over its nodes.
+    """
+    rows: dict[str, list[tuple[Used, float, float, float | None]]] = {}
+    for run in runs:
+        hours = max(0.0, min(run.end, until) - max(run.start, since)) / 3600
+        for node in run.nodes or ("",):
+            share = 1 / max(1, len(run.nodes))
+            nodeset = nodesets.get(node, "(gone)")
+            gpu_hours = run.gpus * hours * share
+            price = prices.get(nodeset)
+            part = (run, run.cpus * hours * share, gpu_hours, None if price is None else gpu_hours * price)
+            rows.setdefault(_KEYS[by](run, nodeset), []).append(part)
+    found = [_row(name, by, parts) for name, parts in rows.items()]
+    return tuple(sorted(found, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
+
+
+_KEYS: Mapping[By, Callable[[Used, str], str]] = {
+    "user": lambda run, nodeset: run.user,
+    "job": lambda run, nodeset: run.id,
+    "account": lambda run, nodeset: run.account or "(none)",
+    "nodeset": lambda run, nodeset: nodeset,
+}
+
+
+def total(rows: Sequence[UsageRow], jobs: int) -> UsageRow:
+    """All rows together."""
+    costs = [row.cost for row in rows if row.cost is not None]
+    return UsageRow(
+        "total",
+        jobs,
+        sum(row.cpu_hours for row in rows),
+        sum(row.gpu_hours for row in rows),
+        sum(costs) if costs else None,
+        sum(row.unpriced for row in rows),
+    )
+
+
+def _row(name: str, by: By, parts: Sequence[tuple[Used, float, float, float | None]]) -> UsageRow:
+    costs = [cost for _, _, _, cost in parts if cost is not None]
+    first = parts[0][0]
+    return UsageRow(
+        name,
+        len({run.id for run, _, _, _ in parts}),
+        sum(cpu for _, cpu, _, _ in parts),
+        sum(gpu for _, _, gpu, _ in parts),
+        sum(costs) if costs else None,
+        sum(gpu for _, _, gpu, cost in parts if cost is None),
+        f"{first.user}: {first.name}" if by == "job" else "",
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0

@@ -1,0 +1,72 @@
+"""Jobs that ended long ago, from slurmctld's file and from slurmdbd."""
+
+from __future__ import annotations
+
+from shoal.jobs.history import merged, parse_jobcomp, parse_sacct, sacct_command
+
+FILE = """\
+JobId=3 UserId=root(0) GroupId=root(0) Name=true JobState=COMPLETED Partition=main TimeLimit=UNLIMITED \
+StartTime=2026-11-15T09:54:03 EndTime=2026-11-15T09:54:03 NodeList=gpu1 NodeCnt=1 ProcCnt=1 WorkDir=/tmp \
+ReservationName= Tres=cpu=1,mem=470M,node=1,billing=1 Account=root QOS=normal WcKey= Cluster=reef \
+SubmitTime=2026-11-15T09:54:03 EligibleTime=2026-11-15T09:54:03 DerivedExitCode=0:0 ExitCode=0:0
+JobId=1 UserId=ann(1001) GroupId=ann(1001) Name=a name | JobId=9
+ with = things JobState=FAILED Partition=main TimeLimit=1500 \
+StartTime=2026-11-13T09:54:03 EndTime=2026-11-15T10:54:05 NodeList=gpu[1-2] NodeCnt=2 ProcCnt=1 WorkDir=/tmp \
+ReservationName= Tres=cpu=1 Account=root QOS=normal WcKey= Cluster=reef SubmitTime=2026-11-13T09:54:03 \
+EligibleTime=2026-11-13T09:54:03 ArrayJobId=1 ArrayTaskId=7 DerivedExitCode=0:0 ExitCode=3:0
+JobId=4 UserId=bob(1002) GroupId=bob(1002) Name=late JobState=CANCELLED Partition=main TimeLimit=30 StartTime=Unknown \
+EndTime=2026-11-15T11:00:00 NodeList=(null) NodeCnt=0 ProcCnt=0 WorkDir=/tmp ReservationName= Tres= Account=root \
+QOS=normal WcKey= Cluster=reef SubmitTime=2026-11-15T09:54:03 EligibleTime=Unknown DerivedExitCode=0:0 ExitCode=0:15
+"""
+
+
+def sacct(*fields: str) -> str:
+    return "\x1f".join(fields) + "\n"
+
+
+def test_the_file_is_read_whatever_a_job_is_called() -> None:
+    done, failed, cancelled = parse_jobcomp(FILE)
+    assert (done.id, done.state, done.name, done.user, done.run_time) == ("3", "COMPLETED", "true", "root", "00:00:00")
+    assert (failed.id, failed.number, failed.exit_code) == ("1_7", "1", 3)
+    assert failed.name == "a name | JobId=9\n with = things"
+    assert (failed.nodes, failed.node_count) == ("gpu[1-2]", 2)
+    assert (failed.run_time, failed.time_limit) == ("2-01:00:02", "1-01:00:00")
+    assert (cancelled.state, cancelled.nodes, cancelled.exit_signal) == ("CANCELLED", "", 15)
+    assert (cancelled.run_time, cancelled.start) == ("00:00:00", "")
+
+
+def test_a_job_that_was_queued_again_is_told_once_and_a_number_used_anew_twice() -> None:
+    again = FILE.splitlines()[0]
+    requeued = again.replace("COMPLETED", "REQUEUED").replace("T09:54", "T08:54")
+    assert [record.state for record in parse_jobcomp(f"{requeued}\n{again}\n")] == ["COMPLETED"]
+    earlier = again.replace("2026-11-15", "2026-10-01")
+    assert [record.start[:10] for record in parse_jobcomp(f"{earlier}\n{again}\n")] == ["2026-10-01", "2026-11-15"]
+
+
+def test_nothing_in_the_file_is_no_jobs() -> None:
+    assert parse_jobcomp("") == []
+
+
+def test_slurmdbd_is_asked_for_all_users_and_every_run() -> None:
+    assert {"-a", "-D", "-X", "uts1"} <= set(sacct_command())
+    assert "uts1700000000" in sacct_command(1.7e9)
+
+
+def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:
+    text = sacct("7", "CANCELLED by 0", "ann", "main", "gpu1", "1", "0:15", "2026-11-15T09:00:00",
+                 "2026-11-15T09:10:00", "00:10:00", "UNLIMITED", "/home/ann", "a|b\nc")  # fmt: skip
+    text += sacct("8_2", "RUNNING", "ann", "main", "gpu1", "1", "0:0", "2026-11-15T09:00:00", "Unknown", "00:10:00",
+                  "01:00:00", "/home/ann", "x")  # fmt: skip
+    [record] = parse_sacct(text)
+    assert (record.id, record.state, record.name, record.exit_signal) == ("7", "CANCELLED", "a|b\nc", 15)
+
+
+def test_what_both_know_is_told_once() -> None:
+    text = sacct("3", "COMPLETED", "root", "main", "gpu1", "1", "0:0", "2026-11-15T09:54:03", "2026-11-15T09:54:03",
+                 "00:00:01", "UNLIMITED", "/tmp", "true")  # fmt: skip
+    found = merged(parse_jobcomp(FILE), parse_sacct(text))
+    assert [(record.id, record.run_time) for record in found] == [
+        ("3", "00:00:01"),
+        ("1_7", "2-01:00:02"),
+        ("4", "00:00:00"),
+    ]

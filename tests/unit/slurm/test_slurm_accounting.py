@@ -1,0 +1,248 @@
+"""Accounting: the texts, the accounts wanted in sacctmgr's words, and the commands that bring them about."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.unit.roles.test_documents_of_roles import reef, shown
+
+from shoal.agent.document import Command, File, Item, Secret
+from shoal.agent.facts import FileFact
+from shoal.errors import VersionWindow
+from shoal.plan.diff import wanted
+from shoal.plan.observe import Observed
+from shoal.roles.accounting import SACCTMGR_CONF
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.documents import documents
+from shoal.roles.stage import Stage
+from shoal.slurm.accounting import PASSWORD_WORD, buffer_mb, wanted_accounts
+from shoal.slurm.accounts_program import differences, minutes, names
+
+BASE = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+login: {hosts: [{name: door, address: 10.0.0.2}]}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}, {name: n2, address: 10.0.0.12}]}
+"""
+ACCOUNTS = """
+accounting:
+  accounts:
+    sub: {parent: lab, users: {cat: {max_gpus: 1, max_time: 60}, ann: {}}}
+    lab: {users: [ann, bob], group_gpus: 4, fairshare: 3, qos: [normal, fast], default_qos: fast, gpu_hours: 100}
+  qos:
+    fast: {priority: 10, max_time: 1-00:00:00, max_gpus_per_user: 2}
+"""
+NOTHING: dict[str, Any] = {
+    "accounts": {"root": {"parent": "", "settings": {}}},
+    "users": {("root", "root"): {}},
+    "qos": {"normal": {}},
+    "defaults": {"root": "root"},
+}
+
+
+def want(text: str = ACCOUNTS) -> Any:
+    accounting = spec_of(BASE + text).accounting
+    assert accounting is not None
+    return json.loads(wanted_accounts("reef", accounting))
+
+
+def items(cluster: Cluster, name: str) -> list[Item]:
+    member = next(member for member in cluster.members if member.name == name)
+    return [item for document in documents(cluster, member).values() for item in document]
+
+
+def paths(cluster: Cluster, name: str) -> dict[str, File]:
+    return {item.path: item for item in items(cluster, name) if isinstance(item, File)}
+
+
+# ---- documents
+
+
+@pytest.mark.parametrize(
+    ("golden", "text"), [("accounting", BASE + "accounting: true\n"), ("accounting-accounts", BASE + ACCOUNTS)]
+)
+def test_the_host_of_the_database_is_asked_for_exactly_this(golden: str, text: str) -> None:
+    cluster = reef(text)
+    controller = documents(cluster, cluster.controller)
+    ours = {Stage.SERVICES: controller[Stage.SERVICES], Stage.NODES: controller[Stage.NODES]}
+    assert_golden(f"roles/{golden}.txt", shown(ours))
+
+
+def test_the_database_may_be_on_another_member_and_slurm_finds_it_there() -> None:
+    cluster = reef(BASE + "accounting: {host: n2}\n")
+    assert "/etc/slurm/slurmdbd.conf" in paths(cluster, "n2")
+    for name in ("c1", "n1", "door"):
+        assert "/etc/slurm/slurmdbd.conf" not in paths(cluster, name)
+    assert "AccountingStorageHost=10.0.0.12\n" in str(paths(cluster, "c1")["/etc/slurm/slurm.conf"].content)
+    assert "DbdHost=n2\n" in str(paths(cluster, "n2")["/etc/slurm/slurmdbd.conf"].content)
+
+
+def test_slurmdbds_port_is_open_to_members_where_it_is_and_known_nowhere_else() -> None:
+    cluster = reef(BASE + "accounting: {host: n2}\n")
+    assert "tcp dport { 6817, 6818, 60001-63000, 6819 } drop" in str(paths(cluster, "n2")["/etc/shoal/firewall.nft"])
+    assert "6819" not in str(paths(cluster, "c1")["/etc/shoal/firewall.nft"].content)
+
+
+def test_limits_are_enforced_only_where_the_spec_says_who_may_use_the_cluster() -> None:
+    plain = str(paths(reef(BASE + "accounting: true\n"), "c1")["/etc/slurm/slurm.conf"].content)
+    limited = str(paths(reef(BASE + ACCOUNTS), "c1")["/etc/slurm/slurm.conf"].content)
+    assert "AccountingStorageType=accounting_storage/slurmdbd\n" in plain
+    assert "AccountingStorageTRES=gres/gpu\n" in plain
+    assert "AccountingStorageEnforce" not in plain
+    assert "AccountingStorageEnforce=associations,limits,qos\n" in limited
+
+
+def test_the_password_is_made_on_the_host_and_files_that_get_it_are_for_their_reader_alone() -> None:
+    cluster = reef(BASE + "accounting: true\n")
+    [secret] = [item for item in items(cluster, "c1") if isinstance(item, Secret)]
+    assert (secret.owner, secret.mode) == ("root", 0o400)
+    filled = [file for file in paths(cluster, "c1").values() if PASSWORD_WORD in str(file.content)]
+    assert {(file.path, file.owner, file.mode) for file in filled} == {
+        ("/etc/slurm/slurmdbd.conf", "slurm", 0o600),
+        ("/etc/shoal/slurmdbd.sql", "root", 0o600),
+        ("/etc/shoal/slurmdbd.cnf", "root", 0o600),
+    }
+    assert all(file.fills == ((PASSWORD_WORD, secret.path),) for file in filled)
+    commands = [item for item in items(cluster, "c1") if isinstance(item, Command)]
+    assert not any(PASSWORD_WORD in word for item in commands for word in (*item.argv, *item.unless, item.stdin))
+
+
+def test_a_host_that_never_had_the_database_has_nothing_to_do_without_accounting() -> None:
+    cluster = reef()
+    for member in cluster.members:
+        assert Stage.SERVICES not in documents(cluster, member)
+
+
+def test_a_host_that_had_the_database_stops_it_and_keeps_the_records() -> None:
+    had = {SACCTMGR_CONF: FileFact(there=True)}
+    [document] = [
+        document
+        for stage, document in documents(reef(c1={"files": had}), reef().controller).items()
+        if stage is Stage.SERVICES
+    ]
+    keys = [item.key for item in document]
+    assert keys[0] == "command last backup of the accounting database"
+    assert "service slurmdbd" in keys
+    assert "file /etc/slurm/slurmdbd.conf" in keys
+    assert not any("drop" in " ".join(item.argv).lower() for item in document if isinstance(item, Command))
+
+
+def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
+    spec = spec_of(BASE + "accounting: {host: n1}\n")
+    addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
+    new = {"os_version": "13"}
+    facts = {name: host_facts(name, at, **({} if name == "n1" else new)) for name, at in addresses.items()}
+    with pytest.raises(VersionWindow) as caught:
+        wanted(spec, Observed(facts, {}), addresses)
+    assert "n1: slurmdbd older than slurmctld, found Slurm 22.05.8; the controller c1 has 24.11.5" in str(caught.value)
+    assert "take `accounting.host` out, so that c1 has the database" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "buffer"), [(512, 256), (1024, 256), (3900, 512), (15900, 2048), (64000, 8192), (2_000_000, 8192)]
+)
+def test_mariadb_gets_about_an_eighth_of_the_memory(memory: int, buffer: int) -> None:
+    assert buffer_mb(memory) == buffer
+
+
+def test_slurm_conf_says_the_same_of_accounting_to_every_release() -> None:
+    spec = spec_of(BASE + "accounting: true\n")
+    facts = {name: host_facts(name, at) for name, at in {"c1": "10.0.0.1", "n1": "10.0.0.11"}.items()}
+    assert assemble(spec, facts, {}).conf.accounting is not None
+
+
+# ---- accounts
+
+
+def test_accounts_are_made_from_the_top_down_and_users_after_them() -> None:
+    commands = [" ".join(command) for command in differences(want(), {"qos": [], "accounts": [], "users": []}, NOTHING)]
+    assert commands == [
+        "add qos fast",
+        "modify qos fast set Priority=10 MaxTRESPerUser=gres/gpu=2 MaxWall=1440",
+        "add account lab cluster=reef parent=root description=lab organization=reef",
+        "modify account lab cluster=reef set Fairshare=3 QOS=fast,normal DefaultQOS=fast GrpTRES=gres/gpu=4 "
+        "GrpTRESMins=gres/gpu=6000",
+        "add account sub cluster=reef parent=lab description=sub organization=reef",
+        "add user cat account=sub cluster=reef",
+        "modify user cat where cluster=reef account=sub set MaxWall=60 MaxTRESPerJob=gres/gpu=1",
+        "add user ann account=sub cluster=reef",
+        "add user ann account=lab cluster=reef",
+        "add user bob account=lab cluster=reef",
+    ]
+
+
+def found() -> dict[str, Any]:
+    """What sacctmgr shows once all that is so."""
+    plain = {"Fairshare": "1"}
+    return {
+        "qos": {"normal": {}, "fast": {"Priority": "10", "MaxTRESPerUser": "gres/gpu=2", "MaxWall": "1-00:00:00"}},
+        "accounts": {
+            "root": {"parent": "", "settings": plain},
+            "lab": {
+                "parent": "root",
+                "settings": {
+                    **{"Fairshare": "3", "QOS": "fast,normal", "DefaultQOS": "fast"},
+                    **{"GrpTRES": "gres/gpu=4", "GrpTRESMins": "gres/gpu=6000"},
+                },
+            },
+            "sub": {"parent": "lab", "settings": plain},
+        },
+        "users": {
+            ("root", "root"): plain,
+            ("cat", "sub"): {"Fairshare": "1", "MaxTRESPerJob": "gres/gpu=1", "MaxWall": "01:00:00"},
+            ("ann", "sub"): plain,
+            ("ann", "lab"): plain,
+            ("bob", "lab"): plain,
+        },
+        "defaults": {"root": "root", "cat": "sub", "ann": "sub", "bob": "lab"},
+    }
+
+
+def test_what_is_so_already_takes_no_command() -> None:
+    assert differences(want(), names(want()), found()) == []
+
+
+def test_a_limit_that_is_not_in_the_file_any_more_is_taken_away() -> None:
+    later = want(ACCOUNTS.replace(", group_gpus: 4", "").replace(", default_qos: fast", "").replace("max_time: 60", ""))
+    commands = [" ".join(command) for command in differences(later, names(want()), found())]
+    assert commands == [
+        "modify account lab cluster=reef set DefaultQOS=-1 GrpTRES=gres/gpu=-1",
+        "modify user cat where cluster=reef account=sub set MaxWall=-1",
+    ]
+
+
+def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None:
+    there = found()
+    there["accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
+    there["users"]["eve", "theirs"] = {"Fairshare": "1"}
+    later = want("accounting: {accounts: {lab: {users: [ann]}}}\n")
+    commands = [" ".join(command) for command in differences(later, names(want()), there)]
+    assert "modify user ann where cluster=reef set defaultaccount=lab" in commands
+    assert commands[-3:] == [
+        "delete user bob account=lab cluster=reef",
+        "delete account sub cluster=reef",
+        "delete qos fast",
+    ]
+    assert not any("theirs" in command or "eve" in command for command in commands)
+
+
+def test_an_account_goes_after_those_inside_it() -> None:
+    later = want("accounting: {accounts: {other: {users: [ann]}}}\n")
+    commands = [" ".join(command) for command in differences(later, names(want()), found())]
+    gone = [command for command in commands if command.startswith("delete account")]
+    assert gone == ["delete account sub cluster=reef", "delete account lab cluster=reef"]
+
+
+def test_slurms_own_qos_is_never_deleted() -> None:
+    ours = {"qos": ["normal"], "accounts": [], "users": []}
+    assert differences(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
+
+
+@pytest.mark.parametrize(("text", "value"), [("01:30:00", 90), ("1-00:00:00", 1440), ("", None), ("00:00:30", 0.5)])
+def test_times_are_read_as_sacctmgr_writes_them(text: str, value: float | None) -> None:
+    assert minutes(text) == value
