@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 import urllib.parse
@@ -60,9 +61,16 @@ class FakeMlflow:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        while self._http is None:
+            # Below those that the kernel gives to outgoing connections: nobody takes it while the server is down.
+            port = self._port or random.SystemRandom().randrange(8_100, 12_000)
+            try:
+                self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            except OSError:
+                if self._port:
+                    raise
         self._http.daemon_threads = True
-        self._port = self._http.server_address[1]
+        self._port = port
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:

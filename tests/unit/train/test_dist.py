@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -83,7 +85,7 @@ def test_a_network_that_loses_packets_is_explained_by_both_sides(hosts: TwoHosts
 @needs_namespaces
 def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) -> None:
     more = {"SHOAL_STORE_DIR": str(tmp_path), "SHOAL_NODE_ADDRS": "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"}
-    running = [hosts.start(rank, srun(rank, ranks=3) | more, MEET_ONLY, "6", "3") for rank in (0, 1)]
+    running = [hosts.start(rank, srun(rank, ranks=3) | more, MEET_ONLY, "15", "8") for rank in (0, 1)]
     errors = [outcome(process)[0]["error"] for process in running]
     assert errors[0] == errors[1]
     assert "for 1 of 3 ranks\n  found: rank 2 on gpu3 is not here; the host does not answer (10.231.77.3)" in errors[0]
@@ -126,8 +128,11 @@ def test_the_script_runs_unchanged_alone_and_opens_no_port_for_it() -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections of other tests."""
+    while True:
+        port = random.SystemRandom().randrange(16_000, 20_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def test_signals_to_the_process_that_spawned_reach_its_ranks_and_their_exit_code_comes_back(tmp_path: Path) -> None:

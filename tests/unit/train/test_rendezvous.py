@@ -90,7 +90,7 @@ def test_a_rank_that_is_missing_is_named_with_its_node_before_the_time_is_up_and
     said: list[str] = []
     envs = [rank_of(rank, world_size=4, nodes=2) for rank in (0, 1)]
     with ThreadPoolExecutor() as pool:
-        waiting = [start(pool, env, board_of(env), patience(said, timeout=3, explain_after=0.5)) for env in envs]
+        waiting = [start(pool, env, board_of(env), patience(said, timeout=8, explain_after=4)) for env in envs]
         errors = [future.exception() for future in waiting]
     assert text_of(errors[0]) == (
         "rank 0 on gpu1 waited N s for 2 of 4 ranks\n"
@@ -102,7 +102,7 @@ def test_a_rank_that_is_missing_is_named_with_its_node_before_the_time_is_up_and
     assert str(errors[1]) == str(errors[0])  # rank 1 was there, and is told why it waited for nothing
     assert len(said) == 1
     assert text_of(said[0]).startswith(
-        "shoal: still waiting (up to 3 s). rank 0 on gpu1 waited N s for 2 of 4 ranks\n  found: ranks 2"
+        "shoal: still waiting (up to 8 s). rank 0 on gpu1 waited N s for 2 of 4 ranks\n  found: ranks 2"
     )
 
 
@@ -121,7 +121,7 @@ def test_without_rank_zero_the_others_say_where_they_looked(tmp_path: Path) -> N
 def test_without_rank_zero_and_without_a_shared_directory_the_row_of_ports_is_summed_up() -> None:
     env = rank_of(1, job="without-rank-zero")
     with pytest.raises(RendezvousError) as error:
-        meet(env, by_ports(env), on_loopback, patience(timeout=1, explain_after=9))
+        meet(env, by_ports(env), on_loopback, patience(timeout=4, explain_after=9))
     assert error.value.found == f"127.0.0.1: rank 0 is at none of {len(ports_of(env.key))} ports (refused: 32)"
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_came_and_ended_is_remembered(tmp_path: Path) -> None:
     env = rank_of(0, world_size=3)
     board = FileBoard(tmp_path, env.key)
     with ThreadPoolExecutor() as pool:
-        waiting = start(pool, env, board, patience(timeout=2, explain_after=9))
+        waiting = start(pool, env, board, patience(timeout=6, explain_after=9))
         doors: list[Door] = []
         while not doors:
             doors = board.doors()
@@ -194,7 +194,7 @@ def test_who_does_not_know_the_word_is_not_let_in(tmp_path: Path) -> None:
     env = rank_of(0)
     board = FileBoard(tmp_path, env.key)
     with ThreadPoolExecutor() as pool:
-        waiting = start(pool, env, board, patience(timeout=2, explain_after=9))
+        waiting = start(pool, env, board, patience(timeout=6, explain_after=9))
         doors: list[Door] = []
         while not doors:
             doors = board.doors()

@@ -189,7 +189,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.train.stop import Stopper, starting_workers, worker_signals
 
 class Slow(Dataset):
-    def __len__(self): return 400
+    def __len__(self): return 40_000
     def __getitem__(self, index):
         time.sleep(0.01)
         return index
@@ -238,8 +238,7 @@ def _signalled_trainer(tmp_path: Path, number: signal.Signals, protect: str, con
         os.killpg(trainer.pid, signal.SIGKILL)
         trainer.communicate()
         raise
-    for pid in seen.splitlines()[0].split()[1:]:
-        assert not Path("/proc", pid).exists()
+    _wait_until_gone(seen.splitlines()[0].split()[1:])
     return seen + rest, errors, trainer.returncode
 
 
@@ -272,10 +271,14 @@ def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
         [sys.executable, str(script), "protected", "fork"], capture_output=True, text=True, timeout=120
     )
     assert run.returncode == -signal.SIGKILL
-    workers = [Path("/proc", pid) for pid in run.stdout.splitlines()[0].split()[1:]]
+    workers = run.stdout.splitlines()[0].split()[1:]
     assert len(workers) == 2
+    _wait_until_gone(workers)
+
+
+def _wait_until_gone(workers: list[str]) -> None:
     for _ in range(600):
-        if not any(_alive(worker) for worker in workers):
+        if not any(_alive(Path("/proc", pid)) for pid in workers):
             return
         time.sleep(0.1)
     pytest.fail("the workers outlive their trainer")
