@@ -16,8 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import ShoalError
 from shoal.hosts.api import Target
 from shoal.providers.sandbox.provider import SandboxProvider
+
+LIMIT = 600.0
+"""Seconds for whatever ends by itself. Generous: the machine may be busy. Reached only by what hangs."""
 
 
 class Cluster:
@@ -33,14 +37,16 @@ class Cluster:
         # Set by pytest-xdist, and in force for the tables of `shoal` as if the user had said so.
         self.env.pop("COLUMNS", None)
 
-    def shoal(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def shoal(
+        self, *arguments: str, status: int | None = 0, timeout: float = LIMIT
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command line; `status` is the exit status it must have, None for any."""
         done = subprocess.run(self.line(*arguments), capture_output=True, text=True, timeout=timeout, env=self.env)
         said = f"shoal {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert status is None or done.returncode == status, said
         return done
 
-    def json(self, *arguments: str, status: int | None = 0, timeout: float = 300) -> Any:
+    def json(self, *arguments: str, status: int | None = 0, timeout: float = LIMIT) -> Any:
         at = 2 if arguments[0] == "node" else 1
         words = (*arguments[:at], "--json", *arguments[at:])
         return json.loads(self.shoal(*words, status=status, timeout=timeout).stdout)
@@ -76,8 +82,8 @@ class Cluster:
         """A shell command on a sandbox host, without Shoal, also when the spec no longer names it."""
         target = self.instances()[host]
         options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
-        line = ["ssh", "-q", "-o", "ConnectTimeout=5", *options, f"root@{target.address}", command]
-        return subprocess.run(line, capture_output=True, text=True, timeout=120)
+        line = ["ssh", "-q", "-o", "ConnectTimeout=30", *options, f"root@{target.address}", command]
+        return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT / 2)
 
     def instances(self) -> dict[str, Target]:
         return {instance.name: instance.target for instance in asyncio.run(self.provider.instances(self.name))}
@@ -95,11 +101,17 @@ class Cluster:
         """The state flags of every node, by name."""
         return {node["name"]: set(node["state"]) for node in self.json("status")["nodes"]}
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 120) -> None:
-        """Wait for something that Slurm or a host does in its own time."""
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = LIMIT) -> None:
+        """Wait for something that Slurm or a host does in its own time. Who cannot be asked yet is asked again."""
         end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        while True:
+            problem = ""
+            try:
+                if condition():
+                    return
+            except (AssertionError, ShoalError, subprocess.TimeoutExpired) as error:
+                problem = f"; asked last, it failed: {error}"
+            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s{problem}"
             time.sleep(0.5)
 
     def answers(self, host: str) -> bool:
@@ -116,6 +128,23 @@ def running(directory: Path, text: str) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shoal("down", "--force")
+
+
+HOLD_APT = """\
+rm -f /run/release /run/held
+systemd-run --quiet --collect --unit=holder python3 -c '
+import fcntl, os, time
+file = open("/var/lib/dpkg/lock-frontend", "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+open("/run/held", "w").close()
+while not os.path.exists("/run/release"):
+    time.sleep(0.1)
+'
+while [ ! -e /run/held ]; do sleep 0.1; done
+"""
+"""On a host: apt is busy from now on, and whoever wants to install something waits there."""
+
+RELEASE_APT = "touch /run/release; while systemctl -q is-active holder; do sleep 0.1; done"
 
 
 def read_until(process: subprocess.Popen[str], phase: str) -> None:

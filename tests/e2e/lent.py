@@ -33,7 +33,7 @@ class Lent:
         done = subprocess.run(
             ["ssh", "-q", "-i", self.identity, "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
              f"root@{self.instances[name].target.address}", "sh -s"],
-            input=script, capture_output=True, text=True, timeout=120,
+            input=script, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert status is None or done.returncode == status, f"{name}: {script}\n{done.stdout}\n{done.stderr}"
         return done.stdout

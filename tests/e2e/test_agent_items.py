@@ -148,7 +148,8 @@ async def test_a_mount_holds_now_and_after_a_reboot_and_goes(lent: Lent, known: 
 
 async def test_a_mount_that_is_in_use_is_named_with_the_way_to_find_who_uses_it(lent: Lent, known: Path) -> None:
     await apply(lent, known, Mount("/srv/busy", "none", "tmpfs"))
-    lent.shell("n1", "cd /srv/busy && systemd-run --quiet --unit=sitter -p WorkingDirectory=/srv/busy sleep infinity")
+    sit = "systemd-run --quiet --unit=sitter -p Type=exec -p WorkingDirectory=/srv/busy sleep infinity"
+    lent.shell("n1", sit)
     [failed] = await apply(lent, known, Mount("/srv/busy", mounted=False))
     assert failed.status == "failed" and "fuser -vm /srv/busy" in failed.detail, failed
     lent.shell("n1", "systemctl stop sitter")
@@ -198,16 +199,19 @@ async def test_packages_are_installed_once_and_their_daemons_stay_down(lent: Len
 async def test_killed_while_packages_install_the_next_run_finishes(
     lent: Lent, known: Path, victims: str, moment: str
 ) -> None:
-    lent.shell("n1", "apt-get -qq purge munge libmunge2 >/dev/null 2>&1")
-    # The agent stays a moment longer than the packages need, so that the blow finds it however late it falls.
-    works = Command("works", ("sh", "-c", "munge --version && sleep 2"), unless=("test", "-e", "/none"))
-    document = (Packages(("munge",)), works)
+    lent.shell("n1", "apt-get -qq purge munge libmunge2 >/dev/null 2>&1 && rm -f /run/watching /run/over /run/struck")
+    # The agent stays until it is struck, so that the blow finds it however late it falls.
+    stay = "munge --version && touch /run/over && until [ -e /run/struck ]; do sleep 0.1; done"
+    document = (Packages(("munge",)), Command("works", ("sh", "-c", stay)))
     async with await connect(lent, known) as host:
         agent = await AgentSession.open(host)
-        running = asyncio.create_task(agent.apply(document, {}, quiet))
         # One shell on the host looks and strikes, so that it comes in time. A victim may end between the two.
-        strike = f"for pid in $({victims}); do kill -KILL $pid 2>/dev/null; done; true"
-        await asyncio.to_thread(lent.shell, "n1", f"until {moment} >/dev/null 2>&1; do :; done; {strike}")
+        look = f"touch /run/watching; until {moment} >/dev/null 2>&1 || [ -e /run/over ]; do :; done"
+        strike = f"for pid in $({victims}); do kill -KILL $pid 2>/dev/null; done; touch /run/struck"
+        striking = asyncio.create_task(asyncio.to_thread(lent.shell, "n1", f"{look}; {strike}"))
+        await asyncio.to_thread(lent.shell, "n1", "until [ -e /run/watching ]; do sleep 0.1; done")
+        running = asyncio.create_task(agent.apply(document, {}, quiet))
+        await striking
         with pytest.raises(AgentFailed, match="n1: the agent was killed while it worked"):
             await running
     installed, worked = await apply(lent, known, *document)
@@ -225,8 +229,8 @@ UNIT = "/etc/systemd/system/ticker.service"
 
 
 def ticker(word: str, **wanted: bool) -> Document:
-    """A daemon of our own whose unit file we write."""
-    text = f"[Service]\nExecStart=/usr/bin/sleep 9999{word}\n[Install]\nWantedBy=multi-user.target\n"
+    """A daemon of our own whose unit file we write. `exec`: it counts as started once it is what it is to be."""
+    text = f"[Service]\nType=exec\nExecStart=/usr/bin/sleep 9999{word}\n[Install]\nWantedBy=multi-user.target\n"
     return File(UNIT, text, restarts=("ticker",)), Service("ticker", **wanted)
 
 

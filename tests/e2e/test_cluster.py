@@ -5,6 +5,7 @@ The tests of a pass share one cluster and run in the order of this file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, kill, read_until
+from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill, read_until
 
 from shoal.providers.sandbox.layout import Layout
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.sandbox
 
 RELEASES = {"debian12": "22.05", "debian13": "24.11", "sid": "26.05"}
 
-READY = ("srun", "-N2", "--immediate=20", "hostname")
+READY = ("timeout", "60", "srun", "-N2", "--immediate=20", "hostname")
 
 SPEC = """\
 cluster: t-{image}
@@ -50,12 +51,18 @@ def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -
 def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
     # Each: the phase that has just ended, and how far into the next one the kill falls.
     # Agents end what they are at when their `up` is killed, so what is left for the next one cannot be foretold.
+    killed = 0
     for phase, seconds in (("", 1.0), ("sandbox hosts", 0.1), ("compare", 1.5), ("packages", 0.0), ("compare", 0.1)):
         process = cluster.background("up")
         read_until(process, phase)
         time.sleep(seconds)
-        assert process.poll() is None, f"up ended before it could be killed after {phase!r}"
+        whole = process.poll() is not None  # on a machine so busy that the blow came late there is nothing left to do
         kill(process)
+        if whole:
+            assert process.returncode == 0, f"up failed after {phase!r}"
+            break
+        killed += 1
+    assert killed >= 3, "up was killed at too few points to mean something"
     result = cluster.json("up", timeout=600)
     assert result["whole"], result
 
@@ -102,15 +109,15 @@ def test_names_resolve_on_every_host(cluster: Cluster) -> None:
 
 def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
-    probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 3)"]
-    cluster.on("fish1", *probe)
+    probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]
+    cluster.wait("those inside are let in", lambda: cluster.on("fish1", *probe) == "")
     outside = subprocess.run(probe, capture_output=True, text=True)
     assert outside.returncode != 0 and "timed out" in outside.stderr
 
 
 def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=/tmp/long.out", "--nodelist=fish1"]
-    job = cluster.on("controller", *submit, "--wrap", "for i in $(seq 600); do sleep 0.5; done; echo whole").strip()
+    job = cluster.on("controller", *submit, "--wrap", "for i in $(seq 6000); do sleep 0.5; done").strip()
     cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
 
     cluster.edit("count: 2", "count: 3")
@@ -129,10 +136,9 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     assert "DRAIN" in cluster.states()["fish3"]
     again = cluster.background("up", "--json")
     cluster.on("fish3", "touch", "/tmp/go")
-    result = json.loads(again.communicate(timeout=120)[0])
+    result = json.loads(again.communicate(timeout=LIMIT)[0])
     assert result["removed"] == ["fish3"], result
-    states = cluster.states()
-    assert set(states) == {"fish1", "fish2"}
+    cluster.wait("Slurm has forgotten it", lambda: set(cluster.states()) == {"fish1", "fish2"})
     assert "JobState=COMPLETED" in cluster.on("controller", "scontrol", "show", "job", short)
     assert "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T")
     cluster.on("controller", "scancel", job)
@@ -140,7 +146,7 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
 
 
 def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
-    submit = ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=fish1", "--wrap", "sleep 120"]
+    submit = ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=fish1", "--wrap", "sleep 3000"]
     job = cluster.on("controller", *submit).strip()
     cluster.wait("the job runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-j", job, "-o", "%T"))
     text = cluster.file.read_text()
@@ -181,11 +187,12 @@ def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
 def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> None:
     for host in ("fish1", "fish2"):
         cluster.on(host, "sh", "-c", "echo broken > /etc/default/slurmd; apt-get -qq remove -y slurmd")
+    cluster.on("fish2", "sh", "-c", HOLD_APT)  # so that it cannot be done before it is cut off
     process = cluster.background("up")
     read_until(process, "compare")
     cluster.fault("cut", "fish2")
     try:
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=LIMIT)
         assert process.returncode == 3, said
         assert "fish2: " in said and "fix:" in said, said
         assert "--conf-server" in cluster.on("fish1", "cat", "/etc/default/slurmd")
@@ -193,6 +200,7 @@ def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> No
     finally:
         cluster.fault("heal", "fish2")
     cluster.wait("fish2 is back", lambda: cluster.answers("fish2"))
+    cluster.on("fish2", "sh", "-c", RELEASE_APT)
     assert cluster.json("up")["whole"]
 
 
@@ -217,16 +225,26 @@ def test_ssh_runs_a_command(cluster: Cluster) -> None:
 
 
 def test_down_refuses_while_jobs_run_and_leaves_nothing(cluster: Cluster) -> None:
-    cluster.on("controller", "sbatch", "--output=/dev/null", "--wrap", "sleep 100")
+    cluster.on("controller", "sbatch", "--output=/dev/null", "--wrap", "sleep 3000")
     cluster.wait("it runs", lambda: "RUNNING" in cluster.on("controller", "squeue", "-h", "-o", "%T"))
     refused = cluster.shoal("down", status=1)
     assert "running job" in refused.stderr and "--force" in refused.stderr
     cluster.shoal("down", "--force")
     layout = Layout(cluster.provider.cache, cluster.name)
-    for look in (["ip", "-o", "link"], ["ip", "netns"], ["nft", "list", "tables"], ["mount"], ["losetup", "-l"]):
-        seen = subprocess.run(look, capture_output=True, text=True, check=True).stdout
-        assert layout.id not in seen and layout.table not in seen and str(layout.dir) not in seen, seen
-    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [line for line in running if str(layout.dir).encode() in line]
+    # The kernel takes a moment to drop a link or a loop device.
+    cluster.wait("nothing is left", lambda: nothing_is_left_of(layout), 60)
     assert not layout.dir.exists()
     assert cluster.shoal("status", status=1).stderr.count("run `shoal up`") == 1
+
+
+def nothing_is_left_of(layout: Layout) -> bool:
+    """Whether this machine has no link, namespace, rule, mount, loop device or process of a cluster any more."""
+    seen: list[str] = []
+    for look in (["ip", "-o", "link"], ["ip", "netns"], ["nft", "list", "tables"], ["mount"], ["losetup", "-l"]):
+        seen += subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+    left = [line for line in seen if any(name in line for name in (layout.id, layout.table, str(layout.dir)))]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            left += [line] if str(layout.dir) in (line := path.read_bytes().decode(errors="replace")) else []
+    assert not left, left
+    return True

@@ -53,7 +53,7 @@ def sandbox() -> SandboxProvider:
     return SandboxProvider()
 
 
-async def ssh(target: Target, command: str, *, user: str = "root", timeout: float = 30) -> str:
+async def ssh(target: Target, command: str, *, user: str = "root", timeout: float = 120) -> str:
     """What a command prints on the host. The host must show the key that the provider pinned."""
     assert target.host_key
     pinned = asyncssh.import_public_key(target.host_key)
@@ -67,7 +67,7 @@ async def ssh(target: Target, command: str, *, user: str = "root", timeout: floa
 
 async def test_root_logs_in_and_the_host_is_a_whole_running_system(hosts: dict[str, Instance]) -> None:
     for name, instance in hosts.items():
-        said = await ssh(instance.target, "whoami; hostname; systemctl is-system-running; cat /proc/1/comm")
+        said = await ssh(instance.target, "whoami; hostname; systemctl is-system-running --wait; cat /proc/1/comm")
         assert said.split() == ["root", name, "running", "systemd"]
 
 
@@ -116,12 +116,12 @@ async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
     boots.add(boot)
     assert (device, memory) == ("/dev/nvidia0", "700")
     await ssh(n1, "systemd-run --quiet --on-active=0.1 systemctl reboot")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while len(boots) < 3:
-            try:
-                boots.add((await ssh(n1, look, timeout=5)).split()[0])
-            except (OSError, TimeoutError, asyncssh.Error):
-                await asyncio.sleep(0.1)
+            with contextlib.suppress(OSError, TimeoutError, asyncssh.Error):
+                # Nothing at all is said by a host that goes down while it is asked.
+                boots.update((await ssh(n1, look, timeout=10)).split()[:1])
+            await asyncio.sleep(0.1)
 
 
 async def test_a_cut_host_is_unreachable_until_it_is_healed(
@@ -170,23 +170,22 @@ async def test_a_host_that_was_powered_off_inside_is_stopped_and_starts_again(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
     await ssh(hosts["far"].target, "systemd-run --quiet --on-active=0.1 systemctl poweroff")
-    for _ in range(600):
-        if (await sandbox.instances(CLUSTER))[2].state == "stopped":
-            break
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(300):
+        while (await sandbox.instances(CLUSTER))[2].state != "stopped":  # noqa: ASYNC110 - another process does it
+            await asyncio.sleep(0.1)
     await sandbox.create(CLUSTER, WANTED, quiet)
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
 
 async def test_a_site_behind_nat_opens_connections_and_takes_none(hosts: dict[str, Instance]) -> None:
     near, far = hosts["n1"].target, hosts["far"].target
-    knock = "timeout 2 bash -c 'head -c4 < /dev/tcp/{}/22' || echo closed"
-    assert await ssh(near, knock.format(far.address)) == "closed"
-    assert await ssh(far, knock.format(near.address)) == "SSH-"
+    knock = "timeout {} bash -c 'head -c4 < /dev/tcp/{}/22' || echo closed"
+    assert await ssh(near, knock.format(3, far.address)) == "closed"
+    assert await ssh(far, knock.format(60, near.address)) == "SSH-"
     watch = "python3 -c \"import socket; s = socket.create_server(('', 7777)); print(s.accept()[1][0])\""
-    waiting = asyncio.create_task(ssh(near, f"timeout 10 {watch}"))
+    waiting = asyncio.create_task(ssh(near, f"timeout 100 {watch}"))
     await ssh(
-        far, f"for i in $(seq 50); do bash -c ': < /dev/tcp/{near.address}/7777' 2>/dev/null && break; sleep 0.1; done"
+        far, f"for i in $(seq 500); do bash -c ': < /dev/tcp/{near.address}/7777' 2>/dev/null && break; sleep 0.1; done"
     )
     peer = await waiting
     assert peer != far.address
@@ -222,7 +221,7 @@ async def test_writable_cgroups_for_slurm(sandbox: SandboxProvider) -> None:
             assert said.startswith("first")
             assert "/dev/nvidia1: Operation not permitted" in said
         assert await ssh(one.target, f"mkdir {groups} && rmdir {groups} && echo made") == "made"
-        assert await ssh(one.target, "systemctl is-system-running") == "running"
+        assert await ssh(one.target, "systemctl is-system-running --wait") == "running"
     finally:
         await sandbox.destroy(cluster, quiet)
 
@@ -376,7 +375,7 @@ def _command_lines() -> Iterator[str]:
 async def settled(layout: Layout, before: dict[str, set[str]]) -> None:
     """Nothing is there that was not there before. The kernel takes a moment to drop a link or a loop device."""
     left: dict[str, set[str]] = {}
-    for _ in range(50):
+    for _ in range(600):
         left = {kind: things - before[kind] for kind, things in traces(layout).items()}
         if not any(left.values()):
             return

@@ -73,7 +73,8 @@ class Stopped:
         """What rank 0 has told, over all turns."""
         told: list[dict[str, Any]] = []
         for log in sorted(self.directory.glob("rank-0.*.log"), key=lambda path: int(path.suffixes[-2][1:])):
-            texts = [line.partition(" ")[2] for line in log.read_text(errors="replace").splitlines()]
+            whole = log.read_text(errors="replace").split("\n")[:-1]  # the last line may be just being written
+            texts = [line.partition(" ")[2] for line in whole]
             told += [json.loads(text) for text in texts if text.startswith('{"turn"')]
         return told
 
@@ -229,8 +230,8 @@ class Matrix(Cluster):
             for job in list(left.values()):
                 state = queue.get(job.id, "")
                 if job.cell.cause in SIGNALS and job.id not in struck and job.step() >= job.cell.at_work:
-                    struck.add(job.id)
                     self.signal(job)
+                    struck.add(job.id)
                 if state in ("PENDING", "") and job.turns() and job.checkpoint is None and (newest := job.newest()):
                     job.checkpoint, job.reason = newest
                 if state == "PENDING" and job.turns() and (job.id, job.turns()) not in called and room > 0:
@@ -240,7 +241,8 @@ class Matrix(Cluster):
                 if not state:
                     del left[job.id]
             if waiting and room > 0:
-                job = self.submit(waiting.pop(0))
+                job = self.submit(waiting[0])
+                waiting.pop(0)
                 jobs.append(job)
                 left[job.id] = job
             return not waiting and not left
