@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = 180.0
+LIMIT = 600.0
 """Generous: the machine may be busy. Reached only by ranks that hang."""
 
 

@@ -60,10 +60,10 @@ def _run_until_one_dies(count: int, *args: Any) -> list[int]:
     """Exit statuses. When one rank dies the others are killed too, as Slurm would."""
     children = start(count, *args)
     try:
-        wait([child.sentinel for child, _ in children], 120)
+        wait([child.sentinel for child, _ in children], 600)
         if all(child.exitcode in (None, 0) for child, _ in children):
             for child, _ in children:
-                child.join(60)
+                child.join(300)
     finally:
         for child, pipe in children:
             child.kill()

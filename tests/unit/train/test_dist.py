@@ -94,7 +94,7 @@ def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) 
 def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
     """Run a command to its end; what its ranks said, in the order of ranks, and all that was said beside it."""
     base = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=base | environ, capture_output=True, text=True, timeout=180, check=False)
+    ended = subprocess.run(command, env=base | environ, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     said = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     return sorted(said, key=lambda found: int(found["rank"])), ended.stderr

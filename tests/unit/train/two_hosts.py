@@ -48,7 +48,7 @@ class TwoHosts:
 
 def outcome(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     """What the script said, as JSON, and what the library said beside it."""
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=600)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     assert lines, err
     return json.loads(lines[-1]), err
