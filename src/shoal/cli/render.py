@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.render_services import show_services
 from shoal.errors import HostError
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
@@ -120,6 +121,7 @@ def show_status(console: Console, status: Status) -> None:
         name = f"{partition.name}*" if partition.default else partition.name
         partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time.lower())
     console.print(partitions)
+    show_services(console, status)
     console.print()
     if not status.jobs:
         console.print("no jobs")

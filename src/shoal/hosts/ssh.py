@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import HostError
+from shoal.errors import HostError, UsageError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.asyncssh_alone import asyncssh
@@ -170,6 +170,21 @@ class SshHost(LineHost):
         finally:
             if on_close:
                 await on_close()
+
+    async def forward(self, address: str, port: int, near: int = 0) -> int:
+        """Listen on a port of this machine's loopback, for as long as the connection lasts, and pass on what comes to
+        `address` and `port` as the host sees them. Returns the port; `near` is the one to take, 0 for any."""
+        try:
+            listener = await self._connection.forward_local_port("127.0.0.1", near, address, port)
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on port {near}: {error.strerror}", hint="name another with --port"
+            ) from None
+        return listener.get_port()
+
+    async def gone(self) -> None:
+        """Returns when the connection has ended."""
+        await self._connection.wait_closed()
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"

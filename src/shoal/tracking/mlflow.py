@@ -127,14 +127,36 @@ def auth_settings() -> str:
 
 def variables() -> str:
     """The service's environment; the host fills in the key that it made."""
-    return (
-        f"{_HEAD}MLFLOW_AUTH_CONFIG_PATH={AUTH}\nMLFLOW_FLASK_SERVER_SECRET_KEY=@KEY@\nMLFLOW_DISABLE_TELEMETRY=true\n"
-    )
+    settings = {
+        "MLFLOW_AUTH_CONFIG_PATH": AUTH,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": "@KEY@",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        # Seven processes of 240 MB each, for work with language models that training jobs do not have.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    return _HEAD + "".join(f"{name}={value}\n" for name, value in settings.items())
 
 
 def address_file(uri: str, *, ours: bool) -> str:
     """What `shoal run` reads on the controller. No secret is in it."""
     return json.dumps({"uri": uri, **({"username": JOBS} if ours else {})}) + "\n"
+
+
+TOLD = ("cat", ADDRESS, JOBS_PASSWORD)
+"""On the controller, as root: where jobs report to, and the password they do it with."""
+
+
+def job_variables(told: str) -> dict[str, str]:
+    """What MLflow's client and Shoal's tracker read, from the answer to TOLD. Empty where there is no server."""
+    address, _, password = told.partition("\n")
+    try:
+        found = json.loads(address)
+    except ValueError:
+        return {}
+    variables = {"MLFLOW_TRACKING_URI": str(found["uri"])}
+    if "username" in found:
+        variables |= {"MLFLOW_TRACKING_USERNAME": found["username"], "MLFLOW_TRACKING_PASSWORD": password.strip()}
+    return variables
 
 
 def account_program(server: Server) -> str:

@@ -21,6 +21,7 @@ from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
 from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
+from shoal.tracking.mlflow import TOLD, job_variables
 from shoal.verbs.ahead import AT_ONCE, Reached, reach, reach_controller
 from shoal.verbs.context import Context, computing
 from shoal.verbs.status import ask
@@ -99,8 +100,8 @@ async def submit(
 
         await expect_environment(fleet, prepared.environment, prepared.job.hosts)
     await _expect_profiler(fleet, prepared.job)
-    sent = await _ship(fleet, prepared, found)
-    number = await _sbatch(controller, prepared.script, secrets)
+    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(controller, job, environ))
+    number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
     await _clean(fleet, controller, prepared, found)
     resolved = prepared.job
     return Submitted(
@@ -222,9 +223,23 @@ async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found
         await fleet.each(crowded, one)
 
 
+async def _tracking(controller: Host, job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument."""
+    if job.tracking_uri:
+        return {}
+    found = job_variables((await controller.run(TOLD, timeout=60)).text)
+    # A server that somebody else set up has a password that only the operator knows.
+    known = {} if "MLFLOW_TRACKING_USERNAME" in found or not found else _given(environ)
+    return {**known, **found}
+
+
 def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What the job's tracker wants to know and nobody else may."""
-    found = {name: environ[name] for name in SECRETS if job.tracking_uri and environ.get(name)}
+    return _given(environ) if job.tracking_uri else {}
+
+
+def _given(environ: Mapping[str, str]) -> dict[str, str]:
+    found = {name: environ[name] for name in SECRETS if environ.get(name)}
     broken = [name for name, value in found.items() if not value.isprintable()]
     if broken:
         raise UsageError(f"{', '.join(broken)} is no line of text", hint="set it again, or unset it")

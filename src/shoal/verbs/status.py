@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shoal.errors import SlurmError, TimedOut
 from shoal.hosts.api import Host, Result
@@ -20,6 +21,9 @@ from shoal.slurm.state import (
 )
 from shoal.slurm.versions import Version
 from shoal.verbs.context import Context
+
+if TYPE_CHECKING:
+    from shoal.verbs.health import Clocks, TrackingHealth
 
 PATIENCE = 30.0
 """Seconds until a command of Slurm's must have answered."""
@@ -38,16 +42,26 @@ class Status:
     """Nodes that the spec names and Slurm does not know."""
     extra: tuple[str, ...] = ()
     """Nodes that Slurm knows and the spec does not name."""
+    clocks: Clocks | None = None
+    tracking: TrackingHealth | None = None
 
 
 async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
-    async with await context.fleet([context.controller]) as fleet:
+    from shoal.verbs.health import clocks, present, tracking_health
+
+    async with await context.fleet(await present(context)) as fleet:
         host = await fleet.host(context.controller.name)
         version = await running_version(host)
-        nodes, partitions, jobs = await asyncio.gather(
-            ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND), ask(host, JOBS_COMMAND)
-        )
+        looking = asyncio.ensure_future(clocks(fleet, fleet.targets, context.controller.name))
+        try:
+            nodes, partitions, jobs = await asyncio.gather(
+                ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND), ask(host, JOBS_COMMAND)
+            )
+            tracking, times = await tracking_health(host, context.spec), await looking
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
     found = tuple(parse_nodes(nodes))
     wanted = [member.name for member in context.members if "compute" in member.roles]
     known = {node.name for node in found}
@@ -60,6 +74,8 @@ async def status(context: Context) -> Status:
         jobs=tuple(parse_jobs(jobs)),
         absent=tuple(name for name in wanted if name not in known),
         extra=tuple(node.name for node in found if node.name not in wanted),
+        clocks=times,
+        tracking=tracking,
     )
 
 

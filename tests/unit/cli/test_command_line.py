@@ -75,7 +75,7 @@ def test_these_are_the_commands() -> None:
         *("init", "schema", "check", "plan", "up", "status", "down", "ssh", "exec"),
         *("node drain", "node resume", "node remove"),
         *("run", "jobs", "logs", "cancel", "prove", "bench links"),
-        *("env build", "env list", "env clean"),
+        *("env build", "env list", "env clean", "ui"),
         *("usage", "restore"),
     }
 

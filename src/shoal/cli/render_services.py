@@ -1,0 +1,32 @@
+"""How the cluster's services look in `shoal status`: a line each."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.hostlist import compress
+from shoal.spec.words import printable
+from shoal.verbs.status import Status
+
+NOTABLE = 0.5
+"""Seconds by which a clock must be off to be named."""
+
+
+def show_services(console: Console, status: Status) -> None:
+    """The clocks, and the tracking server where there is one."""
+    clocks, lines = status.clocks, []
+    if clocks and clocks.ahead:
+        off = {name: ahead for name, ahead in clocks.ahead.items() if abs(ahead) > NOTABLE}
+        told = ", ".join(f"[yellow]{name} {ahead:+.1f} s[/]" for name, ahead in sorted(off.items()))
+        near = [abs(ahead) for name, ahead in clocks.ahead.items() if name not in off]
+        within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
+        containers = f"; {compress(clocks.containers)}: their machine's" if clocks.containers else ""
+        lines.append(f"clocks: {', '.join(filter(None, (within, told)))}{containers}")
+    if status.tracking:
+        state = "[green]answers[/]" if status.tracking.well else f"[red]{escape(printable(status.tracking.said))}[/]"
+        lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")
+    if lines:
+        console.print()
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
