@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 HOSTS = ("desktop", "gpu01", "gpu02")
 
 
-def run(line: str, place: Path, environment: dict[str, str] | None = None, timeout: float = 600) -> str:
+def run(line: str, place: Path, environment: dict[str, str] | None = None, timeout: float = 1800) -> str:
     """A command line as a person types it, in a shell."""
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=environment, capture_output=True, text=True, timeout=timeout

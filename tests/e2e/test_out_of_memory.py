@@ -22,7 +22,7 @@ if os.environ["RANK"] == "1":
     eaten = []
     while True:
         eaten.append(bytearray(1 << 20))
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -140,7 +140,8 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
                 time.sleep(0.2)
         yield Server(uri, {}, 60)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -17,7 +17,7 @@ def give_torch(cluster: str) -> str:
     The first call on a machine installs them, which takes a minute or two; later ones take a second.
     """
     made = subprocess.run(
-        [sys.executable, ROOT / "scripts/environment", cluster], capture_output=True, text=True, timeout=900
+        [sys.executable, ROOT / "scripts/environment", cluster], capture_output=True, text=True, timeout=1800
     )
     assert made.returncode == 0, f"{made.stdout[-2000:]}\n{made.stderr[-2000:]}"
     return PYTHONPATH
