@@ -98,8 +98,8 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
         Secret(mlflow.SESSION_KEY, digits=64),
         Command(
             f"install MLflow {mlflow.VERSION}",
-            (*environment, "sh", "-c", mlflow.INSTALL, "sh", mlflow.PREFIX, *requirements),
-            unless=("test", "-e", mlflow.INSTALLED),
+            (*environment, "sh", "-c", mlflow.INSTALL, "sh", server.prefix, *requirements),
+            unless=("test", "-e", f"{server.prefix}/.complete"),
             timeout=3600.0,
         ),
         *(_database() if server.database == "postgresql" else ()),
@@ -122,7 +122,7 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
         Service(mlflow.SERVICE),
         Command(
             "make the account that jobs report with",
-            (f"{mlflow.PREFIX}/bin/python", "-I", "-"),
+            (f"{server.prefix}/bin/python", "-I", "-"),
             unless=("test", "-e", mlflow.ACCOUNTS),
             stdin=mlflow.account_program(server),
             timeout=300.0,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 VERSION = "3.17.2"
 """The release that is installed; the training library speaks to any from 2.0 on."""
-PREFIX = f"/opt/shoal/mlflow-{VERSION}"
 USER = "shoal-mlflow"
 SERVICE = "shoal-mlflow"
 STATE = "/var/lib/shoal-mlflow"
@@ -21,7 +20,7 @@ ADDRESS = "/etc/shoal/tracking.json"
 """On the controller: where jobs report to, for `shoal run`."""
 ADMIN, JOBS = "admin", "jobs"
 """A person logs in as the first; jobs report as the second, who may not change accounts."""
-INSTALLED, ACCOUNTS = f"{PREFIX}/.complete", f"{STATE}/.accounts"
+ACCOUNTS = f"{STATE}/.accounts"
 _HEAD = "# Written by shoal; changes here are lost.\n"
 
 
@@ -35,6 +34,11 @@ class Server:
     port: int
     database: str
     artifacts: str
+
+    @property
+    def prefix(self) -> str:
+        """Where it is installed."""
+        return f"/opt/shoal/mlflow-{VERSION}" + ("-postgresql" if self.database == "postgresql" else "")
 
     @property
     def uri(self) -> str:
@@ -93,8 +97,8 @@ def unit(server: Server) -> str:
         f"Group={USER}\n"
         f"WorkingDirectory={STATE}\n"
         f"EnvironmentFile={VARIABLES}\n"
-        f"ExecStart={PREFIX}/bin/mlflow server --app-name basic-auth --host {server.address} --port {server.port} "
-        f"--workers 2 --backend-store-uri {store} --artifacts-destination {server.artifacts} "
+        f"ExecStart={server.prefix}/bin/mlflow server --app-name basic-auth "
+        f"--host {server.address} --port {server.port} --workers 2 --backend-store-uri {store} --artifacts-destination {server.artifacts} "
         f"--allowed-hosts {server.allowed_hosts}\n"
         "Restart=on-failure\n"
         "RestartSec=3\n"

@@ -55,3 +55,9 @@ def test_refuses_other_options(tmp_path: Path) -> None:
 def test_a_host_without_gpus_has_none(tmp_path: Path) -> None:
     done = ask(tmp_path, "-L", gpus="")
     assert (done.returncode, done.stdout) == (6, "No devices were found\n")
+
+
+def test_the_driver_is_a_recent_one_unless_the_host_says_otherwise(tmp_path: Path) -> None:
+    gpus = "0, GPU-1, Simulated GPU, 1\n1, GPU-2, Simulated GPU, 1, 470.42.01\n"
+    done = ask(tmp_path, "--query-gpu=driver_version", "--format=csv,noheader", gpus=gpus)
+    assert done.stdout.split() == [nvidia_smi.DRIVER, "470.42.01"]

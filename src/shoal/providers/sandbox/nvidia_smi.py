@@ -1,7 +1,7 @@
 #!/usr/bin/python3 -ISB
 """A stand-in for nvidia-smi on sandbox hosts: answers -L and --query-gpu from /etc/shoal-gpus. Stands alone.
 
-Each line of that file is `index, uuid, name, memory in MiB`.
+Each line of that file is `index, uuid, name, memory in MiB`, and may end with the version of the driver.
 """
 
 # It runs in every round of facts on every host, so it imports next to nothing and starts without `site`.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-FIELDS = ("index", "uuid", "name", "memory.total")
+FIELDS = ("index", "uuid", "name", "memory.total", "driver_version")
+DRIVER = "580.95.05"
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +20,7 @@ def main(arguments: list[str]) -> int:
     if os.path.exists(source):
         with open(source) as file:
             lines = file.read().splitlines()
-    gpus = [dict(zip(FIELDS, line.split(", "))) for line in lines if line]  # noqa: B905
+    gpus = [dict(zip(FIELDS, [*line.split(", "), DRIVER])) for line in lines if line]  # noqa: B905
     if not gpus:
         print("No devices were found")
         return 6

@@ -1,0 +1,152 @@
+"""The program that makes an environment, run for real on wheels of a few bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.small_wheels import small_wheel, torch_like
+
+from shoal.environments import builder
+from shoal.environments.place import kept_command, parse_kept, remove_command, remove_wheels_command, unpack_command
+
+
+class Place:
+    """A directory that stands for a host, and one for the share."""
+
+    def __init__(self, root: Path) -> None:
+        self.shared, self.local, self.index = root / "shared", root / "local", root / "index"
+        small_wheel(self.index, "herring", "1.0", needs="sprat")
+        small_wheel(self.index, "herring", "1.1", needs="sprat")
+        small_wheel(self.index, "sprat", "2.0")
+        torch_like(self.index, "9.1+cu130", "13.0")
+
+    def build(self, *lines: str, **more: Any) -> dict[str, Any]:
+        """What the program says at its end."""
+        asked = {
+            "requirements": "\n".join((f"--no-index\n--find-links {self.index}", *lines)) + "\n",
+            **{"constraints": "", "locked": False, "python": sys.executable, "place": "shared", "proxy": {}},
+            **{"directory": str(self.shared), "local": str(self.local)},
+            **more,
+        }
+        line = [sys.executable, "-I", "-c", Path(builder.__file__).read_text()]
+        done = subprocess.run(line, input=json.dumps(asked) + "\n", capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        events = [json.loads(text) for text in done.stdout.splitlines()]
+        return dict(events[-1])
+
+    def run(self, command: list[str]) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("environments"))
+
+
+def says(path: str) -> str:
+    return subprocess.run([f"{path}/bin/herring-says"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_environment_has_what_is_named_and_what_that_needs(place: Place) -> None:
+    made = place.build("herring==1.0")
+    assert made["event"] == "done" and made["made"], made
+    assert made["packages"] == ["herring==1.0", "sprat==2.0"]
+    assert made["path"] == f"{place.shared}/{made['id']}"
+    assert says(made["path"]) == "herring 1.0"
+    assert not list(Path(made["path"]).glob("lib/python*/site-packages/pip"))
+
+
+def test_the_same_packages_are_the_same_environment_however_they_are_written(place: Place) -> None:
+    first, again = place.build("herring==1.0"), place.build("herring==1.0", "sprat")
+    assert (first["id"], first["made"]) == (again["id"], False)
+    assert first["source"] != again["source"]
+
+
+def test_another_version_is_another_environment_and_the_first_one_stays(place: Place) -> None:
+    old, new = place.build("herring==1.0"), place.build("herring==1.1")
+    assert old["id"] != new["id"]
+    assert (says(old["path"]), says(new["path"])) == ("herring 1.0", "herring 1.1")
+
+
+def test_wheels_are_gathered_once(place: Place) -> None:
+    made = place.build("herring==1.1")
+    Path(made["path"], builder.MARK).unlink()
+    (place.index / "herring-1.1-py3-none-any.whl").rename(place.index / "away")
+    try:
+        again = place.build("herring==1.1")
+    finally:
+        (place.index / "away").rename(place.index / "herring-1.1-py3-none-any.whl")
+    assert (again["event"], again["made"], again["id"]) == ("done", True, made["id"])
+
+
+def test_what_a_killed_run_left_is_made_anew(place: Place) -> None:
+    made = place.build("herring==1.1")
+    Path(made["path"], builder.MARK).unlink()
+    Path(made["path"], "bin", "herring-says").write_text("half of it")
+    half = place.shared / "wheels" / f"{made['source']}.new"
+    half.mkdir()
+    assert place.build("herring==1.1")["made"]
+    assert says(made["path"]) == "herring 1.1"
+
+
+def test_torch_is_asked_for_its_cuda_without_being_imported(place: Place) -> None:
+    made = place.build("torch")
+    assert (made["torch"], made["cuda"]) == ("9.1+cu130", "13.0")
+    assert place.build("herring==1.0")["torch"] is None
+
+
+def test_a_copy_is_unpacked_at_the_very_same_path_from_one_file(place: Place) -> None:
+    made = place.build("herring==1.0", place="local")
+    archive = place.shared / "archives" / f"{made['id']}.tar"
+    assert made["path"] == f"{place.local}/{made['id']}" and archive.exists()
+    place.run(["rm", "-rf", made["path"]])
+    place.run(unpack_command(made["path"], str(archive)))
+    assert says(made["path"]) == "herring 1.0"
+    assert [name.name for name in place.local.iterdir() if ".new" in name.name] == []
+
+
+def test_a_lock_adds_nothing_and_must_be_whole(place: Place) -> None:
+    told = place.build("herring==1.0", locked=True)
+    assert told["event"] == "failed"
+    assert "the packages do not fit together: herring 1.0 requires sprat, which is not installed" in told["what"]
+
+
+def test_a_package_that_nobody_has_is_told_as_pip_tells_it(place: Place) -> None:
+    told = place.build("mackerel")
+    assert told["event"] == "failed"
+    assert "pip could not gather the packages" in told["what"] and "mackerel" in told["what"]
+    assert told["fix"] == "mend the list of packages"
+
+
+def test_a_python_that_is_not_there_is_named(place: Place) -> None:
+    told = place.build("herring", python="python3.99")
+    assert (told["event"], told["what"]) == ("failed", "there is no python3.99 here")
+
+
+def test_passwords_of_pips_own_configuration_are_not_told() -> None:
+    assert builder.hidden("https://me:hunter2@x.org/simple no") == "https://...@x.org/simple no"
+
+
+def test_what_is_removed_is_gone_whole_and_its_wheels_with_it(place: Place) -> None:
+    made, other = place.build("herring==1.1"), place.build("herring==1.0")
+    kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
+    assert made["id"] in kept and not kept[made["id"]].busy
+    place.run(remove_command(str(place.shared), [made["id"]]))
+    place.run(remove_wheels_command(str(place.shared), [other["source"]]))
+    assert not Path(made["path"]).exists() and Path(other["path"]).exists()
+    assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
+
+
+def test_an_environment_that_a_process_uses_is_busy(place: Place) -> None:
+    made = place.build("herring==1.0")
+    line = [f"{made['path']}/bin/python", "-c", "import sys; print(1, flush=True); sys.stdin.read()"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
+        assert kept[made["id"]].busy
+        process.communicate()

@@ -1,0 +1,226 @@
+"""What the parts for tracking, time and packages ask of hosts, and what they take away again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, Document, File, SecretRef, Service
+from shoal.agent.facts import Facts, FileFact
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.environments import APT_PROXY, Environments
+from shoal.roles.stage import Stage
+from shoal.roles.time import CONF, DROP_IN, Time
+from shoal.roles.tracking import TrackingPart
+from shoal.tracking import mlflow
+
+REEF = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+"""
+CONTAINER = {"/run/systemd/container": FileFact(there=True)}
+
+
+def cluster_of(more: str = "", **changes: dict[str, Any]) -> Cluster:
+    addresses = {"c1": "10.0.0.1", "n1": "10.0.0.11"}
+    facts = {name: replace(host_facts(name, at), **changes.get(name, {})) for name, at in addresses.items()}
+    return assemble(spec_of(REEF + more), facts, addresses)
+
+
+def asked(part: Any, cluster: Cluster, name: str, stage: Stage = Stage.SERVICES) -> Document:
+    member = next(member for member in cluster.members if member.name == name)
+    return part.documents(cluster, member).get(stage, ())
+
+
+def keys(document: Document) -> list[str]:
+    return [item.key for item in document]
+
+
+def file(document: Document, path: str) -> File:
+    [found] = [item for item in document if isinstance(item, File) and item.path == path]
+    return found
+
+
+# Tracking
+
+
+def test_a_cluster_without_tracking_is_asked_for_nothing() -> None:
+    part, cluster = TrackingPart(), cluster_of()
+    for name in ("c1", "n1"):
+        assert asked(part, cluster, name) == ()
+        assert part.ports(cluster.spec, cluster.members[0]) == ()
+
+
+def test_the_server_is_on_the_controller_and_its_port_is_guarded_there() -> None:
+    part, cluster = TrackingPart(), cluster_of("tracking: mlflow\n")
+    controller, node = cluster.members
+    assert part.ports(cluster.spec, controller) == ("5000",) and part.ports(cluster.spec, node) == ()
+    assert part.packages(cluster.spec, controller, None) == ("python3-venv",)
+    assert asked(part, cluster, "n1") == ()
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_the_service_is_exactly_this(database: str) -> None:
+    document = asked(TrackingPart(), cluster_of(f"tracking: {{database: {database}}}\n"), "c1")
+    files = [item for item in document if isinstance(item, File) and isinstance(item.content, str)]
+    text = "".join(f"==== {item.path} {item.owner}:{item.group} {item.mode:04o}\n{item.content}" for item in files)
+    assert_golden(f"tracking/{database}.txt", "\n".join(keys(document)) + "\n" + text)
+
+
+def test_it_listens_on_the_clusters_address_alone_and_knows_its_names() -> None:
+    text = file(asked(TrackingPart(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
+    assert isinstance(text, str)
+    assert "--host 10.0.0.1 --port 5050 " in text
+    assert "--allowed-hosts 10.0.0.1:5050,c1:5050,localhost:*,127.0.0.1:*\n" in text
+
+
+def test_passwords_are_made_on_the_host_and_filled_in_there() -> None:
+    document = asked(TrackingPart(), cluster_of("tracking: mlflow\n"), "c1")
+    for path, word, source in (
+        (mlflow.AUTH, "@PASSWORD@", mlflow.ADMIN_PASSWORD),
+        (mlflow.VARIABLES, "@KEY@", mlflow.SESSION_KEY),
+    ):
+        found = file(document, path)
+        assert found.fills == ((word, source),) and word in str(found.content) and not found.mode & 0o007
+    assert [key for key in keys(document) if key.startswith("secret ")] == [
+        f"secret {path}" for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD, mlflow.SESSION_KEY)
+    ]
+
+
+def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_no_other() -> None:
+    known = {mlflow.JOBS_PASSWORD: FileFact(sha256="ab")}
+    part, cluster = TrackingPart(), cluster_of("tracking: {host: n1}\n", n1={"files": known})
+    document = asked(part, cluster, "c1")
+    assert file(document, mlflow.JOBS_PASSWORD).content == SecretRef("mlflow-jobs", "ab")
+    assert file(document, mlflow.JOBS_PASSWORD).mode == 0o400
+    assert file(document, mlflow.ADDRESS).content == '{"uri": "http://10.0.0.11:5000", "username": "jobs"}\n'
+    assert part.kept(cluster.spec)["mlflow-jobs"].host == "n1"
+    assert f"service {mlflow.SERVICE}" in keys(asked(part, cluster, "n1"))
+    assert f"service {mlflow.SERVICE}" not in keys(document)
+
+
+def test_a_server_that_is_there_already_is_only_told_to_jobs() -> None:
+    document = asked(TrackingPart(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
+    assert file(document, mlflow.ADDRESS).content == '{"uri": "https://t.example.org"}\n'
+    assert keys(document) == ["directory /etc/shoal", f"file {mlflow.ADDRESS}"]
+
+
+def test_a_server_that_the_spec_no_longer_wants_goes_and_what_it_kept_stays() -> None:
+    there = {mlflow.UNIT: FileFact(there=True), mlflow.ADDRESS: FileFact(there=True)}
+    document = asked(TrackingPart(), cluster_of(c1={"files": there}), "c1")
+    assert document == (
+        Service(mlflow.SERVICE, enabled=False, running=False),
+        File(mlflow.UNIT),
+        File(mlflow.ADDRESS),
+    )
+
+
+def test_packages_come_through_the_proxy() -> None:
+    cluster = cluster_of("tracking: mlflow\nproxy: {http: 'http://p.example.org:3128'}\n")
+    [install] = [
+        item
+        for item in asked(TrackingPart(), cluster, "c1")
+        if isinstance(item, Command) and item.name.startswith("install")
+    ]
+    assert install.argv[:3] == ("env", "http_proxy=http://p.example.org:3128", "https_proxy=http://p.example.org:3128")
+    assert install.argv[-1] == f"mlflow[auth]=={mlflow.VERSION}"
+
+
+def test_a_job_gets_the_address_and_the_password_and_without_a_server_nothing() -> None:
+    assert mlflow.job_variables('{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n') == {
+        "MLFLOW_TRACKING_URI": "http://10.0.0.1:5000",
+        "MLFLOW_TRACKING_USERNAME": "jobs",
+        "MLFLOW_TRACKING_PASSWORD": "secret",
+    }
+    assert mlflow.job_variables('{"uri": "https://t.example.org"}\n') == {
+        "MLFLOW_TRACKING_URI": "https://t.example.org"
+    }
+    assert mlflow.job_variables("secret\n") == mlflow.job_variables("") == {}
+
+
+def test_the_program_that_makes_accounts_is_python_and_holds_no_password() -> None:
+    text = mlflow.account_program(mlflow.Server("c1", "fd00::1", 5000, "sqlite", "/a"))
+    compile(text, "accounts", "exec")
+    assert "'http://[fd00::1]:5000'" in text and mlflow.JOBS_PASSWORD in text
+
+
+# Time
+
+
+@pytest.mark.parametrize("name", ["c1", "n1"])
+def test_a_container_has_no_clock_of_its_own(name: str) -> None:
+    cluster = cluster_of(**{name: {"files": CONTAINER}})
+    assert asked(Time(), cluster, name, Stage.BASE) == ()
+    other = "n1" if name == "c1" else "c1"
+    assert keys(asked(Time(), cluster, other, Stage.BASE))[0] == "packages chrony"
+
+
+def test_a_host_without_systemd_counts_as_a_container() -> None:
+    assert asked(Time(), cluster_of(n1={"init": "none"}), "n1", Stage.BASE) == ()
+
+
+def test_the_controller_serves_members_only_and_members_ask_it_too() -> None:
+    cluster = cluster_of()
+    served = file(asked(Time(), cluster, "c1", Stage.BASE), CONF).content
+    assert "allow 10.0.0.11\n" in str(served) and "bindaddress 10.0.0.1\n" in str(served)
+    assert "server 10.0.0.1 iburst\n" in str(file(asked(Time(), cluster, "n1", Stage.BASE), CONF).content)
+    assert "ConditionVirtualization=!container" in str(file(asked(Time(), cluster, "n1", Stage.BASE), DROP_IN).content)
+
+
+@pytest.mark.parametrize("daemon", ["ntpsec", "ntp", "openntpd"])
+def test_a_time_daemon_that_somebody_chose_is_left_alone_and_named(daemon: str) -> None:
+    cluster = cluster_of(n1={"services": {daemon: "active"}})
+    assert asked(Time(), cluster, "n1", Stage.BASE) == ()
+    [finding] = Time().findings(cluster)
+    assert (finding.level, finding.host) == ("info", "n1") and daemon in finding.what
+
+
+def test_without_the_time_service_our_part_of_it_goes() -> None:
+    ours = {CONF: FileFact(sha256="ab")}
+    assert asked(Time(), cluster_of("time: none\n"), "n1", Stage.BASE) == ()
+    assert keys(asked(Time(), cluster_of("time: none\n", n1={"files": ours}), "n1", Stage.BASE)) == [
+        f"file {CONF}",
+        f"file {DROP_IN}",
+    ]
+
+
+# Packages
+
+
+def prepared(more: str, facts: Facts) -> Document:
+    spec = spec_of(REEF + more)
+    return Environments().prepare(spec, cluster_of().members[1], facts)
+
+
+def test_apt_gets_its_proxy_before_anything_is_installed() -> None:
+    [item] = prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", Facts())
+    assert isinstance(item, File) and (item.path, item.content) == (
+        APT_PROXY,
+        "# Written by shoal; changes here are lost.\n"
+        'Acquire::http::Proxy "http://p:1";\n'
+        'Acquire::http::Proxy::deb.local "DIRECT";\n'
+        'Acquire::https::Proxy "http://p:1";\n'
+        'Acquire::https::Proxy::deb.local "DIRECT";\n',
+    )
+    there = Facts(files={APT_PROXY: FileFact(text=item.content)})
+    assert prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", there) == ()
+
+
+def test_a_proxy_that_the_spec_no_longer_has_goes_and_one_that_never_was_costs_nothing() -> None:
+    assert prepared("", Facts()) == ()
+    assert prepared("", Facts(files={APT_PROXY: FileFact()})) == ()
+    assert prepared("", Facts(files={APT_PROXY: FileFact(text="old")})) == (File(APT_PROXY),)
+
+
+def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None:
+    spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n")
+    controller, node = cluster_of().members
+    assert Environments().packages(spec, controller, None) == ("python3-venv",)
+    assert Environments().packages(spec, node, None) == ()
+    assert Environments().packages(spec_of(REEF), controller, None) == ()
