@@ -29,6 +29,8 @@ class Ask:
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
     services: tuple[str, ...] = ()
+    filesystems: tuple[str, ...] = ()
+    """Kinds of file systems, by the names the kernel has for them: `nfs4`, `nfsd`."""
 
 
 @dataclass(frozen=True)

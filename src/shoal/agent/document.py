@@ -135,6 +135,12 @@ class User(Item):
     home: str = "/nonexistent"
     shell: str = "/usr/sbin/nologin"
     groups: tuple[str, ...] = ()
+    not_in: tuple[str, ...] = ()
+    """Groups that the user must not be a member of."""
+    system: bool = True
+    """An account of a program's; else a person's."""
+    locked: bool = False
+    """Nobody may log in as the user. The account and its files stay."""
     owns: tuple[str, ...] = ()
     """Directories whose files may be handed over to the new ids; a file of the old ids elsewhere stops the change."""
     services: tuple[str, ...] = ()
@@ -185,6 +191,9 @@ class Mount(Item):
     fstype: str = ""
     options: str = "defaults"
     mounted: bool = True
+    automount: bool = False
+    """For a share of another host: mounted when somebody looks, and again when it was lost. What hides files of the
+    host's own is refused."""
 
     @property
     def key(self) -> str:

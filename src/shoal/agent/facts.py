@@ -92,6 +92,8 @@ class Facts:
     disks: tuple[Disk, ...] = ()
     tun: bool = False
     fuse: bool = False
+    filesystems: tuple[str, ...] = ()
+    """Those of the file systems we asked about that the host can mount."""
     cgroup: Cgroup = field(default_factory=Cgroup)
     clock: float = 0.0
     """Seconds since the epoch on the host, when it answered."""
@@ -115,6 +117,7 @@ def from_wire(data: Mapping[str, Any]) -> Facts:
         "cpu": _one(Cpu, data.get("cpu", {})),
         "cgroup": _cgroup(data.get("cgroup", {})),
         "gpus": tuple(_one(Gpu, gpu) for gpu in data.get("gpus", ())),
+        "filesystems": tuple(data.get("filesystems", ())),
         "disks": tuple(_one(Disk, disk) for disk in data.get("disks", ())),
         "addresses": tuple(_one(Address, address) for address in data.get("addresses", ())),
         "packages": {name: _one(Package, value) for name, value in data.get("packages", {}).items()},

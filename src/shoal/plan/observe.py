@@ -15,6 +15,7 @@ from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
+from shoal.roles.parts import part_filesystems
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
@@ -45,7 +46,13 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
     """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
     members = {member.name: member for member in members_of(spec)}
     controller = next(iter(members))
-    ask = Ask(users=("*",), groups=("*",), files=fact_files(spec), services=fact_services())
+    ask = Ask(
+        users=("*",),
+        groups=("*",),
+        files=fact_files(spec),
+        services=fact_services(),
+        filesystems=part_filesystems(spec),
+    )
 
     async def look(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)

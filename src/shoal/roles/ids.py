@@ -35,6 +35,11 @@ def choose_ids(controller: str, facts: Mapping[str, Facts]) -> Ids:
     )
 
 
+def choose_pair(name: str, first_choice: int, controller: str, facts: Mapping[str, Facts]) -> Pair:
+    """The same for another account and its group."""
+    return _choose(name, first_choice, [facts[host] for host in sorted(facts, key=lambda host: host != controller)])
+
+
 def _choose(name: str, first_choice: int, facts: list[Facts]) -> Pair:
     users = [fact.users for fact in facts]
     groups = [fact.groups for fact in facts]

@@ -50,6 +50,10 @@ class Part:
         """Further files to ask every host about."""
         return {}
 
+    def filesystems(self, spec: Spec) -> tuple[str, ...]:
+        """Kinds of file systems to ask every host's kernel about."""
+        return ()
+
     def ports(self, spec: Spec, member: Member) -> tuple[str, ...]:
         """TCP ports on the member that cluster members reach, and nobody else."""
         return ()

@@ -10,12 +10,22 @@ from shoal.roles.accounting import AccountingPart
 from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
+from shoal.roles.storage import Storage
 from shoal.roles.time import Time
 from shoal.roles.tracking import TrackingPart
+from shoal.roles.users import Users
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
-PARTS: tuple[Part, ...] = (Links(), Environments(), Time(), TrackingPart(), AccountingPart())
+PARTS: tuple[Part, ...] = (
+    Links(),
+    Storage(),
+    Users(),
+    Environments(),
+    Time(),
+    TrackingPart(),
+    AccountingPart(),
+)
 
 
 def part_packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:
@@ -28,6 +38,10 @@ def part_ports(spec: Spec, member: Member) -> tuple[str, ...]:
 
 def part_files(spec: Spec) -> dict[str, How]:
     return {path: how for part in PARTS for path, how in {**part.files, **part.facts_files(spec)}.items()}
+
+
+def part_filesystems(spec: Spec) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in PARTS for name in part.filesystems(spec)))
 
 
 def part_services() -> tuple[str, ...]:

@@ -25,7 +25,9 @@ from shoal.spec.model import (
     Spec,
 )
 from shoal.spec.network import Network
+from shoal.spec.storage import SharedDirectory
 from shoal.spec.tracking import Tracking
+from shoal.spec.users import ClusterUser
 
 EXAMPLE = """\
 # shoal.yaml
@@ -63,6 +65,8 @@ _SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
     ("Accounts", Account),
     ("Users of an account", Share),
     ("QOS", Qos),
+    ("storage", SharedDirectory),
+    ("users", ClusterUser),
     ("environments", Environment),
     ("proxy", Proxy),
     ("tracking", Tracking),

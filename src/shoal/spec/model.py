@@ -8,6 +8,8 @@
     ├── partitions: Partition ...    the queues over the nodesets; optional
     ├── accounting: Accounting       job records in a database, accounts and limits; optional
     ├── environments: Environment .. Python environments for jobs; optional
+    ├── storage: SharedDirectory ... directories that all hosts have; optional
+    ├── users: ClusterUser ...       who logs in, the same on all hosts; optional
     ├── tracking: Tracking           the server that jobs report to; optional
     └── slurm: SlurmOptions          more of slurm.conf; optional
 
@@ -36,7 +38,9 @@ from shoal.spec.accounting import Accounting, Price, unless_false
 from shoal.spec.closed import Closed as Closed
 from shoal.spec.environments import Environment, EnvironmentName, Proxy
 from shoal.spec.network import Endpoint, Network
+from shoal.spec.storage import SharedDirectory, SharePath
 from shoal.spec.tracking import Tracking
+from shoal.spec.users import AccountName, ClusterUser
 from shoal.spec.words import (
     LATER_PROVIDERS,
     Address,
@@ -307,6 +311,10 @@ class Spec(Closed):
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
     accounting: Annotated[Accounting | None, BeforeValidator(unless_false)] = None
     """Job records in a database: `true`, or a mapping with accounts, users and limits."""
+    storage: dict[SharePath, SharedDirectory] = Field(default_factory=dict)
+    """Directories that all hosts have, by the path under which they have them: `{/data: {kind: nfs}}`."""
+    users: dict[AccountName, ClusterUser] = Field(default_factory=dict)
+    """Who logs in and has jobs run, the same on all hosts, by name."""
     environments: dict[EnvironmentName, Environment] = Field(default_factory=dict)
     """Python environments for jobs, by name: `shoal env build` makes them, `shoal run --env NAME` uses one."""
     proxy: Proxy | None = None

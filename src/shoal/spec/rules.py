@@ -16,6 +16,7 @@ from shoal.spec.accounting_rules import accounting_problems
 from shoal.spec.environments import environment_problems
 from shoal.spec.network_rules import network_problems
 from shoal.spec.problem import Path, Problem, nearest, path_text
+from shoal.spec.storage_rules import storage_problems, user_problems
 from shoal.spec.tracking import tracking_problems
 from shoal.spec.words import minutes, show, slurm_time
 from shoal.train.contract import GRACE_SECONDS
@@ -43,6 +44,8 @@ def problems(data: object) -> list[Problem]:
         *accounting_problems(data, [name for _, _, name in _hosts(data)]),
         *environment_problems(data),
         *tracking_problems(data, [name for _, _, name in _hosts(data)]),
+        *storage_problems(data, [name for _, _, name in _hosts(data)]),
+        *user_problems(data),
     ]
 
 

@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker nee
 if TYPE_CHECKING:
     from typing import Any, Callable, Iterator
 
-REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "beegfs", "glusterfs")
+REMOTE = ("autofs", "nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "beegfs", "glusterfs")
 VOLATILE = ("/proc", "/sys", "/dev", "/run")
 SEARCH_SECONDS = 120.0
 
@@ -58,6 +58,8 @@ def check_user(item: Item, world: World) -> Change | None:
     import pwd
 
     name, uid, found, group = item["name"], item["uid"], user_of(item["name"]), group_of(item["group"])
+    if item.get("locked"):
+        return Change(f"lock user {name}") if found and not expired(name) else None
     if not found or found.pw_uid != uid:
         try:
             raise Failure(taken("user", name, uid, pwd.getpwuid(uid).pw_name))
@@ -81,25 +83,50 @@ def check_user(item: Item, world: World) -> Change | None:
     ]
     member_of = {entry.gr_name for entry in grp.getgrall() if name in entry.gr_mem} if item["groups"] else set()
     notes += ["member of " + wanted for wanted in item["groups"] if wanted not in member_of]
+    notes += ["no member of " + other for other in unwanted_groups(item)]
+    if not item.get("system", True) and expired(name):
+        notes.append("login allowed")
     return Change(f"set {', '.join(notes)} of user {name}") if notes else None
 
 
 def make_user(item: Item, world: World) -> str:
     name, found = item["name"], user_of(item["name"])
+    if item.get("locked"):
+        must(["usermod", "--expiredate", "1", "--", name], "could not lock user " + name)
+        return ""
+    for group in unwanted_groups(item):
+        must(["gpasswd", "--delete", name, group], f"could not take user {name} out of group {group}")
     settings = ["--gid", item["group"], "--home-dir" if not found else "--home", item["home"], "--shell", item["shell"]]
     if item["groups"]:
         settings += ["--groups", ",".join(item["groups"])]
     if not found:
-        argv = ["useradd", "--system", "--no-create-home", "--uid", str(item["uid"]), *settings, "--", name]
+        kind = ["--system"] if item.get("system", True) else []
+        argv = ["useradd", *kind, "--no-create-home", "--uid", str(item["uid"]), *settings, "--", name]
         must(argv, "could not make user " + name)
         return ""
     if item["groups"]:
         settings.append("--append")
+    if not item.get("system", True):
+        settings += ["--expiredate", ""]
     if (found.pw_uid, found.pw_dir) == (item["uid"], item["home"]):
         must(["usermod", *settings, "--", name], "could not change user " + name)
         return ""
     argv = ["usermod", "--uid", str(item["uid"]), *settings, "--", name]
     return renumber(world, argv, "user", found.pw_uid, item["uid"], item["owns"], item["services"])
+
+
+def unwanted_groups(item: Item) -> list[str]:
+    """Groups that the user is a member of and must not be."""
+    return [name for name in item.get("not_in", ()) if (group := group_of(name)) and item["name"] in group.gr_mem]
+
+
+def expired(name: str) -> bool:
+    """Whether the account is locked: it has an end, and that is over."""
+    for line in read_text("/etc/shadow").splitlines():
+        fields = line.split(":")
+        if fields[0] == name and len(fields) > 7:
+            return fields[7].isdigit() and int(fields[7]) < time.time() / 86400
+    return False
 
 
 def taken(kind: str, name: str, number: int, other: str) -> str:
@@ -163,9 +190,7 @@ def processes_of(kind: str, number: int, services: list[str]) -> list[str]:
 
 def files_of(kind: str, number: int, roots: list[str], limit: int, outside: list[str] | None = None) -> Iterator[str]:
     """Paths below `roots` on local disks that belong to an id, except below `outside`; at most `limit` (0: all)."""
-    mounts = (line.split(" - ", 1) for line in read_text("/proc/self/mountinfo").splitlines())
-    foreign = {left.split()[4] for left, right in mounts if right.split()[0] in REMOTE or right.startswith("fuse.")}
-    skipped = foreign.union(VOLATILE, outside or ())
+    skipped = remote_mounts().union(VOLATILE, outside or ())
     deadline, count = time.monotonic() + SEARCH_SECONDS, 0
     waiting = list(roots)
     while waiting:
@@ -185,6 +210,12 @@ def files_of(kind: str, number: int, roots: list[str], limit: int, outside: list
             count += 1
             if count == limit:
                 return
+
+
+def remote_mounts() -> set[str]:
+    """Where file systems of other hosts are mounted, or will be when somebody looks. Whoever looks may have to wait."""
+    mounts = (line.split(" - ", 1) for line in read_text("/proc/self/mountinfo").splitlines())
+    return {left.split()[4] for left, right in mounts if right.split()[0] in REMOTE or right.startswith("fuse.")}
 
 
 def accounts(names: list[str], find: Callable[[str], Any], table: str) -> list[Any]:

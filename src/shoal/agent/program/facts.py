@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from shoal.agent.program.accounts import accounts, group_of, user_of
+from shoal.agent.program.accounts import accounts, group_of, remote_mounts, user_of
 from shoal.agent.program.disk import read_bytes, read_text, sha256
 from shoal.agent.program.failure import disk_space
 from shoal.agent.program.netlink import addresses, firewall
@@ -36,7 +36,8 @@ def gather_facts(ask: Item, world: World) -> Item:
         "gpus": gpus(),
         "disks": disks(),
         "tun": opens("/dev/net/tun"),
-        "fuse": opens("/dev/fuse"),
+        "fuse": may_mount() and opens("/dev/fuse"),
+        "filesystems": filesystems(ask.get("filesystems") or [], uname.release),
         "cgroup": cgroup(),
         "boot_id": read_text("/proc/sys/kernel/random/boot_id").strip(),
         "addresses": addresses(),
@@ -136,11 +137,38 @@ def gpu_minors() -> dict[str, str]:
 
 def disks() -> list[Item]:
     seen: dict[int, Item] = {}
+    foreign = remote_mounts()
     for mount in ("/", "/var", "/home", "/tmp"):
-        if os.path.isdir(mount):
+        # A share whose server is gone would hold us up for as long as that lasts.
+        if (mount == "/" or mount not in foreign) and os.path.isdir(mount):
             total, free = disk_space(mount)
             seen.setdefault(os.stat(mount).st_dev, {"mount": mount, "total_mb": total, "free_mb": free})
     return list(seen.values())
+
+
+MODULE_OF = {"nfs4": "nfsv4"}
+
+
+def filesystems(names: list[str], release: str) -> list[str]:
+    """Which of these the kernel knows, or can load a module for. A host that may mount nothing has none of them."""
+    if not names or not may_mount():
+        return []
+    loaded = read_text("/proc/filesystems").split()
+    return [name for name in names if name in loaded or has_module(MODULE_OF.get(name, name), release)]
+
+
+def may_mount() -> bool:
+    """Whether we have CAP_SYS_ADMIN: containers often do not."""
+    status = read_text("/proc/self/status")
+    return bool(int(status.split("CapEff:")[1].split()[0], 16) >> 21 & 1) if "CapEff:" in status else True
+
+
+def has_module(name: str, release: str) -> bool:
+    """Whether the kernel has a module, loaded, built in or on disk."""
+    if os.path.isdir("/sys/module/" + name):
+        return True
+    folder = f"/lib/modules/{release}/"
+    return any(f"/{name}.ko" in read_text(folder + table) for table in ("modules.builtin", "modules.dep"))
 
 
 def opens(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Mounts that are there now and after a reboot."""
+"""Mounts that are there now and after a reboot. Nothing here looks into a share: its server may be gone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,39 @@ from shoal.agent.program.systemd import has_systemd
 from shoal.agent.program.wire import Item
 from shoal.agent.program.world import Change, World
 
+UNITS = "/etc/systemd/system/"
+FIRST_MOUNT_SECONDS = 60.0
+
 
 def check_mount(item: Item, world: World) -> Change | None:
     where, mounted = item["where"], is_mounted(item["where"])
     path, text = mount_record(item)
+    before = recorded(item, path)
     if not item["mounted"]:
-        return Change(f"unmount {where}") if mounted or recorded(item, path) else None
-    if recorded(item, path) != text:
+        return Change(f"unmount {where}") if before or (mounted and not item.get("automount")) else None
+    if item.get("automount") and not before:
+        refuse_hiding(where, mounted)
+    if before != text:
         return Change(f"mount {item['what']} on {where}")
     return None if mounted else Change(f"mount {item['what']} on {where}")
 
 
+def refuse_hiding(where: str, mounted: bool) -> None:
+    """Stop before a share hides what is there."""
+    if mounted:
+        raise Failure(f"something else is mounted on {where}; unmount it, or give the share another path")
+    inside = sorted(os.listdir(where)) if os.path.isdir(where) else []
+    if inside and inside != ["lost+found"]:
+        shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+        raise Failure(
+            f"{where} has files here that the share would hide: {shown}. Move them away (mv {where} {where}.old), or "
+            "give the share another path"
+        )
+
+
 def make_mount(item: Item, world: World) -> str:
+    if item.get("automount") and has_systemd():
+        return make_automount(item)
     where, (path, text) = item["where"], mount_record(item)
     unit = os.path.basename(path)
     same = recorded(item, path) == text
@@ -58,18 +79,76 @@ def make_mount(item: Item, world: World) -> str:
     return ""
 
 
+def make_automount(item: Item) -> str:
+    """A share. Who has files of it open keeps them when it goes or changes; who looks next sees the new one."""
+    where, (path, text) = item["where"], mount_record(item)
+    name = unit_name(where)
+    same = recorded(item, path) == text
+    watched = has_autofs()
+    unit = name + (".automount" if watched else ".mount")
+    if not item["mounted"] or not same:
+        run(["systemctl", "disable", *(["--now"] if watched else []), "--", unit], timeout=30.0)
+        while is_mounted(where):
+            must(["umount", "--lazy", "--no-canonicalize", "--", where], f"could not unmount {where}")
+    if not item["mounted"]:
+        for kind in (".automount", ".mount"):
+            remove(UNITS + name + kind)
+        must(["systemctl", "daemon-reload"], "could not reload systemd's units")
+        run(["systemctl", "reset-failed", "--", name + ".mount"])
+        try:
+            os.rmdir(where)
+        except OSError:
+            pass  # somebody else's, or not empty
+        return ""
+    if not same:
+        os.makedirs(where, 0o755, exist_ok=True)
+        mount, _, automount = text.partition(BETWEEN)
+        write_atomic(UNITS + name + ".mount", mount.encode(), 0o644, 0, 0)
+        if watched:
+            write_atomic(UNITS + name + ".automount", automount.encode(), 0o644, 0, 0)
+        else:
+            remove(UNITS + name + ".automount")
+        must(["systemctl", "daemon-reload"], "could not reload systemd's units")
+    must(["systemctl", "enable", *(["--now"] if watched else []), "--", unit], "could not enable " + unit)
+    status, text = run(["systemctl", "start", "--", name + ".mount"], timeout=FIRST_MOUNT_SECONDS)
+    if status:
+        raise Failure(f"could not mount {item['what']} on {where}\n{unit_log(name + '.mount', text)}")
+    return ""
+
+
+WANTED = "\n[Install]\nWantedBy=multi-user.target\n"
+BETWEEN = "\n# .automount\n"
+"""Between the two units of a share, where their texts are compared as one."""
+
+
 def mount_record(item: Item) -> tuple[str, str]:
     """Where a mount is written down for the next boot, and how: a systemd unit, or a block in fstab."""
     if not has_systemd():
         return "/etc/fstab", "{what} {where} {fstype} {options} 0 0\n".format(**item)
     fields = {name: item[name].replace("%", "%%") for name in ("what", "where", "fstype", "options")}
     text = "# Made by shoal\n[Mount]\nWhat={what}\nWhere={where}\nType={fstype}\nOptions={options}\n".format(**fields)
-    return f"/etc/systemd/system/{unit_name(item['where'])}.mount", text + "\n[Install]\nWantedBy=multi-user.target\n"
+    path = f"{UNITS}{unit_name(item['where'])}.mount"
+    if item.get("automount"):
+        # Without a limit: whoever looks at the share waits for as long as its server is away.
+        after = "[Unit]\nWants=network-online.target\nAfter=network-online.target\n\n"
+        text = text.replace("[Mount]", after + "[Mount]") + "TimeoutSec=infinity\n"
+        if not has_autofs():
+            return path, text + WANTED
+        watch = f"# Made by shoal\n[Automount]\nWhere={fields['where']}\n\n[Install]\nWantedBy=remote-fs.target\n"
+        return path, text + BETWEEN + watch
+    return path, text + WANTED
+
+
+def has_autofs() -> bool:
+    """Whether systemd can mount when somebody looks. In a container it often cannot, and mounts when it starts."""
+    return os.path.exists("/dev/autofs")
 
 
 def recorded(item: Item, path: str) -> str:
     if has_systemd():
-        return read_text(path)
+        text = read_text(path)
+        watch = read_text(path[: -len(".mount")] + ".automount") if item.get("automount") else ""
+        return text + BETWEEN + watch if text and watch else text
     _, begin, rest = read_text(path).partition(f"# BEGIN shoal mount {item['where']}\n")
     return rest.partition("# END shoal mount")[0] if begin else ""
 

@@ -1,0 +1,99 @@
+"""Users of the cluster, the same on all hosts, as the file says them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, StrictBool, WithJsonSchema
+
+from shoal.spec.closed import Closed
+from shoal.spec.words import Between, refusal
+
+_NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521",
+              "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
+TAKEN = ("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd", "shoal-share", "shoal-users")
+"""Accounts that hosts or Shoal have for themselves."""
+
+
+def _account(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise refusal("not a user name", "use a lower-case letter, then lower-case letters, digits, `_` and `-`")
+    if value in TAKEN:
+        raise refusal("this account is not a person's", "give the user another name")
+    return value
+
+
+def _group(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise refusal("not a group name", "use a lower-case letter, then lower-case letters, digits, `_` and `-`")
+    if value in ("root", "docker", "shoal-users", "shoal-share"):
+        fix = "say `docker: true`" if value == "docker" else "delete it here"
+        raise refusal("this group is not given by name", fix)
+    return value
+
+
+def _key(value: object) -> str:
+    """A public key, or `file:PATH` with some. Options in front of a key are refused: they are Shoal's to set."""
+    if not isinstance(value, str):
+        raise refusal("not a public key", "write file:PATH, or the key itself: ssh-ed25519 AAAA... alice")
+    text = _read(value.removeprefix("file:")) if value.startswith("file:") else value
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise refusal("no public key in this file", "give the file that ends in .pub")
+    for key in keys:
+        if "PRIVATE KEY" in key:
+            raise refusal(
+                "a private key", "give the public one, which ends in .pub, and nobody the private one", "(hidden)"
+            )
+        kind, _, rest = key.partition(" ")
+        if kind not in _KEY_KINDS or not _is_base64(rest.partition(" ")[0]) or not key.isprintable():
+            raise refusal("not a public key", "write file:PATH, or the key itself: ssh-ed25519 AAAA... alice")
+    return "\n".join(keys)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = (error.strerror if isinstance(error, OSError) else None) or "not text"
+        raise refusal(
+            f"the key file cannot be read: {cause}", "give the path of a public key on your machine"
+        ) from None
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        return len(base64.b64decode(text, validate=True)) > 16
+    except (binascii.Error, ValueError):
+        return False
+
+
+AccountName = Annotated[
+    str, BeforeValidator(_account), WithJsonSchema({"type": "string", "title": "name", "pattern": f"^{_NAME.pattern}$"})
+]
+GroupName = Annotated[
+    str, BeforeValidator(_group), WithJsonSchema({"type": "string", "title": "group", "pattern": f"^{_NAME.pattern}$"})
+]
+PublicKey = Annotated[
+    str, BeforeValidator(_key), WithJsonSchema({"type": "string", "title": "public key or file:PATH"})
+]
+
+
+class ClusterUser(Closed):
+    """A person who logs in and has jobs run, with the same ids on all hosts."""
+
+    uid: Annotated[int, Between(1000, 59999)]
+    """The user's number on every host: files on shares belong to it."""
+    gid: Annotated[int, Between(1000, 59999)] | None = None
+    """The number of the user's own group. Without it, the same as `uid`."""
+    groups: tuple[GroupName, ...] = ()
+    """Further groups. One that no host has yet is made, with the same number everywhere."""
+    keys: tuple[PublicKey, ...] = ()
+    """SSH keys to log in with: a public key, or `file:PATH` on your machine."""
+    docker: StrictBool = False
+    """May use Docker where a host has it, which is as much as root may."""

@@ -1,0 +1,1 @@
+"""Shares: how they are served, and how hosts get at them."""

@@ -1,0 +1,232 @@
+"""What hosts are asked to be for shares: who serves, who mounts how, and what goes when the file no longer says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, File, Item, Mount, Service
+from shoal.agent.facts import Facts, FileFact
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.in_force import InForce
+from shoal.roles.part import Part
+from shoal.roles.stage import Stage
+from shoal.roles.storage import RECORD, Storage
+from shoal.roles.users import Users
+from shoal.storage import nfs, sshfs
+
+HEAD = """
+cluster: reef
+controller: {host: c1}
+nodesets:
+  lab: {hosts: [n1, n2]}
+"""
+SHARES = """
+storage:
+  /home: {kind: nfs}
+  /data: {kind: nfs, path: /srv/data, connections: 8}
+  /apps: {kind: sshfs, host: n1, read_only: true}
+users:
+  alice: {uid: 2001}
+"""
+ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
+WHOLE: dict[str, Any] = {"filesystems": ("nfs4", "nfsd"), "fuse": True}
+FUSE: dict[str, Any] = {"fuse": True}
+POD: dict[str, Any] = {}
+
+
+def key_of(name: str) -> str:
+    return f"ssh-ed25519 AAAA{name}"
+
+
+def facts_of(name: str, capable: dict[str, Any], **texts: str) -> Facts:
+    files = {
+        sshfs.PUBLIC_KEY: f"{key_of(name)} shoal {name}\n",
+        sshfs.HOST_KEY: f"ssh-ed25519 HOST{name} root@{name}\n",
+        **{path.replace("_", "/"): text for path, text in texts.items()},
+    }
+    return host_facts(name, ADDRESSES[name], **capable, files={path: FileFact(text=t) for path, t in files.items()})
+
+
+def cluster_of(
+    text: str = HEAD + SHARES, before: dict[str, str] | None = None, **hosts: dict[str, Any] | None
+) -> Cluster:
+    """`hosts` says what each is capable of; None: it does not answer."""
+    kinds = {name: hosts.get(name, WHOLE) for name in ADDRESSES}
+    facts = {name: facts_of(name, capable) for name, capable in kinds.items() if capable is not None}
+    for name, record in (before or {}).items():
+        facts[name] = replace(facts[name], files={**facts[name].files, RECORD: FileFact(text=record)})
+    known = InForce(addresses={name: at for name, at in ADDRESSES.items() if name not in facts})
+    return assemble(spec_of(text), facts, {}, known)
+
+
+def items(cluster: Cluster, name: str, part: Part | None = None) -> dict[str, Item]:
+    member = next(member for member in cluster.members if member.name == name)
+    stages = (part or Storage()).documents(cluster, member)
+    return {item.key: item for stage in Stage for item in stages.get(stage, ())}
+
+
+def text(item: Item) -> str:
+    assert isinstance(item, File) and isinstance(item.content, str)
+    return item.content
+
+
+def packages(cluster: Cluster, name: str) -> tuple[str, ...]:
+    member = next(member for member in cluster.members if member.name == name)
+    return tuple(dict.fromkeys(Storage().packages(cluster.spec, member, cluster.facts[name])))
+
+
+def test_a_cluster_that_asks_for_no_share_has_nothing_of_it() -> None:
+    cluster = cluster_of(HEAD)
+    for member in cluster.members:
+        assert items(cluster, member.name) == items(cluster, member.name, Users()) == {}
+        assert packages(cluster, member.name) == ()
+        assert Storage().prepare(cluster.spec, member, cluster.facts[member.name]) == ()
+    assert Storage().facts_files(cluster.spec) == {} and Storage().filesystems(cluster.spec) == ()
+
+
+def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
+    cluster = cluster_of()
+    served = items(cluster, "c1")
+    assert "10.0.0.11(rw" in text(served[f"file {nfs.EXPORTS}"]) and "10.0.0.12(rw" in text(
+        served[f"file {nfs.EXPORTS}"]
+    )
+    assert "10.0.0.1(" not in text(served[f"file {nfs.EXPORTS}"])
+    assert "host=10.0.0.1\n" in text(served[f"file {nfs.NFS_CONF}"])
+    assert served["service nfs-server"] == Service("nfs-server")
+    assert served["command make /srv/data"] == Command(
+        "make /srv/data", ("install", "-d", "-m", "1777", "/srv/data"), unless=("test", "-d", "/srv/data")
+    )
+    assert served["mount /data"] == Mount("/data", "/srv/data", "none", "bind")
+    assert packages(cluster, "c1") == ("nfs-kernel-server", "sshfs")
+    assert Storage().ports(cluster.spec, cluster.members[0]) == ("2049",)
+    assert Storage().ports(cluster.spec, cluster.members[1]) == ()
+
+
+def test_exports_of_the_hosts_own_keep_their_server_and_are_told() -> None:
+    cluster = cluster_of()
+    own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="# mine\n/srv/old *(ro)\n")}
+    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
+    assert f"file {nfs.NFS_CONF}" not in items(cluster, "c1")
+    [finding] = Storage().findings(cluster)
+    assert str(finding) == (
+        "c1: this host has exports of its own, so its NFS server goes on answering on all addresses, found "
+        "/etc/exports, keep them off this host, or guard port 2049 yourself"
+    )
+
+
+def test_ganesha_serves_where_the_kernel_cannot_and_takes_new_members_without_a_restart() -> None:
+    cluster = cluster_of(c1=FUSE)
+    assert packages(cluster, "c1")[:2] == ("nfs-ganesha", "nfs-ganesha-vfs")
+    conf = items(cluster, "c1")[f"file {nfs.GANESHA_CONF}"]
+    assert isinstance(conf, File) and conf.restarts == (nfs.GANESHA_SERVICE,)
+    assert "Bind_addr = 10.0.0.1;" in text(conf) and "Clients = 10.0.0.11, 10.0.0.12;" in text(conf)
+    assert items(cluster, "c1")["service nfs-ganesha"] == Service("nfs-ganesha", enabled=False, running=False)
+    then = {**cluster.facts["c1"].files, nfs.GANESHA_CONF: FileFact(text=text(conf).replace(", 10.0.0.12", ""))}
+    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=then)})
+    conf = items(cluster, "c1")[f"file {nfs.GANESHA_CONF}"]
+    assert isinstance(conf, File) and (conf.restarts, conf.reloads) == ((), ("command reload ganesha",))
+
+
+def test_an_rpcbind_that_ran_before_stays_and_one_that_a_package_brought_goes() -> None:
+    off = Service("rpcbind", enabled=False, running=False)
+    assert items(cluster_of(), "c1")["service rpcbind"] == items(cluster_of(), "n1")["service rpcbind"] == off
+    cluster = cluster_of(c1={**WHOLE, "services": {"rpcbind": "active"}})
+    assert "service rpcbind" not in items(cluster, "c1")
+
+
+def test_each_host_mounts_in_the_way_it_can() -> None:
+    cluster = cluster_of(n1=FUSE, n2=WHOLE)
+    there = items(cluster, "n2")
+    assert there["mount /home"] == Mount(
+        "/home", "10.0.0.1:/home", "nfs4", nfs.mount_options(4, read_only=False), automount=True
+    )
+    assert there["mount /data"] == Mount(
+        "/data", "10.0.0.1:/srv/data", "nfs4", nfs.mount_options(8, read_only=False), automount=True
+    )
+    assert packages(cluster, "n2") == ("nfs-common", "sshfs")
+    over_ssh = items(cluster, "n1")
+    assert "mount /home" not in over_ssh
+    home = over_ssh["mount /home/alice"]
+    assert isinstance(home, Mount) and home.what == "alice@10.0.0.1:/home/alice" and "uid=2001" in home.options
+    data = over_ssh["mount /data"]
+    assert isinstance(data, Mount) and data.what == "shoal-share@10.0.0.1:/data" and data.automount
+    assert text(over_ssh[f"file {sshfs.KNOWN_HOSTS}"]).endswith("10.0.0.1 ssh-ed25519 HOSTc1\n")
+
+
+def test_a_host_that_needs_ssh_makes_a_key_once_and_one_that_does_not_makes_none() -> None:
+    spec = spec_of(HEAD + "storage: {/data: {}}\n")
+    member = assemble(spec, {"c1": host_facts("c1", "10.0.0.1")}, {}).members[1]
+    keyless = host_facts("n1", "10.0.0.11", **FUSE)
+    made = Storage().prepare(spec, member, keyless)[-1]
+    assert isinstance(made, Command) and made.unless == ("test", "-s", sshfs.PUBLIC_KEY)
+    assert Storage().prepare(spec, member, facts_of("n1", FUSE)) == ()
+    assert Storage().prepare(spec, member, replace(keyless, filesystems=("nfs4",))) == ()
+
+
+def test_the_server_takes_each_hosts_own_key_from_its_own_address() -> None:
+    cluster = cluster_of(n1=FUSE, n2=FUSE)
+    keys = text(items(cluster, "c1")[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"])
+    assert keys == sshfs.authorized(
+        [sshfs.HostKey("n1", "10.0.0.11", key_of("n1")), sshfs.HostKey("n2", "10.0.0.12", key_of("n2"))]
+    )
+    alice = text(items(cluster, "c1", Users())[f"file {sshfs.KEYS}/alice"])
+    assert alice == keys
+    assert text(items(cluster, "n2", Users())[f"file {sshfs.KEYS}/alice"]) == ""
+
+
+def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> None:
+    whole = cluster_of(n1=FUSE, n2=FUSE)
+    path = f"{sshfs.KEYS}/{sshfs.ACCOUNT}"
+    keys = text(items(whole, "c1")[f"file {path}"])
+    silent = cluster_of(n1=FUSE, n2=None, before={"c1": "serves ssh\n"})
+    files = {**silent.facts["c1"].files, path: FileFact(text=keys)}
+    silent = replace(silent, facts={**silent.facts, "c1": replace(silent.facts["c1"], files=files)})
+    assert text(items(silent, "c1")[f"file {path}"]) == keys
+    assert "10.0.0.12(rw" in text(items(silent, "c1")[f"file {nfs.EXPORTS}"])
+
+
+def test_a_server_that_does_not_answer_is_told_and_its_mounts_stay_as_they_are() -> None:
+    cluster = cluster_of(HEAD + "storage: {/apps: {kind: sshfs, host: n1}}\n", n1=None)
+    [finding] = Storage().findings(cluster)
+    assert str(finding) == (
+        "storage./apps: the host that keeps /apps does not answer; whoever uses the share waits, bring n1 back"
+    )
+    mount = items(cluster, "n2")["mount /apps"]
+    assert isinstance(mount, Mount) and mount.mounted and mount.what == "shoal-share@10.0.0.11:/apps"
+
+
+def test_what_the_file_no_longer_names_is_unmounted_and_served_no_more() -> None:
+    before = {"n2": "automount /old\nautomount /data\n", "c1": "mount /srv/shoal-shares/old\nserves nfs\nserves ssh\n"}
+    cluster = cluster_of(HEAD + "storage: {/data: {host: n1}}\n", before, n1=WHOLE)
+    there = items(cluster, "n2")
+    assert there["mount /old"] == Mount("/old", mounted=False, automount=True)
+    assert there["mount /data"].mounted  # type: ignore[attr-defined]
+    assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /data"]
+    gone = items(cluster, "c1")
+    assert gone["mount /srv/shoal-shares/old"] == Mount("/srv/shoal-shares/old", mounted=False)
+    assert gone[f"file {nfs.GANESHA_UNIT}"] == File(nfs.GANESHA_UNIT)
+    assert gone[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"] == File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
+
+
+def test_without_any_share_the_record_goes_too_and_then_nothing_is_left_to_do() -> None:
+    cluster = cluster_of(HEAD, {"n2": "automount /old\n"})
+    assert items(cluster, "n2")[f"file {RECORD}"] == File(RECORD)
+    assert items(cluster, "n1") == {}
+
+
+def test_a_host_without_nfs_and_fuse_mounts_nothing_and_homes_are_made_on_it() -> None:
+    cluster = cluster_of(n2=POD)
+    assert not [item for item in items(cluster, "n2").values() if isinstance(item, Mount)]
+    assert "command make /home/alice" in items(cluster, "n2", Users())
+    assert "command make /home/alice" not in items(cluster, "n1", Users())
+
+
+def test_an_sshd_that_reads_no_further_files_is_told() -> None:
+    cluster = cluster_of()
+    files = {**cluster.facts["n1"].files, "/etc/ssh/sshd_config": FileFact(text="PermitRootLogin no\n")}
+    cluster = replace(cluster, facts={**cluster.facts, "n1": replace(cluster.facts["n1"], files=files)})
+    [finding] = Storage().findings(cluster)
+    assert finding.host == "n1" and "Include /etc/ssh/sshd_config.d/*.conf" in finding.fix

@@ -1,0 +1,137 @@
+"""What hosts are asked to be for users: the same everywhere, locked when they go, let in where a job of theirs runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Block, File, Group, Item, User
+from shoal.agent.facts import Account, Cgroup, FileFact
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.stage import Stage
+from shoal.roles.users import EVERYBODY, PAM, RECORD, SSHD_CONF, Users, group_ids, home_of
+from shoal.storage import sshfs
+
+REEF = """
+cluster: reef
+controller: {host: c1}
+login: {hosts: [door]}
+nodesets:
+  lab: {hosts: [n1]}
+users:
+  alice: {uid: 2001, groups: [team, video], keys: [ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk]}
+  bob: {uid: 2002, gid: 2100, docker: true}
+"""
+ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
+CGROUPS = {"cgroup": Cgroup(2, ("cpuset", "memory"))}
+
+
+def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
+    facts = {name: host_facts(name, at, **changes.get(name, {})) for name, at in ADDRESSES.items()}
+    return assemble(spec_of(text), facts, {})
+
+
+def items(cluster: Cluster, name: str) -> dict[str, Item]:
+    member = next(member for member in cluster.members if member.name == name)
+    stages = Users().documents(cluster, member)
+    return {item.key: item for stage in Stage for item in stages.get(stage, ())}
+
+
+def user(cluster: Cluster, host: str, name: str) -> User:
+    found = items(cluster, host)[f"user {name}"]
+    assert isinstance(found, User)
+    return found
+
+
+def test_names_numbers_and_groups_are_the_same_on_all_hosts() -> None:
+    cluster = reef()
+    for host in ADDRESSES:
+        there = items(cluster, host)
+        assert there["group alice"] == Group("alice", 2001) and there["group bob"] == Group("bob", 2100)
+        assert there[f"group {EVERYBODY}"] == Group(EVERYBODY, 3000) and there["group team"] == Group("team", 3001)
+        alice = user(cluster, host, "alice")
+        assert (alice.uid, alice.group, alice.home, alice.system) == (2001, "alice", "/home/alice", False)
+        assert alice.groups == (EVERYBODY, "team", "video") or alice.groups == (EVERYBODY, "team")
+
+
+def test_a_group_that_a_host_has_for_itself_keeps_its_number_and_is_joined_where_it_is() -> None:
+    cluster = reef(n1={"groups": {"video": Account(44)}})
+    assert group_ids(cluster)["video"] is None
+    assert "group video" not in items(cluster, "n1")
+    assert user(cluster, "n1", "alice").groups == (EVERYBODY, "team", "video")
+    assert user(cluster, "c1", "alice").groups == (EVERYBODY, "team")
+
+
+def test_a_group_keeps_the_number_it_has_and_a_new_one_takes_nobodys() -> None:
+    groups = {"team": Account(3500), "other": Account(3000), "more": Account(3001)}
+    assert group_ids(reef(c1={"groups": groups})) == {EVERYBODY: 3002, "team": 3500, "video": 3003}
+
+
+def test_docker_is_for_whom_the_file_allows_it_and_by_its_group() -> None:
+    cluster = reef(n1={"groups": {"docker": Account(998)}})
+    assert "docker" in user(cluster, "n1", "bob").groups and "docker" not in user(cluster, "c1", "bob").groups
+    assert user(cluster, "n1", "alice").not_in == ("docker",) and user(cluster, "n1", "bob").not_in == ()
+
+
+def test_keys_are_in_a_directory_of_roots_so_that_a_share_that_is_away_keeps_nobody_out() -> None:
+    there = items(reef(), "n1")
+    keys = there[f"file {sshfs.KEYS}/alice"]
+    assert isinstance(keys, File) and keys.owner == "root"
+    assert keys.content == "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk\n"
+    conf = there[f"file {SSHD_CONF}"]
+    assert isinstance(conf, File) and isinstance(conf.content, str)
+    assert conf.content.splitlines()[1:] == [
+        "Match User alice,bob",
+        f"    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys",
+    ]
+    assert conf.accepted_by == ("/usr/sbin/sshd", "-t", "-f", "/dev/stdin")
+
+
+def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
+    for host, guarded in {"c1": False, "door": False, "n1": True}.items():
+        block = items(reef(n1=CGROUPS), host)[f"block jobs in {PAM}"]
+        assert isinstance(block, Block) and ("pam_slurm_adopt" in block.content) is guarded
+    cluster = reef(n1=CGROUPS)
+    assert Users().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
+    assert Users().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
+    assert Users().findings(cluster) == ()
+
+
+def test_without_cgroups_the_open_nodes_are_told() -> None:
+    cluster = reef(n1={"cgroup": Cgroup()})
+    block = items(cluster, "n1")[f"block jobs in {PAM}"]
+    assert isinstance(block, Block) and block.content == ""
+    assert [str(finding) for finding in Users().findings(cluster)] == [
+        "users: every user may log in to every node by SSH, with or without a job there, found not all hosts let Slurm "
+        "use cgroups, and pam_slurm_adopt needs them"
+    ]
+
+
+def test_a_user_who_is_no_longer_named_is_locked_and_stays_known() -> None:
+    cluster = reef()
+    facts = replace(cluster.facts["n1"], files={RECORD: FileFact(text="# ours\nalice 2001\ncarol 2003\n")})
+    there = items(replace(cluster, facts={**cluster.facts, "n1": facts}), "n1")
+    carol = there["user carol"]
+    assert isinstance(carol, User) and carol.locked and carol.uid == 2003
+    assert there[f"file {sshfs.KEYS}/carol"] == File(f"{sshfs.KEYS}/carol")
+    record = there[f"file {RECORD}"]
+    assert isinstance(record, File) and isinstance(record.content, str)
+    assert record.content.splitlines()[1:] == ["alice 2001", "bob 2002", "carol 2003"]
+    keys = list(there)
+    assert keys.index("user carol") < keys.index(f"file {RECORD}")
+
+
+def test_when_the_last_user_goes_all_are_locked_and_nobody_else_is_touched() -> None:
+    none = reef(REEF.partition("users:")[0])
+    facts = replace(none.facts["n1"], files={RECORD: FileFact(text="alice 2001\n")})
+    there = items(replace(none, facts={**none.facts, "n1": facts}), "n1")
+    assert there["user alice"].locked  # type: ignore[attr-defined]
+    assert there[f"file {SSHD_CONF}"].content is None  # type: ignore[attr-defined]
+    assert items(none, "c1") == {}
+
+
+def test_homes_are_on_the_share_that_is_for_them() -> None:
+    assert home_of(spec_of(REEF), "alice") == "/home/alice"
+    assert home_of(spec_of(REEF + "storage: {/data: {}, /shared: {homes: true}}\n"), "alice") == "/shared/alice"

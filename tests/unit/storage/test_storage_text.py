@@ -1,0 +1,95 @@
+"""The text of shares, whole: exports, servers' settings, who may do what over SSH."""
+
+from __future__ import annotations
+
+from shoal.storage import nfs, sshfs
+from shoal.storage.nfs import Export
+from shoal.storage.sshfs import HostKey
+
+HEADER = "# Written by shoal; changes here are lost.\n"
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"
+
+
+def test_an_export_names_each_member_alone_and_squashes_root() -> None:
+    some = [Export("/home", ("10.0.0.12", "10.0.0.2")), Export("/apps", ("10.0.0.2",), read_only=True)]
+    assert nfs.exports(some) == (
+        HEADER + "/home 10.0.0.2(rw,sync,no_subtree_check,root_squash,sec=sys) "
+        "10.0.0.12(rw,sync,no_subtree_check,root_squash,sec=sys)\n"
+        "/apps 10.0.0.2(ro,sync,no_subtree_check,root_squash,sec=sys)\n"
+    )
+
+
+def test_a_share_that_nobody_mounts_is_exported_to_nobody() -> None:
+    assert nfs.exports([Export("/home", ())]) == HEADER
+
+
+def test_the_kernels_server_speaks_one_version_on_one_address() -> None:
+    assert nfs.nfs_conf("10.0.0.1") == (
+        HEADER + "[nfsd]\nhost=10.0.0.1\nvers2=n\nvers3=n\nvers4=y\nvers4.0=n\nvers4.1=n\nvers4.2=y\n"
+        "udp=n\ntcp=y\nrdma=n\n"
+    )
+
+
+def test_ganesha_answers_on_one_address_and_lets_in_members_only() -> None:
+    text = nfs.ganesha_conf("10.0.0.1", [Export("/srv/data", ("10.0.0.12", "10.0.0.2")), Export("/apps", (), True)])
+    head, data, apps = text.split("EXPORT {\n")
+    assert "    Bind_addr = 10.0.0.1;\n" in head and "    Protocols = 4;\n" in head
+    assert "    Access_Type = NONE;\n    Squash = Root_Squash;\n" in head
+    assert data == (
+        "    Export_Id = 1;\n    Path = /srv/data;\n    Pseudo = /srv/data;\n    FSAL { Name = VFS; }\n"
+        "    CLIENT {\n        Clients = 10.0.0.2, 10.0.0.12;\n        Access_Type = RW;\n"
+        "        Squash = Root_Squash;\n        Protocols = 4;\n    }\n}\n"
+    )
+    assert "        Clients = 127.0.0.1;\n        Access_Type = RO;\n" in apps
+    assert text.count("{") == text.count("}")
+
+
+def test_our_unit_for_ganesha_wants_neither_rpcbind_nor_statd() -> None:
+    unit = nfs.ganesha_unit()
+    assert "rpcbind" not in unit and "lock" not in unit
+    assert f"-f {nfs.GANESHA_CONF}\n" in unit
+
+
+def test_nfs_mounts_wait_for_a_server_that_is_away_and_trust_no_set_uid_file() -> None:
+    options = nfs.mount_options(8, read_only=False).split(",")
+    assert {"rw", "hard", "vers=4.2", "nconnect=8", "nosuid", "nodev", "_netdev", "nofail"} <= set(options)
+    assert nfs.mount_options(4, read_only=True).startswith("ro,")
+
+
+def test_a_hosts_key_is_good_for_sftp_from_that_host_alone() -> None:
+    assert sshfs.authorized([HostKey("n2", "10.0.0.12", KEY), HostKey("n1", "fd00::11", KEY)]) == (
+        f'restrict,from="fd00::11",command="internal-sftp" {KEY} shoal n1\n'
+        f'restrict,from="10.0.0.12",command="internal-sftp" {KEY} shoal n2\n'
+    )
+
+
+def test_what_is_authorized_is_read_back_and_a_persons_own_key_is_not_taken_for_a_hosts() -> None:
+    keys = [HostKey("n1", "10.0.0.11", KEY), HostKey("n2", "10.0.0.12", KEY)]
+    text = f"{KEY} alice@desk\n{KEY} shoal n3\n" + sshfs.authorized(keys)
+    assert sshfs.read_authorized(text) == {"n1": keys[0], "n2": keys[1]}
+
+
+def test_a_public_key_loses_its_comment_and_what_is_none_is_no_key() -> None:
+    assert sshfs.plain_key(f"{KEY} root@n1\n") == KEY
+    assert sshfs.plain_key("") == sshfs.plain_key("-----BEGIN OPENSSH PRIVATE KEY-----\n") == ""
+
+
+def test_the_shares_account_sees_the_shares_only_and_changes_nobody_elses_login() -> None:
+    lines = sshfs.sshd_conf().splitlines()
+    assert lines[1] == "Match User shoal-share"
+    inside = {line.strip() for line in lines[2:]}
+    assert {"ChrootDirectory /srv/shoal-shares", "ForceCommand internal-sftp", "DisableForwarding yes"} <= inside
+    assert all(line.startswith("    ") for line in lines[2:])
+
+
+def test_a_home_belongs_to_its_user_by_number_and_its_modes_are_kept() -> None:
+    options = set(sshfs.mount_options(read_only=False, owner=(2001, 2001)).split(","))
+    assert {"default_permissions", "idmap=user", "uid=2001", "gid=2001", "allow_other"} <= options
+    shared = set(sshfs.mount_options(read_only=True).split(","))
+    assert "ro" in shared and "default_permissions" not in shared
+    for some in (options, shared):
+        assert {"StrictHostKeyChecking=yes", "GlobalKnownHostsFile=/dev/null", "BatchMode=yes", "nosuid"} <= some
+
+
+def test_known_hosts_pins_each_server_by_its_address() -> None:
+    assert sshfs.known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY}) == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"
