@@ -225,12 +225,7 @@ class Session:
         return show
 
     def finish_wait(self, job: Submitted, ended: LogsResult) -> None:
-        from shoal.cli.render_jobs import show_ending
-
-        if self.json:
-            self.finish_value({**plain(job), "record": ended.record, "reason": ended.reason, "lines": ended.lines})
-        else:
-            show_ending(self.errors, ended.record, ended.reason)
+        self._finish_log(ended, {**plain(job), **plain(ended)}, well=True)
         if ended.record is None or ended.record.failed:
             self.status = 1
 
@@ -248,27 +243,27 @@ class Session:
         from shoal.cli.render_jobs import show_lines
 
         lines = tuple(line for line in result.lines if rank in (None, line.rank))
-        if self.json:
-            self.finish_value({**plain(result), "lines": lines})
-        else:
+        if not self.json:
             show_lines(self.console, lines, timestamps)
-            self._tell_logs(result)
-        if result.failures:
-            self.status = PARTLY
+        self._finish_log(result, {**plain(result), "lines": lines})
 
     def finish_follow(self, result: LogsResult, rank: int | None) -> None:
-        if self.json:
-            lines = tuple(line for line in result.lines if rank in (None, line.rank))
-            return self.finish_value({**plain(result), "lines": lines})
-        self._tell_logs(result)
+        lines = tuple(line for line in result.lines if rank in (None, line.rank))
+        self._finish_log(result, {**plain(result), "lines": lines})
 
-    def _tell_logs(self, result: LogsResult) -> None:
+    def _finish_log(self, result: LogsResult, value: dict[str, Any], *, well: bool = False) -> None:
+        """The nodes that could not be asked, and how the job ended; `well`: also where that was well."""
         from shoal.cli.render import show_failures
         from shoal.cli.render_jobs import show_ending
 
-        show_failures(self.errors, dict(result.failures))
-        if result.reason is not None:
-            show_ending(self.errors, result.record, result.reason)
+        if self.json:
+            self.finish_value(value)
+        else:
+            show_failures(self.errors, dict(result.failures))
+            if well or result.reason is not None:
+                show_ending(self.errors, result.record, result.reason)
+        if result.failures:
+            self.status = PARTLY
 
     def finish_cancel(self, result: CancelResult) -> None:
         if self.json:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from shoal.cli.render_jobs import progress_text, show_ending, show_jobs, show_line, show_submitted
+from shoal.cli.session import Session
 from shoal.errors import Unreachable
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
 from shoal.verbs.jobs import JobsResult, JobView
+from shoal.verbs.logs import LogsResult
 from shoal.verbs.run import Submitted
 
 
@@ -73,6 +77,29 @@ def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None
         "    ValueError: [x]\\x1b[2J",
         "  fix: look at it",
     ]
+
+
+FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
+    "logs": lambda session, result: session.finish_logs(result, None, False),
+    "logs -f": lambda session, result: session.finish_follow(result, None),
+    "run --wait": lambda session, result: session.finish_wait(Submitted("17", "x", "p", 1, 1, "c0de", 0, ""), result),
+}
+
+
+@pytest.mark.parametrize("command", FINISH)
+def test_nodes_that_could_not_be_asked_are_told_by_whatever_shows_a_log(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {"n9": Unreachable("n9", "does not answer", hint="is it up?")}
+    result = LogsResult("17", (LogLine(1, 0, 0, "a"),), JobRecord("17", "COMPLETED"), None, failures)
+    session = Session(json=False)
+    FINISH[command](session, result)
+    said = capsys.readouterr()
+    assert session.status == 3 and "✗ n9: does not answer" in said.err and "is it up?" in said.err
+    assert ("job 17: completed" in said.err) == (command == "run --wait")
+    FINISH[command](Session(json=True), result)
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["failures"]) == ["n9"] and told["lines"][0]["text"] == "a" and told["record"]["id"] == "17"
 
 
 def test_a_job_in_the_queue_says_how_to_see_it() -> None:
