@@ -31,6 +31,8 @@ class Ask:
     services: tuple[str, ...] = ()
     filesystems: tuple[str, ...] = ()
     """Kinds of file systems, by the names the kernel has for them: `nfs4`, `nfsd`."""
+    tailscale: bool = False
+    """Whether to ask the host's own Tailscale what it sees."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Packages(Item):
     kind: ClassVar[str] = "packages"
     names: tuple[str, ...]
     restarts: tuple[str, ...] = ()
+    fix: str = ""
+    """What to do when they cannot be installed, where that is known."""
 
     @property
     def key(self) -> str:
@@ -241,6 +243,8 @@ class Command(Item):
     retries: int = 0
     """How often to try again, two seconds apart."""
     restarts: tuple[str, ...] = ()
+    fix: str = ""
+    """What to do when it fails, where that is known."""
 
     @property
     def key(self) -> str:

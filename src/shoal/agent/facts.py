@@ -109,6 +109,8 @@ class Facts:
     files: Mapping[str, FileFact] = field(default_factory=dict)
     services: Mapping[str, str] = field(default_factory=dict)
     """State of the services we asked about: active, inactive, failed, missing."""
+    tailscale: Mapping[str, Any] = field(default_factory=dict)
+    """Part of `tailscale status --json`, where we asked; `network/tailscale.py` reads it."""
 
 
 def from_wire(data: Mapping[str, Any]) -> Facts:

@@ -26,6 +26,7 @@ MODULES = (
         "mounts",
         "kernel",
         "commands",
+        "tailscale",
     ),
     *("facts", "converge", "main"),
 )

@@ -54,6 +54,9 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
         filesystems=part_filesystems(spec),
     )
 
+    if spec.network.kind == "tailscale":
+        ask = replace(ask, tailscale=True)
+
     async def look(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
         facts = _accepted(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))

@@ -10,6 +10,7 @@ from shoal.network.addresses import lan_addresses
 from shoal.network.firewall import opening
 from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
+from shoal.network.tailscale import tailscale_addresses
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
@@ -64,7 +65,7 @@ def assemble(
     before = before or InForce()
     leaving = tuple(name for name in leaving if name in before.nodes)
     members = members_of(spec)
-    addresses = _addresses(members, facts, reached, before, leaving)
+    addresses = _addresses(spec, members, facts, reached, before, leaving)
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
     computes = [m.name for m in members if "compute" in m.roles]
     nodes = [
@@ -117,13 +118,15 @@ def slurm_version(facts: Facts) -> Version | None:
 
 
 def _addresses(
+    spec: Spec,
     members: tuple[Member, ...],
     facts: Mapping[str, Facts],
     reached: Mapping[str, str],
     before: InForce,
     leaving: tuple[str, ...],
 ) -> dict[str, str]:
-    chosen = lan_addresses({m.name: facts[m.name] for m in members if m.name in facts}, reached)
+    answered = {m.name: facts[m.name] for m in members if m.name in facts}
+    chosen = tailscale_addresses(answered) if spec.network.kind == "tailscale" else lan_addresses(answered, reached)
     names = (*(m.name for m in members), *leaving)
     for name in names:
         if name not in chosen and name in before.addresses:

@@ -11,6 +11,7 @@ from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
 from shoal.roles.storage import Storage
+from shoal.roles.tailscale import TailscalePart
 from shoal.roles.time import Time
 from shoal.roles.tracking import TrackingPart
 from shoal.roles.users import Users
@@ -18,6 +19,7 @@ from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 PARTS: tuple[Part, ...] = (
+    TailscalePart(),
     Links(),
     Storage(),
     Users(),

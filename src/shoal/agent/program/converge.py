@@ -106,7 +106,7 @@ def guarded(step: Callable[[], Item], item: Item) -> Item:
     try:
         return step()
     except Failure as failure:
-        return {"status": "failed", "detail": str(failure), "fix": failure.fix}
+        return {"status": "failed", "detail": str(failure), "fix": failure.fix or item.get("fix", "")}
     except OSError as error:
         return {"status": "failed", "detail": explain(error, item.get("path", "/"), item["key"])}
     except Exception as error:

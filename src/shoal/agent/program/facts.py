@@ -14,6 +14,7 @@ from shoal.agent.program.packages import package_facts, package_manager
 from shoal.agent.program.running import run, which
 from shoal.agent.program.services import service_facts
 from shoal.agent.program.systemd import has_systemd
+from shoal.agent.program.tailscale import tailscale_status
 from shoal.agent.program.wire import Item
 from shoal.agent.program.world import World
 
@@ -49,6 +50,7 @@ def gather_facts(ask: Item, world: World) -> Item:
         "files": {path: file_fact(path, how) for path, how in ask.get("files", {}).items()},
         "packages": package_facts(ask.get("packages", []), world),
         "services": service_facts(ask.get("services", []), world),
+        "tailscale": tailscale_status() if ask.get("tailscale") else {},
         "clock": time.time(),
     }
 

@@ -1,0 +1,132 @@
+"""Tailscale: what `tailscale status --json` means, and the flags with which a host joins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from shoal.agent.facts import Facts
+from shoal.spec.network import Network
+
+STATUS_COMMAND = ("tailscale", "status", "--json")
+INTERFACE = "tailscale0"
+RUNNING = "Running"
+SOON = 14 * 24 * 3600.0
+"""Seconds before its end from which on a key is due to be renewed."""
+
+Way = Literal["direct", "relayed", "idle", "offline", "unknown"]
+
+
+@dataclass(frozen=True)
+class TailnetNode:
+    """A machine of the tailnet as another one sees it."""
+
+    name: str = ""
+    addresses: tuple[str, ...] = ()
+    online: bool = False
+    active: bool = False
+    """Packets went there within the last minutes; else nothing is known about the way."""
+    endpoint: str = ""
+    """Where packets go directly; empty where they do not."""
+    relay: str = ""
+    """The region of the relay that packets go through, or would."""
+    expires: float | None = None
+    """When its key ends, in seconds since the epoch; None where it does not."""
+    expired: bool = False
+
+    @property
+    def way(self) -> Way:
+        """How packets get there."""
+        if not self.online:
+            return "offline"
+        if self.endpoint:
+            return "direct"
+        return "relayed" if self.active else "idle"
+
+
+@dataclass(frozen=True)
+class Tailnet:
+    """The tailnet as one host sees it."""
+
+    state: str = ""
+    """Tailscale's BackendState: Running, NeedsLogin, NeedsMachineAuth, Stopped, Starting, NoState; empty without it."""
+    problem: str = ""
+    """Why the client got no answer from its daemon."""
+    tun: bool = True
+    """Packets come in through a network interface; else the daemon has its own way (userspace networking)."""
+    own: TailnetNode = TailnetNode()
+    peers: tuple[TailnetNode, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        return self.state == RUNNING and not self.own.expired and bool(self.own.addresses)
+
+    @property
+    def address(self) -> str:
+        """The host's address: the IPv4 one where it has both."""
+        return next(iter(sorted(self.own.addresses, key=lambda address: ":" in address)), "")
+
+    def at(self, address: str) -> TailnetNode | None:
+        """The machine that has this address."""
+        return next((node for node in (self.own, *self.peers) if address in node.addresses), None)
+
+
+def read_status(found: Mapping[str, Any]) -> Tailnet:
+    """From `tailscale status --json`, or the part of it that an agent tells. Unknown and missing keys are tolerated."""
+    if found.get("problem") or not found:
+        return Tailnet(problem=str(found.get("problem", "")))
+    peers = found.get("Peer") or []
+    listed = peers.values() if isinstance(peers, Mapping) else peers
+    own = found.get("Self") or {}
+    addresses = found.get("TailscaleIPs") or own.get("TailscaleIPs") or ()
+    return Tailnet(
+        state=str(found.get("BackendState", "")),
+        tun=bool(found.get("TUN", True)),
+        own=_node({**own, "TailscaleIPs": addresses}),
+        peers=tuple(_node(peer) for peer in listed),
+    )
+
+
+def tailscale_addresses(facts: Mapping[str, Facts]) -> dict[str, str]:
+    """The address of every host that is in the tailnet."""
+    found = {name: read_status(fact.tailscale) for name, fact in facts.items()}
+    return {name: tailnet.address for name, tailnet in found.items() if tailnet.running}
+
+
+def tailnet_name(cluster: str, member: str) -> str:
+    """What a host is called in the tailnet, where hosts of other clusters are as well: a DNS label."""
+    return f"{cluster}-{member}".lower().replace(".", "-").replace("_", "-")[:63].rstrip("-")
+
+
+def up_flags(network: Network, hostname: str) -> tuple[str, ...]:
+    """All that `tailscale up` is told but the key: it takes what is not said for a change that was forgotten."""
+    return (
+        f"--hostname={hostname}",
+        "--accept-dns=false",
+        *([f"--advertise-tags={','.join(network.tags)}"] if network.tags else ()),
+        *([f"--login-server={network.login_server}"] if network.login_server else ()),
+    )
+
+
+def _node(found: Mapping[str, Any]) -> TailnetNode:
+    return TailnetNode(
+        name=str(found.get("HostName", "")),
+        addresses=tuple(found.get("TailscaleIPs") or ()),
+        online=bool(found.get("Online")),
+        active=bool(found.get("Active")),
+        endpoint=str(found.get("CurAddr") or ""),
+        relay=str(found.get("PeerRelay") or found.get("Relay") or ""),
+        expires=_seconds(found.get("KeyExpiry")),
+        expired=bool(found.get("Expired")),
+    )
+
+
+def _seconds(text: object) -> float | None:
+    """A time as Go writes it. The year 1 is its way to say "never"."""
+    try:
+        found = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return found.replace(tzinfo=found.tzinfo or UTC).timestamp() if found.year > 1 else None

@@ -1,0 +1,223 @@
+"""How a host gets into the tailnet, out of it, and what is found there before it hurts."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.network.test_tailscale_status import STATUS
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, Document, File, Packages, SecretRef, Service, to_wire
+from shoal.agent.facts import Facts, FileFact, Package
+from shoal.roles.cluster import assemble
+from shoal.roles.documents import documents, farewell
+from shoal.roles.parts import given_secrets, part_packages, preparation
+from shoal.roles.stage import Stage
+from shoal.roles.tailscale import DROP_IN, FLAGS, JOIN, JOINED, KEY, join, leave
+from shoal.spec.members import members
+from shoal.spec.model import Spec
+
+REEF = """
+cluster: reef
+network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}
+controller: {host: c1}
+nodesets: {lab: {hosts: [n1]}}
+"""
+SPEC = spec_of(REEF)
+MARK = (
+    "# Written by shoal: how this host joined the tailnet.\n"
+    "--hostname=reef-c1\n--accept-dns=false\n--advertise-tags=tag:slurm\n"
+)
+
+
+def facts(name: str = "c1", mark: str = "", tailscale: dict[str, Any] | None = None, **more: Any) -> Facts:
+    found = host_facts(name, "10.0.0.1", tun=True)
+    files = {**found.files, JOINED: FileFact(text=mark or None)}
+    return replace(found, files=files, tailscale=STATUS if tailscale is None else tailscale, **more)
+
+
+def prepared(fact: Facts, spec: Spec = SPEC) -> Document:
+    return preparation(spec, members(spec)[0], fact)
+
+
+def argv_of(document: Document) -> tuple[str, ...]:
+    [command] = [item for item in document if isinstance(item, Command)]
+    return command.argv
+
+
+def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_again() -> None:
+    document = prepared(facts(tailscale={}))
+    assert [item.key for item in document] == [
+        "packages tailscale",
+        f"file {FLAGS}",
+        f"file {DROP_IN}",
+        "service tailscaled",
+        "directory /etc/shoal",
+        f"file {KEY}",
+        "command join the tailnet",
+        f"file {KEY}",
+        f"file {JOINED}",
+    ]
+    key, gone = (item for item in document if isinstance(item, File) and item.path == KEY)
+    assert key.content == SecretRef("network.auth_key") and key.mode == 0o600
+    assert gone.content is None
+    assert argv_of(document) == (
+        *("sh", "-c", JOIN, "join", KEY, "--hostname=reef-c1", "--accept-dns=false", "--advertise-tags=tag:slurm"),
+        *("--reset", "--timeout=60s"),
+    )
+    assert given_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
+
+
+def test_the_key_is_in_no_argument_and_in_no_plan() -> None:
+    wire = to_wire(prepared(facts(tailscale={})))
+    assert "tskey" not in str(wire).replace("tskey-client-*", "")
+    assert [item["secret"] for item in wire if item.get("secret")] == [True]
+
+
+def test_a_host_that_joined_is_left_alone_whoever_brought_it_there() -> None:
+    assert prepared(facts(mark=MARK)) == ()
+    assert prepared(facts(mark="")) == (), "somebody did it by hand"
+
+
+@pytest.mark.parametrize(
+    ("fact", "forced"),
+    [
+        (facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"}), False),
+        (facts(mark=MARK, tailscale={"problem": "no daemon"}), False),
+        (facts(mark=MARK.replace("slurm", "old")), True),
+        (facts(mark=MARK, tailscale={**STATUS, "Self": {**STATUS["Self"], "Expired": True}}), True),
+    ],
+    ids=["logged out", "no daemon", "other flags", "expired"],
+)
+def test_a_host_that_fell_out_or_whose_flags_changed_joins_again(fact: Facts, forced: bool) -> None:
+    document = prepared(fact)
+    assert ("--force-reauth" in argv_of(document)) == forced
+    assert not any(isinstance(item, Packages) for item in document), "the program is there"
+
+
+def test_without_a_key_tailscale_says_where_a_person_logs_the_host_in() -> None:
+    spec = spec_of(REEF.replace("{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}", "tailscale"))
+    document = prepared(facts(tailscale={**STATUS, "BackendState": "NeedsLogin"}), spec)
+    assert argv_of(document) == (
+        *("tailscale", "up", "--hostname=reef-c1", "--accept-dns=false", "--reset", "--timeout=10s"),
+    )
+    assert given_secrets(spec) == {}
+
+
+def test_a_host_without_tun_gets_a_daemon_with_a_network_stack_of_its_own() -> None:
+    document = prepared(replace(facts(tailscale={}), tun=False))
+    files = {item.path: item.content for item in document if isinstance(item, File)}
+    assert "FLAGS=--tun=userspace-networking --socks5-server=localhost:1055\n" in str(files[FLAGS])
+    assert f"EnvironmentFile={FLAGS}\n" in str(files[DROP_IN])
+    [service] = [item for item in document if isinstance(item, Service)]
+    assert "--tun=userspace-networking" in service.command
+
+
+def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> None:
+    lan = spec_of(REEF.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
+    member = members(lan)[0]
+    assert part_packages(lan, member) == () or "tailscale" not in part_packages(lan, member)
+    never = {"c1": facts(tailscale={}), "n1": facts("n1", tailscale={})}
+    keys = {i.key for part in documents(assemble(lan, never, {}), member).values() for i in part}
+    assert "command leave the tailnet" not in keys and "service tailscaled" not in keys
+    once = {**never, "c1": facts(mark=MARK)}
+    found = documents(assemble(lan, once, {}), member)[Stage.NODES]
+    assert set(leave()) <= set(found)
+
+
+def test_only_a_host_that_we_brought_into_the_tailnet_leaves_it_at_the_end() -> None:
+    command = next(item for item in farewell() if item.key == "command leave the tailnet")
+    assert isinstance(command, Command) and command.unless == ("test", "!", "-e", JOINED)
+    assert {f"file {path}" for path in (KEY, JOINED, DROP_IN, FLAGS)} <= {item.key for item in farewell()}
+
+
+def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
+    other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
+    cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {"c1": "10.0.0.1"})
+    assert cluster.addresses == {"c1": "100.64.0.1", "n1": "100.64.0.2"}
+    assert cluster.conf.controller_address == "100.64.0.1"
+
+
+# ---- what is found
+
+
+def findings(c1: Facts, n1: Facts | None = None) -> list[tuple[str, str, str, str]]:
+    from shoal.roles.tailscale import TailscalePart
+
+    both = {"c1": c1, **({"n1": n1} if n1 else {})}
+    found = TailscalePart().findings(assemble(SPEC, both, {}))
+    return [(one.level, one.host or "", one.what, one.found) for one in found]
+
+
+NOW = 1801303200.0 - 3 * 86400
+"""Three days before the key of STATUS ends."""
+
+
+def test_a_key_that_ends_soon_is_found_before_it_hurts() -> None:
+    assert findings(facts(mark=MARK, clock=NOW)) == [
+        ("warning", "c1", "its key in the tailnet ends soon, and the host with it", "in 3 days")
+    ]
+    assert findings(facts(mark=MARK, clock=NOW - 30 * 86400)) == []
+
+
+def test_a_host_that_was_in_the_tailnet_and_is_out_is_an_error() -> None:
+    out = facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"})
+    assert findings(out) == [("error", "c1", "is out of the tailnet", "NeedsLogin")]
+    assert findings(facts(mark="", tailscale={**STATUS, "BackendState": "NeedsLogin"})) == [], "it is yet to join"
+
+
+def test_a_host_for_which_apt_has_no_tailscale_is_told_how_to_get_it() -> None:
+    assert findings(facts(tailscale={})) == [("error", "c1", "apt offers no package `tailscale` there", "")]
+    assert findings(facts(tailscale={}, packages={"tailscale": Package(candidate="1.80.2")})) == []
+    document = prepared(facts(tailscale={}))
+    [package] = [item for item in document if isinstance(item, Packages)]
+    assert package.fix.startswith("add Tailscale's package source to the host")
+
+
+def test_relays_strangers_and_userspace_hosts_are_told() -> None:
+    calm = facts(mark=MARK, clock=NOW - 30 * 86400)
+    relayed = facts("n1", tailscale={**STATUS, "TailscaleIPs": ["100.64.0.3"], "Self": {}}, clock=1.0)
+    assert [(level, host, found) for level, host, _, found in findings(calm, relayed)] == [
+        ("warning", "n1", "relay fra")
+    ]
+    stranger = replace(relayed, tailscale={**STATUS, "TailscaleIPs": ["100.99.0.9"], "Self": {}})
+    assert [(level, host) for level, host, _, _ in findings(calm, stranger)] == [("error", "n1")]
+    userspace = replace(calm, tailscale={**STATUS, "TUN": False})
+    assert [(level, found) for level, _, _, found in findings(userspace)] == [("warning", "userspace networking")]
+
+
+def test_a_new_key_of_its_own_is_asked_for_by_force() -> None:
+    document = join(SPEC, members(SPEC)[0], facts(mark=MARK), again=True)
+    assert "--force-reauth" in argv_of(document)
+
+
+# ---- the script that joins
+
+
+@pytest.mark.parametrize(
+    ("key", "used"),
+    [
+        ("tskey-auth-abc", "tskey-auth-abc"),
+        ("tskey-client-abc", "tskey-client-abc?ephemeral=false&preauthorized=true"),
+        ("tskey-client-abc?ephemeral=true", "tskey-client-abc?ephemeral=true"),
+        ("8a7b6c", "8a7b6c"),
+    ],
+)
+def test_the_secret_of_an_oauth_client_makes_hosts_that_stay(tmp_path: Path, key: str, used: str) -> None:
+    program = tmp_path / "bin/tailscale"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat "${2#--auth-key=file:}"\n')
+    program.chmod(0o755)
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(key)
+    line = ["sh", "-c", JOIN, "join", str(file), "--hostname=reef-n1", "--reset"]
+    done = subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
+    words, secret = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
+    assert words == ["up", f"--auth-key=file:{file}", "--hostname=reef-n1", "--reset"]
+    assert secret == used
+    assert file.stat().st_mode & 0o777 == 0o600
