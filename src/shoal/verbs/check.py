@@ -119,6 +119,11 @@ async def _contract(context: Context, fleet: Fleet, told: Sequence[Finding]) -> 
     options = context.spec.slurm.options
     findings = [breach.finding(options, host.name) for breach in breaches(parse_config(config))]
     findings += partition_findings(parse_partitions(partitions))
-    said = {finding.what for finding in told}  # of an option in the file, before it is in force
-    said |= {finding.what for finding in context.warnings}
-    return [finding for finding in findings if finding.what not in said]
+    said = {_subject(finding) for finding in (*told, *context.warnings)}  # of the file, before it is in force
+    return [finding for finding in findings if _subject(finding) not in said]
+
+
+def _subject(finding: Finding) -> tuple[str, str]:
+    """What it is about: the rule, and the partition where it is a rule for each."""
+    section, _, rest = finding.path.partition(".")
+    return finding.what, rest.partition(".")[0] if section == "partitions" else ""

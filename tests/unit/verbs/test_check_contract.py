@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.plan.fake_world import LAB, lab, spec_of
 from tests.unit.verbs.test_verbs import context_of, raised
 
@@ -46,6 +48,15 @@ async def test_a_short_grace_is_a_warning_where_a_higher_partition_shares_nodes(
         "partitions.main: a preempted job has less time to save than it counts on, found 10 s, "
         "say `grace: 60` or more, and run `shoal up`"
     ]
+
+
+async def test_a_short_grace_in_the_file_does_not_hide_that_of_another_partition() -> None:
+    text = LAB.replace("default: true}", "default: true, grace: 10}") + "  urgent: {nodesets: [lab], priority: 10}\n"
+    context = await raised(lab(text))
+    [running] = await check(context)
+    for partition, found in (("main", 0), ("night", 1)):
+        warning = replace(running, path=f"partitions.{partition}.grace", found="5")
+        assert await check(replace(context, warnings=(warning,))) == [warning, running][: 1 + found]
 
 
 async def test_a_slurm_that_does_not_tell_its_settings_is_an_error() -> None:
