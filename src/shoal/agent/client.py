@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,10 +29,12 @@ class Ask:
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
     services: tuple[str, ...] = ()
-    filesystems: tuple[str, ...] = ()
-    """Kinds of file systems, by the names the kernel has for them: `nfs4`, `nfsd`."""
     tailscale: bool = False
     """Whether to ask the host's own Tailscale what it sees."""
+    filesystems: tuple[str, ...] = ()
+    """Kinds of file systems, by the names the kernel has for them: `nfs4`, `nfsd`."""
+    modules: tuple[str, ...] = ()
+    """Kernel modules: `wireguard`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,14 @@ class AgentSession:
         items = to_wire(document, dict(secrets))
         await self._request({"op": "apply", "items": items, "defer_restarts": defer_restarts})
         return await self._report(len(document), on_event)
+
+    async def reach(self, targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
+        """What each address and port answers this host: `open`, `refused`, `silent`, or what the kernel says."""
+        await self._request({"op": "reach", "targets": [list(target) for target in targets], "seconds": seconds})
+        async for event in self._events():
+            if event["event"] == "reach":
+                return list(event["answers"])
+        raise AssertionError("unreachable")
 
     async def secret(self, path: str, make: int = 0, *, text: bool = False) -> bytes:
         """The content of a secret file. If there is none it is made first: `make` random bytes, or as `text` digits."""

@@ -54,6 +54,8 @@ class Address:
     interface: str
     address: str
     prefix: int
+    mtu: int = 1500
+    """The largest packet that its interface sends."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ class Facts:
     users: Mapping[str, Account] = field(default_factory=dict)
     groups: Mapping[str, Account] = field(default_factory=dict)
     addresses: tuple[Address, ...] = ()
+    modules: tuple[str, ...] = ()
+    """Those of the kernel modules we asked about that the kernel has, or can load."""
+    reaches: Mapping[str, str] = field(default_factory=dict)
+    """Where other members answered this one, by name; filled in where the network has to know."""
     firewall: str = ""
     """A firewall that is not ours and refuses what it was not told to let in: `ufw` or `nft inet filter input`."""
     files: Mapping[str, FileFact] = field(default_factory=dict)
@@ -120,6 +126,7 @@ def from_wire(data: Mapping[str, Any]) -> Facts:
         "cgroup": _cgroup(data.get("cgroup", {})),
         "gpus": tuple(_one(Gpu, gpu) for gpu in data.get("gpus", ())),
         "filesystems": tuple(data.get("filesystems", ())),
+        "modules": tuple(data.get("modules", ())),
         "disks": tuple(_one(Disk, disk) for disk in data.get("disks", ())),
         "addresses": tuple(_one(Address, address) for address in data.get("addresses", ())),
         "packages": {name: _one(Package, value) for name, value in data.get("packages", {}).items()},

@@ -22,13 +22,20 @@ class FakeAgent:
     """The agent of one host. `items` holds what was applied, by key; it stays from one session to the next."""
 
     def __init__(
-        self, facts: Facts, *, failing: Mapping[str, str] | None = None, secrets: Mapping[str, bytes] | None = None
+        self,
+        facts: Facts,
+        *,
+        failing: Mapping[str, str] | None = None,
+        secrets: Mapping[str, bytes] | None = None,
+        reach: Mapping[str, str] | None = None,
     ) -> None:
-        """`failing` gives items that cannot be brought about, by key, with what they say."""
+        """`failing` gives items that cannot be brought about, by key, with what they say; `reach` what addresses of
+        others answer the host where that is not `open`."""
         self.facts = facts
         self.failing = dict(failing or {})
         self.secrets = dict(secrets or {})
         self.items: dict[str, dict[str, Any]] = {}
+        self.reach = dict(reach or {})
         self.requests: list[dict[str, Any]] = []
         self._due: set[str] = set()
 
@@ -49,6 +56,9 @@ class FakeAgent:
     def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         if request["op"] == "facts":
             return [{"event": "facts", "facts": {**asdict(self.facts), "clock": time.time()}, "took": 0.0}]
+        if request["op"] == "reach":
+            answers = [self.reach.get(address, "open") for address, _ in request["targets"]]
+            return [{"event": "reach", "answers": answers}]
         if request["op"] == "secret":
             path = request["path"]
             if path not in self.secrets and not request["make"]:

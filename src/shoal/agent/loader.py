@@ -28,7 +28,7 @@ MODULES = (
         "commands",
         "tailscale",
     ),
-    *("facts", "converge", "main"),
+    *("reach", "facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from shoal.agent.facts import Address, Facts
 
-# Bridges and tunnels that exist on one host only: two hosts can share such a subnet without reaching each other.
-LOCAL_ONLY = ("lo", "docker", "br-", "virbr", "podman", "cni", "veth", "lxc", "lxdbr", "flannel", "cali")
+# Bridges and tunnels that exist on one host only: two hosts can share such a subnet without reaching each other. And
+# our own network: it is not what it is built on.
+LOCAL_ONLY = ("lo", "docker", "br-", "virbr", "podman", "cni", "veth", "lxc", "lxdbr", "flannel", "cali", "shoal")
 
 
 def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dict[str, str]:
@@ -16,14 +17,14 @@ def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dic
 
     `reached` holds the address our own SSH connection went to; a host behind address translation does not own it.
     """
-    candidates = {name: _candidates(fact) for name, fact in facts.items()}
+    known = {name: candidates(fact) for name, fact in facts.items()}
     shared: dict[str, int] = {}
-    for addresses in candidates.values():
+    for addresses in known.values():
         for network in {_network(address) for address in addresses}:
             shared[network] = shared.get(network, 0) + 1
 
     chosen = {}
-    for name, addresses in candidates.items():
+    for name, addresses in known.items():
         if not addresses:
             chosen[name] = reached.get(name, "")
             continue
@@ -32,7 +33,8 @@ def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dic
     return chosen
 
 
-def _candidates(facts: Facts) -> list[Address]:
+def candidates(facts: Facts) -> list[Address]:
+    """The addresses at which other hosts may find this one: not loopback, nor a bridge or tunnel of its own."""
     return [
         address
         for address in facts.addresses

@@ -8,20 +8,24 @@ RULES = "/etc/shoal/firewall.nft"
 UNIT = "/etc/systemd/system/shoal-firewall.service"
 
 
-def firewall_rules(members: Iterable[str], ports: Iterable[str]) -> str:
-    """An nftables file that replaces our table and nothing else, in one transaction."""
+def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str = "") -> str:
+    """An nftables file that replaces our table and nothing else, in one transaction.
+
+    With `interface`, members are let in by that one alone: elsewhere anybody may say that he is one.
+    """
     addresses = sorted(set(members), key=_address_order)
     v4 = ", ".join(a for a in addresses if ":" not in a)
     v6 = ", ".join(a for a in addresses if ":" in a)
     sets = ""
     accepts = ""
     guarded = ", ".join(ports)
+    way = f'iifname "{interface}" ' if interface else ""
     if v4:
         sets += f"\tset members4 {{\n\t\ttype ipv4_addr\n\t\telements = {{ {v4} }}\n\t}}\n"
-        accepts += f"\t\tip saddr @members4 tcp dport {{ {guarded} }} accept\n"
+        accepts += f"\t\t{way}ip saddr @members4 tcp dport {{ {guarded} }} accept\n"
     if v6:
         sets += f"\tset members6 {{\n\t\ttype ipv6_addr\n\t\telements = {{ {v6} }}\n\t}}\n"
-        accepts += f"\t\tip6 saddr @members6 tcp dport {{ {guarded} }} accept\n"
+        accepts += f"\t\t{way}ip6 saddr @members6 tcp dport {{ {guarded} }} accept\n"
     return (
         "# Written by shoal; changes here are lost.\n"
         "table inet shoal\n"

@@ -60,6 +60,11 @@ def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted
     return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses))
 
 
+def network_addresses(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Mapping[str, str]:
+    """Where the members are on the cluster's network, by name."""
+    return wanted(spec, observed, reached).now.addresses
+
+
 async def make_plan(
     spec: Spec,
     observed: Observed,

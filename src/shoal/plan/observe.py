@@ -12,7 +12,9 @@ from shoal.agent.facts import Facts
 from shoal.errors import AgentFailed, HostError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
+from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
+from shoal.plan.pairs import surroundings
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.parts import part_filesystems
@@ -46,12 +48,14 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
     """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
     members = {member.name: member for member in members_of(spec)}
     controller = next(iter(members))
+    modules = (MODULE,) if spec.network.kind == "wireguard" else ()
     ask = Ask(
         users=("*",),
         groups=("*",),
         files=fact_files(spec),
         services=fact_services(),
         filesystems=part_filesystems(spec),
+        modules=modules,
     )
 
     if spec.network.kind == "tailscale":
@@ -67,6 +71,8 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
 
     answers = await fleet.each(fleet.targets, look, on_done)
     facts = {name: fact for name, (fact, _) in answers.items()}
+    if spec.network.kind == "wireguard":
+        facts = await surroundings(spec, facts, fleet)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observed(facts, dict(fleet.failures), view)
 

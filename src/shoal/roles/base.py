@@ -6,6 +6,7 @@ from shoal.agent.document import Block, Directory, Document, File, Group, Item, 
 from shoal.agent.facts import Facts
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
+from shoal.network.wireguard import INTERFACE
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
 from shoal.roles.part import Kept
@@ -15,6 +16,8 @@ from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
+INTERFACES = {"wireguard": INTERFACE}
+"""The interface of a network of our own, by its kind."""
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_BYTES = 1024
 MUNGE_SECRET = "munge"
@@ -104,7 +107,8 @@ def _names(cluster: Cluster) -> list[Item]:
 def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     if not cluster.spec.firewall:
         return without_firewall()
-    rules = firewall_rules(cluster.addresses.values(), (*PORTS, *part_ports(cluster.spec, member)))
+    ports = (*PORTS, *part_ports(cluster.spec, member))
+    rules = firewall_rules(cluster.addresses.values(), ports, INTERFACES.get(cluster.spec.network.kind, ""))
     return [
         Directory("/etc/shoal"),
         File(RULES, rules, restarts=("shoal-firewall",)),

@@ -10,10 +10,12 @@ from shoal.network.addresses import lan_addresses
 from shoal.network.firewall import opening
 from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
+from shoal.network.mesh import assign
 from shoal.network.tailscale import tailscale_addresses
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
+from shoal.roles.own_name import keeps_another
 from shoal.roles.pmix import all_have_pmix
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
@@ -89,6 +91,7 @@ def assemble(
         constrain_memory=jobs.memory,
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(members, facts, versions, before),
+        one_address=_one_address(spec, members, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
     )
     return Cluster(
@@ -125,9 +128,11 @@ def _addresses(
     before: InForce,
     leaving: tuple[str, ...],
 ) -> dict[str, str]:
+    names = (*(m.name for m in members), *leaving)
+    if spec.network.kind == "wireguard":
+        return assign(spec.network.subnet, names, before.addresses)
     answered = {m.name: facts[m.name] for m in members if m.name in facts}
     chosen = tailscale_addresses(answered) if spec.network.kind == "tailscale" else lan_addresses(answered, reached)
-    names = (*(m.name for m in members), *leaving)
     for name in names:
         if name not in chosen and name in before.addresses:
             chosen[name] = before.addresses[name]
@@ -174,6 +179,23 @@ def _accounting(spec: Spec, controller: Member, addresses: Mapping[str, str]) ->
         return None
     host = spec.accounting.host or controller.name
     return AccountingConf(addresses.get(host, host), enforcement(spec.accounting))
+
+
+def _one_address(
+    spec: Spec,
+    members: tuple[Member, ...],
+    facts: Mapping[str, Facts],
+    addresses: Mapping[str, str],
+    before: InForce,
+) -> bool:
+    """Whether Slurm's daemons may listen on our network alone: they go by the host's own name, which must be ours."""
+    answered = [member for member in members if member.name in facts and member.name in addresses]
+    named = all(
+        facts[member.name].hostname.lower() == member.name.lower()
+        and not keeps_another(facts[member.name], member.name, addresses[member.name])
+        for member in answered
+    )
+    return spec.network.kind == "wireguard" and named and (before.one_address or len(answered) == len(members))
 
 
 def _pmix(

@@ -34,6 +34,8 @@ class InForce:
     sites: Mapping[str, str] = field(default_factory=dict)
     """The site of every node, where jobs are kept inside one."""
     pmix: bool = False
+    one_address: bool = False
+    """Whether Slurm listens at one address of a host alone."""
 
 
 def in_force(controller: Facts | None) -> InForce:
@@ -48,6 +50,7 @@ def in_force(controller: Facts | None) -> InForce:
         confinement=_confinement(conf, _text(controller, CGROUP_CONF)),
         sites=switches_of_nodes(_text(controller, TOPOLOGY_CONF)),
         pmix=read(conf).settings.get("mpidefault") == "pmix",
+        one_address="NoInAddrAny" in read(conf).settings.get("communicationparameters", ""),
     )
 
 

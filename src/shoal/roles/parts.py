@@ -15,10 +15,12 @@ from shoal.roles.tailscale import TailscalePart
 from shoal.roles.time import Time
 from shoal.roles.tracking import TrackingPart
 from shoal.roles.users import Users
+from shoal.roles.wireguard import WireGuard
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 PARTS: tuple[Part, ...] = (
+    WireGuard(),
     TailscalePart(),
     Links(),
     Storage(),

@@ -159,6 +159,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     communication = ["block_null_hash", "keepalivetime=60", "keepaliveinterval=15", "keepaliveprobes=4"]
     if any(":" in address for address in (c.controller_address or "", *(node.address for node in c.nodes))):
         communication.append("EnableIPv6")
+    if c.one_address:
+        communication += ["NoInAddrAny", "NoCtldInAddrAny"]
     settings = {
         "ClusterName": c.name,
         "SlurmctldHost": f"{host}({c.controller_address})" if c.controller_address else host,

@@ -106,6 +106,8 @@ class ClusterConf:
     slurm_user: str = "slurm"
     pmix: bool = False
     """Every node has Slurm's PMIx plugin."""
+    one_address: bool = False
+    """Daemons listen at the address that their host's own name has, and nowhere else."""
     controller_hostname: str | None = None
     """What `hostname -s` says on the controller, where that is not its name: slurmctld compares."""
     accounting: AccountingConf | None = None

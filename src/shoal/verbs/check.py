@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from shoal.errors import HostError, SlurmError, TimedOut, VersionWindow
 from shoal.hostlist import compress
 from shoal.plan.apply import ending
-from shoal.plan.diff import make_plan
+from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
+from shoal.plan.pairs import reached_addresses, unconnected
 from shoal.providers.api import Instance
 from shoal.roles.in_force import SLURM_CONF
 from shoal.slurm.preemption import breaches, partition_findings
@@ -20,7 +21,7 @@ from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, 
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
 from shoal.verbs.status import ask, look_at_slurmctld
-from shoal.verbs.up import reached_addresses, survey
+from shoal.verbs.up import survey
 
 LEAST_FREE_MB = 1024
 
@@ -62,6 +63,9 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
         findings.append(
             Finding("info", f"changes are due on {hosts}", fix="`shoal plan` shows them, `shoal up` makes them")
         )
+    if observed.slurm.running or context.spec.network.kind == "lan":  # another network is there after `shoal up` only
+        addresses = network_addresses(context.spec, observed, reached_addresses(fleet))
+        findings += await unconnected(context.spec, addresses, fleet, observed.facts)
     if observed.slurm.running:
         findings += await _nodes(context, fleet, observed)
         findings += await _contract(context, fleet, plan.findings)

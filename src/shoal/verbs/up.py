@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.plan.apply import Applied, Patience, apply, ending
-from shoal.plan.diff import creation_plan, make_plan
+from shoal.plan.diff import creation_plan, make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
+from shoal.plan.pairs import reached_addresses, unconnected
 from shoal.plan.prepare import preparations, prepare
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
@@ -90,6 +90,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         _refuse_job_loss(planned, allow_job_loss)
         nodes = [member.name for member in context.members if "compute" in member.roles]
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
+        lost = await _unconnected(context, fleet, observed) if applied.changed else []
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
             cluster=context.cluster,
@@ -99,8 +100,15 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
             staying=applied.staying,
             unready=applied.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *stock.findings, *planned.findings),
+            findings=(*context.warnings, *stock.findings, *planned.findings, *lost),
         )
+
+
+async def _unconnected(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
+    """Members that others cannot reach, looked for whenever something has changed."""
+    with context.progress.phase("members reach each other", 1):
+        addresses = network_addresses(context.spec, observed, reached_addresses(fleet))
+        return await unconnected(context.spec, addresses, fleet, observed.facts)
 
 
 async def survey(context: Context) -> Survey:
@@ -148,18 +156,6 @@ async def _look(context: Context, fleet: Fleet) -> Observed:
         observed = await observe(fleet, context.spec, ending(phase))
     fleet.require(controller)
     return observed
-
-
-def reached_addresses(fleet: Fleet) -> dict[str, str]:
-    """The addresses that our connections went to, where they are addresses."""
-    reached = {}
-    for name, target in fleet.targets.items():
-        address = target.address or ""
-        try:
-            reached[name] = str(ipaddress.ip_address(address))
-        except ValueError:
-            continue
-    return reached
 
 
 def _refuse_job_loss(planned: Plan, allowed: bool) -> None:

@@ -39,6 +39,7 @@ def gather_facts(ask: Item, world: World) -> Item:
         "tun": opens("/dev/net/tun"),
         "fuse": may_mount() and opens("/dev/fuse"),
         "filesystems": filesystems(ask.get("filesystems") or [], uname.release),
+        "modules": [name for name in ask.get("modules") or [] if has_module(name, uname.release)],
         "cgroup": cgroup(),
         "boot_id": read_text("/proc/sys/kernel/random/boot_id").strip(),
         "addresses": addresses(),

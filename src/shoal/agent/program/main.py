@@ -12,6 +12,7 @@ from shoal.agent.program.facts import gather_facts
 from shoal.agent.program.failure import explain
 from shoal.agent.program.packages import release_daemons
 from shoal.agent.program.quick import signal
+from shoal.agent.program.reach import reach
 from shoal.agent.program.secrets import random_line
 from shoal.agent.program.wire import Item, Wire
 from shoal.agent.program.world import World, read_due
@@ -53,6 +54,9 @@ def answer(request: Item, world: World) -> None:
         return
     if operation == "check":
         converge(world)
+        return
+    if operation == "reach":
+        wire.send({"event": "reach", "answers": reach(request["targets"], request["seconds"])})
         return
     held = lock(world)
     try:

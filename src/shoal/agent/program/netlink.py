@@ -16,14 +16,26 @@ if TYPE_CHECKING:
 def addresses() -> list[Item]:
     """The addresses of the interfaces, asked of the kernel by netlink: no `ip` program is needed."""
     found: list[Item] = []
+    largest = packet_sizes()
     for message in netlink_dump(0, 22, bytes(8)):  # RTM_GETADDR
         family, prefix, _, scope, index = struct.unpack_from("=BBBBI", message)
         parts = netlink_fields(message[8:])
         raw = parts.get(2, parts.get(1))  # the local end where there is one, else the address
         if raw and scope not in (253, 254) and family in (socket.AF_INET, socket.AF_INET6):  # not link, not host
             text = socket.inet_ntop(family, raw)
-            found.append({"interface": socket.if_indextoname(index), "address": text, "prefix": prefix})
+            name, mtu = socket.if_indextoname(index), largest.get(index, 1500)
+            found.append({"interface": name, "address": text, "prefix": prefix, "mtu": mtu})
     return found
+
+
+def packet_sizes() -> dict[int, int]:
+    """The MTU of every interface, by its number."""
+    sizes = {}
+    for message in netlink_dump(0, 18, bytes(16)):  # RTM_GETLINK
+        mtu = netlink_fields(message[16:]).get(4)
+        if mtu:
+            sizes[struct.unpack_from("=i", message, 4)[0]] = struct.unpack("=I", mtu)[0]
+    return sizes
 
 
 def firewall() -> str:

@@ -1,0 +1,37 @@
+"""Which addresses answer a host, asked of real sockets."""
+
+from __future__ import annotations
+
+import socket
+
+from shoal.agent.program.reach import reach
+
+
+def test_who_listens_is_open_and_who_does_not_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
+        free = closed.getsockname()[1]
+        closed.close()
+        here = server.getsockname()[1]
+        assert reach([["127.0.0.1", here], ["127.0.0.1", free]], 5.0) == ["open", "refused"]
+
+
+def test_who_does_not_answer_is_silent_and_keeps_nobody_from_being_heard() -> None:
+    with socket.socket() as full, socket.create_server(("127.0.0.1", 0)) as server:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = []
+        for _ in range(3):  # a queue that is full answers nobody
+            link = socket.socket()
+            link.setblocking(False)
+            link.connect_ex(full.getsockname())
+            waiting.append(link)
+        answers = reach([list(full.getsockname()), list(server.getsockname())], 0.3)
+        for link in waiting:
+            link.close()
+    assert answers == ["silent", "open"]
+
+
+def test_what_the_kernel_says_against_an_address_is_told() -> None:
+    # A broadcast address is nobody's: the kernel refuses at once.
+    assert reach([["255.255.255.255", 22]], 1.0) == ["Network is unreachable"]
+    assert reach([], 1.0) == []

@@ -1,0 +1,133 @@
+"""Who reaches whom on a network of our own: directly, by being called, or by way of the hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.agent.facts import Address, Facts
+from shoal.network.mesh import End, Peer, assign, place, to_try, with_port, worth_trying
+
+PORT = 51820
+
+
+def end(name: str, number: int, site: str, reaches: dict[str, str] | None, **more: object) -> End:
+    return replace(End(name, f"10.77.0.{number}", f"key-of-{name}", site, reaches), **more)  # type: ignore[arg-type]
+
+
+# c and n are on one site that others reach; f and m are behind NAT, each on its own.
+ENDS = {
+    "c": end("c", 1, "a", {"n": "10.0.0.2"}),
+    "n": end("n", 2, "a", {"c": "10.0.0.1"}),
+    "f": end("f", 3, "b", {"c": "10.0.0.1", "n": "10.0.0.2"}),
+    "m": end("m", 4, "c", {"c": "10.0.0.1", "n": "10.0.0.2"}),
+}
+
+
+def peers(name: str, ends: dict[str, End] = ENDS, known: dict[str, Peer] | None = None) -> dict[str, Peer]:
+    return {peer.name: peer for peer in place(name, ends, "c", PORT, known or {}).peers}
+
+
+def test_hosts_that_see_each_other_call_each_other() -> None:
+    assert peers("c")["n"] == Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.2:51820")
+    assert peers("n")["c"] == Peer("c", "key-of-c", ("10.77.0.1",), "10.0.0.1:51820")
+
+
+def test_a_host_behind_nat_calls_and_keeps_the_door_open_and_is_not_called() -> None:
+    assert peers("f")["n"] == Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.2:51820", keepalive=True)
+    assert peers("n")["f"] == Peer("f", "key-of-f", ("10.77.0.3",))
+
+
+def test_two_that_cannot_reach_each_other_go_through_the_hub() -> None:
+    assert peers("f")["c"].allowed == ("10.77.0.1", "10.77.0.4")
+    assert peers("m")["c"].allowed == ("10.77.0.1", "10.77.0.3")
+    assert "m" not in peers("f")
+    assert place("c", ENDS, "c", PORT, {}).relays
+    assert not place("n", ENDS, "c", PORT, {}).relays
+
+
+def test_every_peer_is_the_way_to_an_address_of_its_own() -> None:
+    for name in ENDS:
+        allowed = [address for peer in peers(name).values() for address in peer.allowed]
+        assert sorted(allowed) == sorted(other.address for other in ENDS.values() if other.name != name)
+
+
+def test_another_hub_takes_what_goes_through() -> None:
+    found = {peer.name: peer.allowed for peer in place("f", ENDS, "n", PORT, {}).peers}
+    assert found == {"c": ("10.77.0.1",), "n": ("10.77.0.2", "10.77.0.4")}
+
+
+def test_an_endpoint_of_the_file_holds_between_sites_and_not_inside_one() -> None:
+    ends = {**ENDS, "m": replace(ENDS["m"], endpoint="lab.example.org:9")}
+    assert peers("f", ends)["m"] == Peer("m", "key-of-m", ("10.77.0.4",), "lab.example.org:9", keepalive=True)
+    assert peers("m", ends)["f"] == Peer("f", "key-of-f", ("10.77.0.3",))
+    beside = {**ends, "f": end("f", 3, "c", {"m": "192.168.1.4"})}
+    assert peers("f", beside)["m"].endpoint == "192.168.1.4:51820"
+
+
+def test_who_does_not_answer_keeps_the_link_it_had() -> None:
+    silent = {**ENDS, "n": replace(ENDS["n"], reaches=None), "m": replace(ENDS["m"], reaches=None)}
+    known = {"n": Peer("n", "key-of-n", ("10.77.0.2",), "10.0.0.99:51820", keepalive=True)}
+    assert peers("f", silent, known)["n"] == known["n"]
+    assert peers("f", silent, known)["c"].allowed == ("10.77.0.1", "10.77.0.4")
+
+
+def test_who_has_no_key_yet_is_nobodys_peer() -> None:
+    assert "n" not in peers("c", {**ENDS, "n": replace(ENDS["n"], public_key="")})
+
+
+def test_packets_are_as_large_as_the_path_takes() -> None:
+    ends = {
+        "c": end("c", 1, "a", {"n": "10.0.0.2"}, mtu=9000),
+        "n": end("n", 2, "a", {"c": "10.0.0.1"}, mtu=9000),
+        "f": end("f", 3, "b", {"c": "1.1.1.1", "n": "1.1.1.2"}, mtu=1460),
+        "g": end("g", 4, "d", {"c": "1.1.1.1", "n": "1.1.1.2"}, mtu=9000),
+    }
+    inside = place("c", ends, "c", PORT, {})
+    assert (inside.mtu, inside.slower) == (8920, (("10.77.0.3", 1380), ("10.77.0.4", 1420)))
+    assert (place("f", ends, "c", PORT, {}).mtu, place("f", ends, "c", PORT, {}).slower) == (1380, ())
+    assert place("n", ENDS, "c", PORT, {}).mtu == 1420
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("10.0.0.1", "10.0.0.1:51820"),
+        ("lab.example.org:99", "lab.example.org:99"),
+        ("2001:db8::1", "[2001:db8::1]:51820"),
+        ("[2001:db8::1]:99", "[2001:db8::1]:99"),
+    ],
+)
+def test_an_endpoint_has_a_port(text: str, wanted: str) -> None:
+    assert with_port(text, PORT) == wanted
+
+
+def test_who_has_an_address_keeps_it_and_new_ones_get_the_first_that_are_free() -> None:
+    first = assign("10.77.0.0/16", ["c", "n1", "n2"], {})
+    assert first == {"c": "10.77.0.1", "n1": "10.77.0.2", "n2": "10.77.0.3"}
+    assert assign("10.77.0.0/16", ["c", "n2", "n3"], first) == {"c": "10.77.0.1", "n2": "10.77.0.3", "n3": "10.77.0.2"}
+    assert assign("10.78.0.0/24", ["c"], first) == {"c": "10.78.0.1"}
+    assert assign("10.77.0.0/16", ["c"], {"c": "2001:db8::1"}) == {"c": "10.77.0.1"}
+
+
+def facts(*addresses: str) -> Facts:
+    return Facts(addresses=tuple(Address(f"eth{i}", address, 24) for i, address in enumerate(addresses)))
+
+
+def test_a_host_is_tried_at_its_own_addresses_and_at_a_public_one_that_leads_to_it_alone() -> None:
+    hosts = {"c": facts("10.0.0.1"), "n": facts("172.16.0.5", "10.0.0.2"), "f": facts("192.168.1.4")}
+    sites = {"c": "a", "n": "a", "f": "b"}
+    tries = to_try(hosts, sites, {"c": "10.0.0.1", "f": "8.8.8.8"})
+    assert tries == {"c": ["10.0.0.1"], "n": ["10.0.0.2", "172.16.0.5"], "f": ["192.168.1.4", "8.8.8.8"]}
+    shared = to_try(hosts, sites, {"c": "8.8.8.8", "f": "8.8.8.8"})
+    assert shared["f"] == ["192.168.1.4"]
+    assert to_try(hosts, sites, {"f": "100.64.0.1"})["f"] == ["192.168.1.4"]
+
+
+def test_a_private_address_of_another_site_that_fits_our_own_network_is_somebody_elses() -> None:
+    here = facts("192.168.1.5")
+    assert not worth_trying(here, "a", "b", "192.168.1.4")
+    assert worth_trying(here, "a", "a", "192.168.1.4")
+    assert worth_trying(here, "a", "b", "10.0.0.4")
+    assert worth_trying(here, "a", "b", "8.8.8.8")

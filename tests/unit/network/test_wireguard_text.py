@@ -1,0 +1,81 @@
+"""The files of the WireGuard network, whole."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.goldens import assert_golden
+
+from shoal.network.firewall import firewall_rules
+from shoal.network.mesh import Peer, Place
+from shoal.network.names import own_names
+from shoal.network.wireguard import MAKE_KEYS, apply_script, hub_rules, peers_conf, peers_in, unit
+
+PEERS = (
+    Peer("controller", "a" * 43 + "=", ("10.77.0.1", "10.77.0.4"), "10.0.0.1:51820", keepalive=True),
+    Peer("near1", "b" * 43 + "=", ("10.77.0.2",), "[2001:db8::2]:51820"),
+    Peer("far1", "c" * 43 + "=", ("10.77.0.3",)),
+)
+HOSTS = """127.0.0.1 localhost fish1
+127.0.1.1\tfish1.reef fish1
+10.0.0.5 fish1 # by hand
+10.0.0.6 fish12
+#10.0.0.7 fish1
+# BEGIN shoal members
+10.77.0.2  fish1
+# END shoal members
+10.77.0.2 FISH1
+"""
+
+
+def test_peers() -> None:
+    assert_golden("network/wireguard-peers.conf", peers_conf(PEERS, 51820))
+
+
+def test_peers_are_read_back_as_they_were_written() -> None:
+    assert peers_in(peers_conf(PEERS, 51820)) == {peer.name: peer for peer in PEERS}
+    assert peers_in(peers_conf((), 51820)) == peers_in("") == {}
+
+
+def test_what_brings_the_interface_up_on_a_hub_and_elsewhere() -> None:
+    hub = apply_script(Place("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), 16)
+    assert_golden("network/wireguard-apply-on-hub", hub)
+    assert_golden("network/wireguard-apply", apply_script(Place("10.77.0.5", PEERS, 1420), 16))
+
+
+def test_units_of_the_kernels_wireguard_and_of_wireguard_go() -> None:
+    assert_golden("network/shoal-wireguard-kernel.service", unit(kernel=True))
+    assert_golden("network/shoal-wireguard-go.service", unit(kernel=False))
+
+
+@pytest.mark.parametrize("text", [apply_script(Place("10.77.0.1", PEERS, 1420, relays=True), 16), MAKE_KEYS])
+def test_a_shell_can_read_the_scripts(text: str) -> None:
+    subprocess.run(["sh", "-n"], input=text, text=True, check=True)
+
+
+def test_no_key_is_an_argument_of_a_program() -> None:
+    script = apply_script(Place("10.77.0.1", PEERS, 1420), 16)
+    assert "wg syncconf shoal0 /dev/stdin" in script
+    assert "$(" not in script + MAKE_KEYS
+    assert "umask 077" in MAKE_KEYS
+
+
+def test_rules_of_a_hub_and_a_firewall_that_lets_members_in_by_one_interface(tmp_path: Path) -> None:
+    assert_golden("network/wireguard-hub.nft", hub_rules())
+    rules = firewall_rules(["10.77.0.1", "10.77.0.2"], ("6817", "6818"), "shoal0")
+    assert '\t\tiifname "shoal0" ip saddr @members4 tcp dport { 6817, 6818 } accept\n' in rules
+    for number, text in enumerate((hub_rules(), rules)):
+        path = tmp_path / f"{number}.nft"
+        path.write_text(text)
+        try:
+            subprocess.run(["nft", "--check", "--file", path], check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("nft is not installed: apt-get install nftables")
+
+
+def test_lines_that_give_a_host_another_address_than_ours_are_found() -> None:
+    lines = own_names(HOSTS, "members", ("fish1", "fish1.reef"), "10.77.0.2")
+    assert lines == ("127.0.0.1 localhost fish1", "127.0.1.1\tfish1.reef fish1", "10.0.0.5 fish1 # by hand")
+    assert own_names("127.0.0.1 localhost\n", "members", ("fish1",), "10.77.0.2") == ()

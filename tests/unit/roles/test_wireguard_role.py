@@ -1,0 +1,171 @@
+"""WireGuard as a part of the cluster: what hosts prepare, what they become, and what stands in the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import host_facts, spec_of
+from tests.unit.roles.test_documents_of_roles import shown
+
+from shoal.agent.document import Command, File, Packages
+from shoal.agent.facts import Address, Facts, FileFact
+from shoal.network.names import hosts_block
+from shoal.network.wireguard import MODULE, PEERS, PRIVATE_KEY, PUBLIC_KEY, UNIT
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.documents import documents
+from shoal.roles.in_force import HOSTS, SLURM_CONF, in_force
+from shoal.roles.stage import Stage
+from shoal.roles.wireguard import WireGuard
+from shoal.slurm.conf import slurm_conf, slurm_settings
+from shoal.spec.members import members
+
+TEXT = """
+cluster: reef
+network: wireguard
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+  far: {hosts: [{name: f1, address: 192.168.1.5}], site: b}
+"""
+SPEC = spec_of(TEXT)
+PART = WireGuard()
+REACHES = {"c1": {"n1": "10.0.0.11"}, "n1": {"c1": "10.0.0.1"}, "f1": {"c1": "10.0.0.1"}}
+
+
+def facts(name: str, address: str, **changes: object) -> Facts:
+    found = host_facts(name, address, tun=True, reaches=REACHES[name], **changes)
+    key = FileFact(text=f"public-key-of-{name}=\n")
+    return replace(found, files={**found.files, PUBLIC_KEY: key, HOSTS: FileFact(text="127.0.0.1 localhost\n")})
+
+
+FACTS = {
+    "c1": facts("c1", "10.0.0.1"),
+    "n1": facts("n1", "10.0.0.11", modules=(MODULE,)),
+    "f1": facts("f1", "192.168.1.5"),
+}
+
+
+def items(cluster: Cluster, name: str) -> dict[str, object]:
+    member = next(member for member in cluster.members if member.name == name)
+    return {item.key: item for item in PART.documents(cluster, member).get(Stage.SERVICES, ())}
+
+
+def content(cluster: Cluster, name: str, path: str) -> str:
+    item = items(cluster, name)[f"file {path}"]
+    assert isinstance(item, File)
+    assert isinstance(item.content, str)
+    return item.content
+
+
+def test_what_a_hub_and_a_host_behind_nat_become() -> None:
+    cluster = assemble(SPEC, FACTS, {})
+    for name in ("c1", "f1"):
+        member = next(member for member in cluster.members if member.name == name)
+        assert_golden(f"roles/wireguard-{name}.txt", shown(dict(PART.documents(cluster, member))))
+
+
+def test_a_host_without_a_key_makes_one_before_anything_else_and_one_that_has_it_prepares_nothing() -> None:
+    member = members(SPEC)[2]
+    fresh = host_facts("f1", "192.168.1.5")
+    packages, _, command = PART.prepare(SPEC, member, fresh)
+    assert packages == Packages(("iproute2", "wireguard-tools", "wireguard-go"))
+    assert isinstance(command, Command)
+    assert command.unless == ("test", "-s", PUBLIC_KEY)
+    assert PART.prepare(SPEC, member, FACTS["f1"]) == ()
+    assert PART.prepare(spec_of(TEXT.replace("wireguard", "lan")), member, fresh) == ()
+
+
+def test_the_private_key_is_asked_of_no_host() -> None:
+    assert PRIVATE_KEY not in {**PART.files, **PART.facts_files(SPEC)}
+
+
+def test_wireguard_go_is_for_hosts_whose_kernel_has_no_wireguard_and_the_hub_filters() -> None:
+    controller, near, far = members(SPEC)
+    assert PART.packages(SPEC, near, FACTS["n1"]) == ("iproute2", "wireguard-tools")
+    assert PART.packages(SPEC, far, FACTS["f1"]) == ("iproute2", "wireguard-tools", "wireguard-go")
+    assert "nftables" in PART.packages(SPEC, controller, None)
+    assert PART.packages(spec_of(TEXT.replace("wireguard", "lan")), near, None) == ()
+
+
+def test_names_nodes_and_the_firewall_follow_the_network() -> None:
+    cluster = assemble(SPEC, FACTS, {})
+    assert cluster.addresses == {"c1": "10.77.0.1", "n1": "10.77.0.2", "f1": "10.77.0.3"}
+    assert "SlurmctldHost=c1(10.77.0.1)\n" in slurm_settings(cluster.conf)
+    assert [node.address for node in cluster.conf.nodes] == ["10.77.0.2", "10.77.0.3"]
+    base = documents(cluster, cluster.members[1])[Stage.BASE]
+    [rules] = [item.content for item in base if isinstance(item, File) and item.path == "/etc/shoal/firewall.nft"]
+    assert 'iifname "shoal0" ip saddr @members4' in str(rules)
+
+
+def test_slurm_listens_on_the_network_alone_where_every_host_goes_by_its_name() -> None:
+    words = "NoInAddrAny,NoCtldInAddrAny"
+    assert words in slurm_settings(assemble(SPEC, FACTS, {}).conf)
+    other_name = {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}
+    assert words not in slurm_settings(assemble(SPEC, other_name, {}).conf)
+    fixed = FileFact(text="127.0.0.1 localhost n1\n")
+    not_ours = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, HOSTS: fixed})}
+    assert words not in slurm_settings(assemble(SPEC, not_ours, {}).conf)
+    assert words not in slurm_settings(assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {}).conf)
+
+
+def test_a_line_that_gives_a_host_its_name_elsewhere_is_put_out_of_force_once() -> None:
+    debian = FileFact(text="127.0.0.1 localhost\n127.0.1.1 n1\n")
+    found = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, HOSTS: debian})}
+    assert "command own name" in items(assemble(SPEC, found, {}), "n1")
+    assert "command own name" not in items(assemble(SPEC, FACTS, {}), "n1")
+
+
+def put_in_force(cluster: Cluster) -> dict[str, Facts]:
+    """The facts once this cluster was applied."""
+    hosts = f"# BEGIN shoal members\n{hosts_block(cluster.addresses)}# END shoal members\n"
+    texts = {SLURM_CONF: slurm_conf(cluster.conf), HOSTS: hosts}
+    found = {}
+    for name, fact in cluster.facts.items():
+        peers = FileFact(text=content(cluster, name, PEERS))
+        found[name] = replace(fact, files={**fact.files, PEERS: peers})
+    found["c1"] = replace(found["c1"], files={**found["c1"].files, **{k: FileFact(text=t) for k, t in texts.items()}})
+    return found
+
+
+def test_a_host_that_does_not_answer_changes_nothing_for_the_others() -> None:
+    whole = assemble(SPEC, FACTS, {})
+    known = put_in_force(whole)
+    silent = {name: fact for name, fact in known.items() if name != "f1"}
+    again = assemble(SPEC, silent, {}, in_force(known["c1"]))
+    for name in ("c1", "n1"):
+        assert content(again, name, PEERS) == content(whole, name, PEERS)
+    assert again.conf.one_address
+
+
+def test_a_member_that_goes_frees_its_address_and_nobody_else_moves() -> None:
+    before = in_force(put_in_force(assemble(SPEC, FACTS, {}))["c1"])
+    less = spec_of(TEXT.replace("  lab: {hosts: [{name: n1, address: 10.0.0.11}]}\n", ""))
+    found = {name: fact for name, fact in FACTS.items() if name != "n1"}
+    assert assemble(less, found, {}, before).addresses == {"c1": "10.77.0.1", "f1": "10.77.0.3"}
+
+
+def test_what_stands_in_the_way_is_told() -> None:
+    found = {
+        **FACTS,
+        "n1": replace(FACTS["n1"], addresses=(Address("eth0", "10.77.3.4", 24),)),
+        "f1": replace(FACTS["f1"], tun=False, reaches={}),
+    }
+    assert [str(finding) for finding in PART.findings(assemble(SPEC, found, {}))] == [
+        "n1: 10.77.0.0/16 is in use on the host, found 10.77.3.4, give the network another: "
+        "`network: {kind: wireguard, subnet: 10.78.0.0/16}`",
+        "f1: WireGuard cannot run, found neither WireGuard in the kernel nor /dev/net/tun, load the module "
+        "(`modprobe wireguard`), give the container /dev/net/tun, or use `network: tailscale`",
+        "f1: neither reaches c1 nor is reached by it, and nobody else passes its packets on, forward UDP port 51820 "
+        "to c1 and say where: `endpoint: router.example.org`; or choose a host that all can reach: "
+        "`network: {kind: wireguard, hub: ...}`",
+    ]
+    assert PART.findings(assemble(SPEC, FACTS, {})) == ()
+
+
+def test_another_network_takes_wireguard_away_and_only_where_it_was() -> None:
+    lan = assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {})
+    assert items(lan, "n1") == {}
+    was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}
+    gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
+    assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items(gone, "n1").keys()
