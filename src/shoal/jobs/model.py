@@ -60,7 +60,10 @@ def _signal(value: object) -> str:
     if match is None or match[5] is None:
         raise refusal("not a signal", "write it like USR1@120: the signal, and how many seconds before the end")
     if match[1]:
-        raise refusal("`B:` sends the signal to the batch shell alone", f"leave it out: {match[3].upper()}@{match[5]}")
+        fix = f"leave it out: {match[3].upper()}@{match[5]}"
+        if "B" not in match[1].upper():
+            raise refusal("`R:` is about a reservation, and `shoal run` asks for none", fix)
+        raise refusal("`B:` sends the signal to the batch shell alone", fix)
     return f"{match[3].upper()}@{match[5]}"
 
 

@@ -106,6 +106,20 @@ def test_a_wrong_value_is_refused_in_plain_words(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("signal", "said"),
+    [
+        ("R:USR1@60", "`R:` is about a reservation, and `shoal run` asks for none"),
+        ("B:USR1@60", "`B:` sends the signal to the batch shell alone"),
+        ("RB:USR1@60", "`B:` sends the signal to the batch shell alone"),
+    ],
+)
+def test_what_stands_before_a_signal_is_refused_for_what_it_does(signal: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(signal=signal)
+    assert str(caught.value) == f'--signal: {said}, found "{signal}", leave it out: USR1@60'
+
+
+@pytest.mark.parametrize(
     "name", ["job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array"]
 )
 @pytest.mark.parametrize("text", ["a b", "a\nb", "a#b", 'a"b', "a'b", "a\\b", "$(id)", "`id`", ""])
