@@ -18,7 +18,6 @@ How a job ends before its work is done, and what Slurm then does:
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """What asks a job to stop: --signal and preemption send the first two, scancel and the time limit the third."""
@@ -85,11 +84,6 @@ SHOAL_TRACKING_URI = "SHOAL_TRACKING_URI"
 
 SHOAL_EXPERIMENT = "SHOAL_EXPERIMENT"
 """The MLflow experiment the run belongs to."""
-
-
-def format_node_addrs(addresses: Mapping[str, str]) -> str:
-    """The value of SHOAL_NODE_ADDRS for these nodes."""
-    return ",".join(f"{name}={address}" for name, address in addresses.items())
 
 
 def parse_node_addrs(text: str) -> dict[str, str]:
