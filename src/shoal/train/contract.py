@@ -56,7 +56,8 @@ EXIT_REQUEUE = 85
 # ---- environment variables
 
 SHOAL_JOB_DIR = "SHOAL_JOB_DIR"
-"""The job's directory on shared storage: code, logs, checkpoints. The same path on every node."""
+"""The job's directory: code, logs, checkpoints. The same path on every node; on storage that the nodes share where
+--directory names some, otherwise on each node's own disk."""
 
 SHOAL_STORE_DIR = "SHOAL_STORE_DIR"
 """A directory all nodes of the job see, where rank 0 writes the address and port it listens on."""
