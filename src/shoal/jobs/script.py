@@ -83,7 +83,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
     yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
-    yield f"export SHOAL_LAUNCHER={spec.launcher} SHOAL_ECHO={int(spec.output is not None)}"
+    yield f"export SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
     yield "    sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\) .*/\\1=\\2/p' | paste -sd, -)"
     yield f"MASTER_ADDR=,${contract.SHOAL_NODE_ADDRS}"
