@@ -1,0 +1,172 @@
+"""Python environments on real hosts: built once, used by jobs everywhere, kept while a job uses them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster, running
+from tests.small_wheels import small_wheel, torch_like
+
+from shoal.environments.builder import MARK
+from shoal.environments.place import LOCAL
+from shoal.network.clocks import following_conf, serving_conf
+from shoal.providers.sandbox.layout import Layout, cache_dir
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: en-env
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  fish: {provider: sandbox, count: 2, gpus: 1, memory: 1G}
+environments:
+  tank: {requirements: tank.txt}
+  bowl: {requirements: bowl.txt, place: local}
+  sea: {requirements: sea.txt}
+"""
+INDEX = "--no-index\n--find-links /shared/index\n"
+SCRIPT = """\
+import sys, time
+import herring
+print("uses", herring.VERSION, sys.prefix, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    place = tmp_path_factory.mktemp("environments")
+    (place / "uses.py").write_text(SCRIPT)
+    (place / "tank.txt").write_text(INDEX + "herring==1.0\n")
+    (place / "bowl.txt").write_text(INDEX + "herring==1.0\n")
+    (place / "sea.txt").write_text(INDEX + "torch\n")
+    with running(place, SPEC) as made:
+        index = Layout(cache_dir(), made.name).shared / "index"
+        small_wheel(index, "herring", "1.0", needs="sprat")
+        small_wheel(index, "herring", "2.0", needs="sprat")
+        small_wheel(index, "sprat", "1.0")
+        torch_like(index, "9.1+cu130", "13.0")
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def in_the_tree(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cluster.file.parent)
+
+
+def printed(result: dict[str, object]) -> list[str]:
+    lines = result["lines"]
+    assert isinstance(lines, list)
+    return [line["text"] for line in lines]
+
+
+def test_a_job_that_names_one_that_is_not_built_is_refused_with_the_command_that_builds_it(cluster: Cluster) -> None:
+    said = cluster.shoal("run", "--env", "tank", "uses.py", "0", status=2).stderr
+    assert "environment tank is not built yet" in said and "`shoal env build tank`" in said
+
+
+def test_it_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
+    [made] = cluster.json("env", "build", "tank")["made"]
+    assert made["packages"] == ["herring==1.0", "sprat==1.0"]
+    again = cluster.json("env", "build", "tank")
+    assert again["fresh"] == [] and again["made"][0]["path"] == made["path"]
+    done = cluster.json("run", "--wait", "-N2", "--env", "tank", "uses.py", "0")
+    assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
+    # Programs in it name the very path they are at, on every host.
+    assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
+
+
+def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(cluster: Cluster) -> None:
+    [old] = cluster.json("env", "build", "tank")["made"]
+    job = cluster.json("run", "--env", "tank", "--gpus-per-node", "0", "uses.py", "600")["id"]
+    try:
+        (cluster.file.parent / "tank.txt").write_text(INDEX + "herring==2.0\n")
+        said = cluster.shoal("run", "--env", "tank", "uses.py", "0", status=2).stderr
+        assert "environment tank was made from another file than the one that is here now" in said
+        [new] = cluster.json("env", "build", "tank")["made"]
+        assert new["id"] != old["id"]
+        done = cluster.json("run", "--wait", "--env", "tank", "--gpus-per-node", "0", "uses.py", "0")
+        assert printed(done) == [f"uses 2.0 {new['path']}"]
+        cluster.on("controller", "touch", "-d", "2000-01-01", f"{old['path']}/{MARK}")
+        assert cluster.json("env", "clean")["kept"] == {old["id"]: f"job {job} uses it"}
+        cluster.on("controller", "test", "-e", f"{old['path']}/{MARK}")
+    finally:
+        cluster.shoal("cancel", job)
+    cluster.wait("the job has ended", lambda: old["id"] not in cluster.json("env", "clean", "--dry-run")["kept"])
+    assert cluster.json("env", "clean")["removed"] == {"controller": [old["id"]]}
+    cluster.on("controller", "test", "!", "-e", old["path"])
+    cluster.on("fish1", f"{new['path']}/bin/herring-says")
+
+
+def test_nodes_get_copies_of_their_own_and_one_that_lost_its_copy_is_named(cluster: Cluster) -> None:
+    built = cluster.json("env", "build", "bowl")
+    [made] = built["made"]
+    assert (made["path"], built["copied"]) == (f"{LOCAL}/{made['id']}", {"bowl": ["fish1", "fish2"]})
+    done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "uses.py", "0")
+    assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
+    cluster.on("fish2", "rm", "-rf", made["path"])
+    said = cluster.shoal("run", "-N2", "--env", "bowl", "uses.py", "0", status=3).stderr
+    assert "fish2 cannot use environment bowl, so nothing was queued" in said
+    # The archive is not where the node sees it: it comes through this machine.
+    cluster.on("fish2", "mount", "-t", "tmpfs", "tmpfs", "/shared")
+    try:
+        assert cluster.json("env", "build", "bowl")["copied"] == {"bowl": ["fish2"]}
+    finally:
+        cluster.on("fish2", "umount", "/shared")
+    assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
+
+
+def test_a_torch_that_the_drivers_are_too_old_for_is_told_when_it_is_built_and_not_put_in_force(
+    cluster: Cluster,
+) -> None:
+    for node in ("fish1", "fish2"):
+        cluster.on(node, "sed", "-i", "s/$/, 535.54.03/", "/etc/shoal-gpus")
+    built = cluster.json("env", "build", "sea", status=1)
+    [finding] = built["findings"]
+    assert finding["what"] == "environment sea: torch 9.1+cu130 is for CUDA 13.0, which the driver is too old for"
+    assert (finding["level"], finding["found"], finding["host"]) == ("error", "driver 535.54.03", "fish[1-2]")
+    states = {one["name"]: one["state"] for one in cluster.json("env", "list")["environments"]}
+    assert states["sea"] == "not built"
+    cluster.on("fish1", "sed", "-i", "s/535.54.03/580.95.05/", "/etc/shoal-gpus")
+    built = cluster.json("env", "build", "sea")
+    assert [(finding["level"], finding["host"]) for finding in built["findings"]] == [("warning", "fish2")]
+
+
+def test_a_build_that_is_killed_is_finished_by_the_next_one(cluster: Cluster) -> None:
+    (cluster.file.parent / "bowl.txt").write_text(INDEX + "sprat\n")
+    process = cluster.background("env", "build", "bowl")
+    wheels = Layout(cache_dir(), cluster.name).shared / "environments" / "wheels"
+    before = set(wheels.iterdir())
+    cluster.wait("it has begun", lambda: set(wheels.iterdir()) != before or process.poll() is not None, 120)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout:
+        process.stdout.close()
+    [made] = cluster.json("env", "build", "bowl")["made"]
+    assert made["packages"] == ["sprat==1.0"]
+    assert cluster.on("fish1", f"{made['path']}/bin/sprat-says") == "sprat 1.0\n"
+
+
+def test_status_says_how_far_the_clocks_are_apart_and_whose_they_are(cluster: Cluster) -> None:
+    clocks = cluster.json("status")["clocks"]
+    assert set(clocks["ahead"]) == {"fish1", "fish2"} and max(map(abs, clocks["ahead"].values())) < 60
+    assert set(clocks["containers"]) == {"controller", "fish1", "fish2"}
+    assert "clocks: " in cluster.shoal("status").stdout
+    for host in ("controller", "fish1"):
+        cluster.on(host, "sh", "-c", "! dpkg -s chrony 2> /dev/null | grep -q '^Status: install ok'")
+
+
+UNPACK = "cd /tmp && apt-get -q download chrony > /dev/null 2>&1 && dpkg -x chrony_*.deb chrony"
+READ = "/tmp/chrony/usr/sbin/chronyd -p -f /shared/chrony.conf"
+"""chronyd reads a file and prints it (-p). It is never installed or started: the clock it would set is not its own."""
+
+
+def test_a_real_chronyd_takes_our_configuration(cluster: Cluster) -> None:
+    cluster.on("controller", "sh", "-c", UNPACK)
+    for text in (serving_conf("10.0.0.1", ["10.0.0.1", "10.0.0.2", "fd00::2"]), following_conf("10.0.0.1")):
+        (Layout(cache_dir(), cluster.name).shared / "chrony.conf").write_text(text)
+        read = cluster.on("controller", *READ.split())
+        assert read.splitlines() == [line for line in text.splitlines() if not line.startswith("#")]
