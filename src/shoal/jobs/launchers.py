@@ -43,7 +43,6 @@ class Launch:
 @dataclass(frozen=True)
 class Launcher:
     name: str
-    summary: str
     one_task_a_rank: bool
     """Slurm starts every rank itself; otherwise it starts one process a node, which starts the ranks."""
     command: Callable[[Launch], list[str | Raw]]
@@ -81,10 +80,10 @@ def _torchrun(launch: Launch) -> list[str | Raw]:
 LAUNCHERS: Mapping[str, Launcher] = {
     launcher.name: launcher
     for launcher in (
-        Launcher("srun", "Slurm starts one task a rank", True, _rank("SLURM_PROCID")),
-        Launcher("torchrun", "one torchrun a node starts the ranks", False, _torchrun),
-        Launcher("spawn", "one Python a node starts the ranks, as torch.multiprocessing does", False, _spawn),
-        Launcher("mpirun", "MPI: Slurm starts the ranks under PMIx", True, _rank("PMIX_RANK"), "pmix"),
-        Launcher("python", "one process on one node", True, _rank("SLURM_PROCID"), one_process=True),
+        Launcher("srun", True, _rank("SLURM_PROCID")),
+        Launcher("torchrun", False, _torchrun),
+        Launcher("spawn", False, _spawn),
+        Launcher("mpirun", True, _rank("PMIX_RANK"), "pmix"),
+        Launcher("python", True, _rank("SLURM_PROCID"), one_process=True),
     )
 }

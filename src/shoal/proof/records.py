@@ -44,7 +44,6 @@ class Step:
 class Held:
     """What a rank holds of a parameter."""
 
-    shape: tuple[int, ...]
     sharded: bool
     values: array[float]
 
@@ -55,7 +54,6 @@ class RankRecord:
 
     rank: int
     world_size: int
-    launcher: str = ""
     parallel: str = ""
     """Empty where the script never called parallelize()."""
     batch_norm: tuple[str, ...] = ()
@@ -193,7 +191,6 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
     return RankRecord(
         rank=lines[0]["rank"],
         world_size=lines[0]["world_size"],
-        launcher=lines[0]["launcher"],
         parallel=model.get("parallel", ""),
         batch_norm=tuple(model.get("batch_norm", ())),
         dropout=tuple(model.get("dropout", ())),
@@ -214,12 +211,12 @@ def _tensors(lines: list[dict[str, Any]], moment: str, path: Path) -> dict[str, 
     data = path.read_bytes() if path.exists() else b""
     at = 0
     for model, line in enumerate(line for line in lines if line["moment"] == moment):
-        for name, shape, sharded, count in line["parts"]:
+        for name, _, sharded, count in line["parts"]:
             values = array("d")
             values.frombytes(data[at : at + 8 * count])
             at += 8 * count
             # A script may train several models; their parameters may have the same names.
-            found[f"model {model + 1}: {name}" if model else name] = Held(tuple(shape), sharded, values)
+            found[f"model {model + 1}: {name}" if model else name] = Held(sharded, values)
     return found
 
 

@@ -9,7 +9,7 @@ that does less than it should: that is one of the mistakes a proof is there to f
 
 The lines, by `kind`:
 
-    start   rank, world_size, launcher, dtype
+    start   rank, world_size
     model   parallel, batch_norm, dropout: how it is spread, and the layers whose result depends on how it is
     step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples
     loss    source, step, loss, samples: what the script said, and how many samples it had seen since the last one
@@ -109,7 +109,7 @@ class Recorder:
         """Steps of the optimizer so far."""
         self.left = False
         """The proof has seen enough, and the script was left where it was."""
-        self._line("start", rank=env.rank, world_size=env.world_size, launcher=env.launcher, dtype=asked.dtype)
+        self._line("start", rank=env.rank, world_size=env.world_size)
 
     @property
     def scratch(self) -> Path:

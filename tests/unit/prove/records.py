@@ -27,14 +27,13 @@ def rank(
     return RankRecord(
         number,
         world,
-        "torchrun",
         "ddp",
         batch_norm,
         dropout,
         tuple(Step(lr, square, 0.0, tuple(seen)) for square, seen in zip(gradients, samples, strict=True)),
         {"progress": tuple(Loss(at + 1, value, len(samples[0])) for at, value in enumerate(losses))} if losses else {},
-        {"w": Held((2,), False, array("d", start))},
-        {"w": Held((2,), False, array("d", end))},
+        {"w": Held(False, array("d", start))},
+        {"w": Held(False, array("d", end))},
     )
 
 
