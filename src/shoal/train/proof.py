@@ -85,10 +85,9 @@ _recorders: dict[Path, Recorder] = {}
 
 def recorder(environ: Mapping[str, str] = os.environ) -> Recorder | None:
     """The record of this process, the same one at every call; None where this is no proof."""
-    if not environ.get(SHOAL_PROOF_DIR):
-        return None
     asked = settings(environ)
-    assert asked is not None
+    if asked is None:
+        return None
     if asked.directory not in _recorders:
         _recorders[asked.directory] = Recorder(asked, read_env(environ))
     return _recorders[asked.directory]
