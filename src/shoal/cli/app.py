@@ -12,7 +12,15 @@ import typer
 from typer.models import CommandInfo
 
 from shoal import __version__
-from shoal.cli import account_commands, bench_commands, env_commands, job_commands, prove_commands, ui_commands
+from shoal.cli import (
+    account_commands,
+    bench_commands,
+    env_commands,
+    job_commands,
+    key_commands,
+    prove_commands,
+    ui_commands,
+)
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
@@ -253,6 +261,7 @@ def node_remove(
 job_commands.register(app)
 prove_commands.register(app)
 account_commands.register(app)
+key_commands.register(app)
 bench_commands.register(app)
 env_commands.register(app)
 ui_commands.register(app)

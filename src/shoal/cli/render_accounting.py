@@ -1,4 +1,4 @@
-"""What a person sees of job records: use and cost, backups."""
+"""What a person sees of job records and of keys: use and cost, backups, rotations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.cli.render import show_failures
+from shoal.hostlist import compress
 from shoal.slurm.usage import UsageRow
 from shoal.spec.words import printable
+from shoal.verbs.keys import KeysResult
 from shoal.verbs.restore import RestoreResult
 from shoal.verbs.usage import UsageResult
 
@@ -53,6 +56,17 @@ def show_restore(console: Console, result: RestoreResult) -> None:
         table.add_row(backup.name, _minute(backup.made), _size(backup.size))
     console.print(table)
     console.print(f"\non {result.host}; `shoal restore NAME` puts one back", highlight=False)
+
+
+def show_keys(console: Console, result: KeysResult) -> None:
+    for key in result.rotated:
+        how = "an earlier rotation is finished" if key.finished else "a new key"
+        console.print(f"[green]✓[/] {key.key}: {how} on {compress(key.hosts)}", highlight=False)
+        quiet = "Slurm always answered" if not key.failed_seconds else f"Slurm failed for {key.failed_seconds:.2f} s"
+        console.print(f"  {quiet} ({key.asked} times asked)", highlight=False)
+    show_failures(console, dict(result.left))
+    if result.left:
+        console.print(f"  {compress(result.left)} has the old key: run `shoal up` when it answers", highlight=False)
 
 
 def _cells(row: UsageRow, costs: bool, detailed: bool) -> list[str]:

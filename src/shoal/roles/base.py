@@ -19,6 +19,8 @@ from shoal.spec.model import Spec
 INTERFACES = {"wireguard": INTERFACE}
 """The interface of a network of our own, by its kind."""
 MUNGE_KEY = "/etc/munge/munge.key"
+MUNGE_KEY_NEXT = "/etc/munge/munge.key.next"
+"""On the controller, while the key is being rotated: what it is to become."""
 MUNGE_KEY_BYTES = 1024
 MUNGE_SECRET = "munge"
 
@@ -43,6 +45,12 @@ def munge_digest(cluster: Cluster) -> str | None:
     """The digest of the controller's key, by which the others are compared without anybody seeing a key."""
     fact = cluster.facts.get(cluster.controller.name)
     return fact.files[MUNGE_KEY].sha256 if fact and MUNGE_KEY in fact.files else None
+
+
+def munge_file(digest: str | None) -> File:
+    """The key in its place on a host."""
+    secret = SecretRef(MUNGE_SECRET, digest)
+    return File(MUNGE_KEY, secret, owner="munge", group="munge", mode=0o400, restarts=("munge",))
 
 
 def _accounts(cluster: Cluster) -> list[Item]:
@@ -88,14 +96,7 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
 def _munge(cluster: Cluster) -> list[Item]:
     return [
         Directory("/etc/munge", owner="munge", group="munge", mode=0o700),
-        File(
-            MUNGE_KEY,
-            SecretRef(MUNGE_SECRET, munge_digest(cluster)),
-            owner="munge",
-            group="munge",
-            mode=0o400,
-            restarts=("munge",),
-        ),
+        munge_file(munge_digest(cluster)),
         Service("munge", command=("/usr/sbin/munged", "--foreground")),
     ]
 

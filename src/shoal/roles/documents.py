@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.agent.document import Block, DeviceRule, Document, File, Service
-from shoal.roles.base import MUNGE_KEY, base, without_firewall
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, without_firewall
 from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import ROTATION, controller
@@ -63,5 +63,6 @@ def farewell() -> Document:
         *without_firewall(),
         Service("munge", enabled=False, running=False),
         File(MUNGE_KEY),
+        File(MUNGE_KEY_NEXT),
         Block(HOSTS, HOSTS_BLOCK, ""),
     )

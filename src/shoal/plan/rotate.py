@@ -1,0 +1,139 @@
+"""New keys for a running cluster. A table of rotations: each changes one key on all hosts, and proves that it did.
+
+What is to become the new key is kept on the controller before anything changes, so that a run which is killed is
+finished by the next one, and `shoal up` in between brings all hosts to the one key that the controller has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from shoal.agent.client import Ask, ItemEvent
+from shoal.agent.document import Document, File, Service
+from shoal.errors import HostError, ShoalError
+from shoal.hostlist import compress
+from shoal.plan.fleet import Fleet
+from shoal.plan.pause import no_job_starts
+from shoal.plan.progress import Phase
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, munge_file
+from shoal.spec.model import Spec
+
+
+@dataclass(frozen=True)
+class Rotating:
+    """What a rotation works with."""
+
+    spec: Spec
+    fleet: Fleet
+    controller: str
+    hosts: tuple[str, ...]
+    """Those that get the new key."""
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """How a rotation went."""
+
+    hosts: tuple[str, ...]
+    """All of them have the new key: each was asked."""
+    finished: bool = False
+    """The key is that of an earlier run, which had not come to its end."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A key that can be rotated."""
+
+    what: str
+    """For people: `munge key`."""
+    used: Callable[[Spec], bool]
+    """Whether the cluster has such a key."""
+    instead: str
+    """What to say where it has not."""
+    run: Callable[[Rotating], Awaitable[Rotated]]
+
+
+async def rotate_munge(now: Rotating) -> Rotated:
+    """One new munge key for all hosts at once. Daemons keep running: they ask munged for every message."""
+    fleet, controller = now.fleet, now.controller
+    agent = await fleet.agent(controller)
+    digests = await _digests(now)
+    key, following = digests[controller]
+    unfinished = following is not None or any(found != key for found, _ in digests.values())
+    if unfinished and following is None:
+        secret = await agent.secret(MUNGE_KEY)  # the controller has the new key, some others have not
+    else:
+        secret = await agent.secret(MUNGE_KEY_NEXT, make=MUNGE_KEY_BYTES)
+    digest = hashlib.sha256(secret).hexdigest()
+    document: Document = (munge_file(digest), Service("munge", command=("/usr/sbin/munged", "--foreground")))
+    async with no_job_starts(await fleet.host(controller)):
+        await _apply(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
+        await _verify(now, digest)
+    await _apply(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
+    return Rotated(now.hosts, unfinished)
+
+
+async def _digests(now: Rotating) -> dict[str, tuple[str | None, str | None]]:
+    """The digests of the key and of the one to come, by host."""
+
+    async def look(name: str) -> tuple[str | None, str | None]:
+        facts = await (await now.fleet.agent(name)).facts(Ask(files={MUNGE_KEY: "hash", MUNGE_KEY_NEXT: "hash"}))
+        found = [facts.files[path].sha256 if path in facts.files else None for path in (MUNGE_KEY, MUNGE_KEY_NEXT)]
+        return found[0], found[1]
+
+    found = await now.fleet.each(now.hosts, look)
+    _raise_failed(now)
+    return found
+
+
+async def _apply(now: Rotating, documents: Mapping[str, Document], secrets: Mapping[str, bytes]) -> None:
+    """On all hosts at the same time. One that fails ends the run, once the others are done."""
+
+    async def one(name: str) -> None:
+        def tell(event: ItemEvent) -> None:
+            if event.text:
+                now.phase.say(name, event.text)
+
+        report = await (await now.fleet.agent(name)).apply(documents[name], secrets, tell)
+        report.raise_failed(name, "shoal keys rotate")
+
+    await now.fleet.each(documents, one)
+    _raise_failed(now)
+
+
+async def _verify(now: Rotating, digest: str) -> None:
+    """Every host has the key, and every host's munged takes what the controller's made."""
+    digests = await _digests(now)
+    other = [name for name, (found, _) in digests.items() if found != digest]
+    if other:
+        raise ShoalError(f"{compress(other)} still has another munge key", hint="run `shoal keys rotate munge` again")
+    credential = (await (await now.fleet.host(now.controller)).run(("munge", "-n"), timeout=30)).stdout
+
+    async def try_it(name: str) -> None:
+        host = await now.fleet.host(name)
+        result = await host.run(("unmunge", "-o", "/dev/null"), stdin=credential, timeout=30)
+        if result.status != 0:
+            said = result.error_text.strip() or f"status {result.status}"
+            raise HostError(name, f"its munged refuses the controller's message: {said}", hint="run it again")
+        now.phase.done(name)
+
+    await now.fleet.each(now.hosts, try_it)
+    _raise_failed(now)
+
+
+def _raise_failed(now: Rotating) -> None:
+    """A host that drops out while the keys change must not be forgotten."""
+    for name in now.hosts:
+        if name in now.fleet.failures:
+            error = now.fleet.failures[name]
+            hint = error.hint or "run the same command again"
+            raise ShoalError(f"the rotation is not finished: {error.message}", hint=hint)
+
+
+ROTATIONS: Mapping[str, Rotation] = {
+    "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
+}
+"""All keys, in the order in which `all` takes them."""

@@ -1,0 +1,96 @@
+"""`shoal keys rotate`: new keys for a running cluster, and for how long Slurm did not answer meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.errors import HostError, ShoalError, UsageError
+from shoal.hostlist import compress
+from shoal.plan.fleet import Fleet
+from shoal.plan.probe import failed_seconds, probing
+from shoal.plan.rotate import ROTATIONS, Rotating
+from shoal.verbs.context import Context
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class RotatedKey:
+    key: str
+    """`munge`, `wireguard` …"""
+    hosts: tuple[str, ...]
+    """Each of them was asked, and has the new key."""
+    finished: bool
+    """It is the key of an earlier run, which had not come to its end."""
+    failed_seconds: float
+    """How long Slurm's commands failed meanwhile, on the host where that was longest."""
+    failed_by_host: Mapping[str, float] = field(default_factory=dict)
+    asked: int = 0
+    """How often Slurm was asked to find that out."""
+
+
+@dataclass(frozen=True)
+class KeysResult:
+    cluster: str
+    rotated: tuple[RotatedKey, ...]
+    left: Mapping[str, HostError] = field(default_factory=dict)
+    """Hosts that did not answer and were left with the old key; `shoal up` gives them the new one."""
+
+
+async def rotate(context: Context, what: str, *, leave_unreachable: bool = False) -> KeysResult:
+    """Rotate one kind of key, or all that the cluster has. Running jobs go on."""
+    chosen = _chosen(context, what)
+    async with await context.fleet() as fleet:
+        await _meet(context, fleet, leave_unreachable)
+        left = dict(fleet.failures)
+        rotated = []
+        for name in chosen:
+            fleet.failures.clear()
+            fleet.failures.update(left)
+            rotated.append(await _rotate(context, fleet, name))
+    return KeysResult(context.cluster, tuple(rotated), left)
+
+
+def _chosen(context: Context, what: str) -> list[str]:
+    if what == ALL:
+        return [name for name, rotation in ROTATIONS.items() if rotation.used(context.spec)]
+    if what not in ROTATIONS:
+        raise UsageError(f"there is no key {what!r}", hint=f"use one of {', '.join((*ROTATIONS, ALL))}")
+    if not ROTATIONS[what].used(context.spec):
+        raise UsageError(
+            f"cluster {context.cluster} has no {ROTATIONS[what].what}", hint=ROTATIONS[what].instead or "leave it out"
+        )
+    return [what]
+
+
+async def _meet(context: Context, fleet: Fleet, leave_unreachable: bool) -> None:
+    """Connect to every host first: one that does not answer would keep the old key, and be cut off with it."""
+    with context.progress.phase("connect", len(fleet.targets)) as phase:
+        await fleet.each(
+            fleet.targets, fleet.agent, lambda done: phase.done(done.name, done.error.cause if done.error else "")
+        )
+    fleet.require(context.controller.name)
+    if fleet.failures and not leave_unreachable:
+        told = "".join(f"\n  {error.message}" for error in fleet.failures.values())
+        names = compress(fleet.failures)
+        raise ShoalError(
+            f"{names} would keep the old key and be cut off; nothing was changed{told}",
+            hint="bring it back, or say --leave-unreachable: `shoal up` gives it the new key when it answers",
+        )
+
+
+async def _rotate(context: Context, fleet: Fleet, name: str) -> RotatedKey:
+    controller = context.controller.name
+    asking = [controller, *(host for host in fleet.live if host != controller)]
+    with context.progress.phase(f"new {ROTATIONS[name].what}", len(fleet.live)) as phase:
+        async with probing(fleet, asking) as probes:
+            done = await ROTATIONS[name].run(Rotating(context.spec, fleet, controller, tuple(fleet.live), phase))
+    return RotatedKey(
+        name,
+        done.hosts,
+        done.finished,
+        round(probes.failed_seconds, 3),
+        {host: round(failed_seconds(found), 3) for host, found in probes.hosts.items()},
+        probes.asked,
+    )

@@ -1,0 +1,195 @@
+"""New keys for a running cluster: all hosts get the same, a rotation that was cut short is finished, failures told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.plan.fake_world import World, lab
+
+from shoal.agent.facts import FileFact
+from shoal.agent.fake import FakeAgent
+from shoal.errors import ShoalError, UsageError
+from shoal.hosts.api import Result
+from shoal.hosts.fake import FakeProgram
+from shoal.plan import pause, probe
+from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
+from shoal.verbs.context import Context
+from shoal.verbs.keys import rotate
+
+
+class KeyAgent(FakeAgent):
+    """An agent whose host has the secret files that were written to it."""
+
+    def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        if request["op"] == "facts":
+            digests = {path: FileFact(hashlib.sha256(data).hexdigest()) for path, data in self.secrets.items()}
+            self.facts = replace(self.facts, files=digests)
+        if request["op"] == "apply":
+            for item in request["items"]:
+                if "content_b64" in item:
+                    self.secrets[item["path"]] = base64.b64decode(item["content_b64"])
+                elif item["kind"] == "file" and item["content"] is None:
+                    self.secrets.pop(item["path"], None)
+        return super()._answer(request)
+
+
+async def _paused(program: FakeProgram) -> int:
+    await program.print(b"paused\n")
+    await program.readline()
+    await program.print(b"resumed\n")
+    return 0
+
+
+async def _probed(program: FakeProgram) -> int:
+    for number in range(1000):
+        await program.print(f"{number}.0 {number}.5 {int(number in (3, 4))}\n".encode())
+        await asyncio.sleep(0.01)
+    return 0
+
+
+def cluster(old: bytes = b"old", **keys: bytes) -> World:
+    """A lab whose hosts have a munge key: `old`, or what `keys` gives them."""
+    world = lab()
+    for name, host in world.hosts.items():
+        agent = KeyAgent(world.agents[name].facts, secrets={MUNGE_KEY: keys.get(name, old)})
+        world.agents[name] = agent
+        host.answers = {
+            **host.answers,
+            ("python3",): agent.play,
+            pause.COMMAND: _paused,
+            probe.COMMAND: _probed,
+            ("munge", "-n"): b"MUNGE:credential:\n",
+            ("unmunge",): b"",
+        }
+    return world
+
+
+def context_of(world: World) -> Context:
+    return Context(world.spec, connector=world.connector)
+
+
+def keys_of(world: World) -> set[bytes]:
+    return {agent.secrets[MUNGE_KEY] for agent in world.agents.values()}
+
+
+async def test_all_hosts_get_one_new_key_and_nothing_of_it_stays_behind() -> None:
+    world = cluster()
+    result = await rotate(context_of(world), "munge")
+    [key] = result.rotated
+    assert (key.key, key.hosts, key.finished) == ("munge", ("c1", "n1", "n2"), False)
+    assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
+    assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
+
+
+async def test_seconds_in_which_slurm_failed_are_told_by_host() -> None:
+    [key] = (await rotate(context_of(cluster()), "all")).rotated
+    assert key.failed_seconds == 1.5
+    assert key.failed_by_host == {"c1": 1.5, "n1": 1.5, "n2": 1.5}
+    assert key.asked >= 6
+
+
+async def test_no_job_starts_while_the_keys_change() -> None:
+    world = cluster()
+    await rotate(context_of(world), "munge")
+    assert pause.COMMAND in world.hosts["c1"].argvs
+
+
+@pytest.mark.parametrize("done", [(), ("n1",), ("n1", "c1")])
+async def test_a_rotation_that_was_killed_is_finished_with_the_key_it_had_begun_with(done: tuple[str, ...]) -> None:
+    world = cluster(**dict.fromkeys(done, b"begun"))
+    world.agents["c1"].secrets[MUNGE_KEY_NEXT] = b"begun"
+    [key] = (await rotate(context_of(world), "munge")).rotated
+    assert key.finished
+    assert keys_of(world) == {b"begun"}
+    assert MUNGE_KEY_NEXT not in world.agents["c1"].secrets
+
+
+async def test_a_host_that_was_left_behind_gets_the_controllers_key() -> None:
+    world = cluster(b"new", n2=b"old")
+    [key] = (await rotate(context_of(world), "munge")).rotated
+    assert key.finished
+    assert keys_of(world) == {b"new"}
+
+
+async def test_nothing_changes_while_a_host_does_not_answer() -> None:
+    world = cluster()
+    world.hosts["n2"].unreachable = True
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "munge")
+    assert str(caught.value) == (
+        "n2 would keep the old key and be cut off; nothing was changed\n  n2: does not answer within 10 s\n"
+        "  fix: bring it back, or say --leave-unreachable: `shoal up` gives it the new key when it answers"
+    )
+    assert keys_of(world) == {b"old"}
+
+
+async def test_a_host_that_does_not_answer_may_be_left_and_is_named() -> None:
+    world = cluster()
+    world.hosts["n2"].unreachable = True
+    result = await rotate(context_of(world), "munge", leave_unreachable=True)
+    assert list(result.left) == ["n2"]
+    assert result.rotated[0].hosts == ("c1", "n1")
+    assert world.agents["n1"].secrets == world.agents["c1"].secrets != world.agents["n2"].secrets
+
+
+async def test_a_host_whose_munged_refuses_the_controllers_message_is_told() -> None:
+    world = cluster()
+    refused = Result(15, stderr=b"unmunge: Error: Invalid credential\n")
+    world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("unmunge",): refused}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "munge")
+    assert "the rotation is not finished: n1: its munged refuses the controller's message" in str(caught.value)
+    assert MUNGE_KEY_NEXT in world.agents["c1"].secrets
+
+
+async def test_a_host_that_cannot_write_the_key_stops_the_run_and_the_next_one_goes_on() -> None:
+    world = cluster()
+    world.agents["n1"].failing[f"file {MUNGE_KEY}"] = "no space left"
+    with pytest.raises(ShoalError, match=r"the rotation is not finished: n1: file /etc/munge/munge.key: no space left"):
+        await rotate(context_of(world), "munge")
+    begun = world.agents["c1"].secrets[MUNGE_KEY_NEXT]
+    world.agents["n1"].failing.clear()
+    [key] = (await rotate(context_of(world), "munge")).rotated
+    assert key.finished
+    assert keys_of(world) == {begun}
+
+
+async def test_what_is_no_key_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError) as caught:
+        await rotate(context_of(cluster()), "kerberos")
+    assert str(caught.value).startswith("there is no key 'kerberos'\n  fix: use one of munge, ")
+
+
+# ---- probes
+
+
+def probes(*answered: int) -> list[Probe]:
+    return [Probe(float(at), at + 0.5, bool(good)) for at, good in enumerate(answered)]
+
+
+@pytest.mark.parametrize(
+    ("answered", "seconds"),
+    [((1, 1, 1), 0.0), ((1, 0, 1), 0.5), ((1, 0, 0, 1), 1.5), ((0, 1, 0, 0), 2.0), ((), 0.0), ((0,), 0.5)],
+)
+def test_time_without_an_answer_counts_from_question_to_question(answered: tuple[int, ...], seconds: float) -> None:
+    assert failed_seconds(probes(*answered)) == seconds
+
+
+def test_the_host_that_waited_longest_counts() -> None:
+    assert Probes({"a": probes(1, 0, 1), "b": probes(0, 0, 0)}).failed_seconds == 2.5
+    assert Probes().failed_seconds == 0.0
+
+
+@pytest.mark.parametrize("line", ["", "Welcome to n1", "1.0 2.0", "a b c"])
+def test_what_a_login_script_prints_is_no_probe(line: str) -> None:
+    assert parse_probe(line) is None
+
+
+def test_a_comma_in_a_number_is_a_point() -> None:
+    assert parse_probe("1,5 2,5 0") == Probe(1.5, 2.5, True)
