@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
+from shoal.cli.render_tailnet import tailnet_lines
 from shoal.hostlist import compress
 from shoal.spec.words import printable
 from shoal.verbs.status import Status
@@ -23,6 +24,8 @@ def show_services(console: Console, status: Status) -> None:
         within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
         containers = f"; {compress(clocks.containers)}: their machine's" if clocks.containers else ""
         lines.append(f"clocks: {', '.join(filter(None, (within, told)))}{containers}")
+    if status.tailnet:
+        lines += tailnet_lines(status.tailnet)
     if status.tracking:
         state = "[green]answers[/]" if status.tracking.well else f"[red]{escape(printable(status.tracking.said))}[/]"
         lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")

@@ -30,6 +30,16 @@ _NOTHING_RAN = """
 """
 
 
+_OVER_A_VPN = r"""
+# Over WireGuard or Tailscale: its interface, no InfiniBand, and more than the one socket that NCCL opens by itself.
+SHOAL_VPN=$(ip -o address show to "$MASTER_ADDR" 2> /dev/null | sed -n 's/^[0-9]*: \(shoal0\|tailscale0\) .*/\1/p')
+if [ -n "$SHOAL_VPN" ]; then
+    export NCCL_SOCKET_IFNAME="=$SHOAL_VPN" GLOO_SOCKET_IFNAME=$SHOAL_VPN TP_SOCKET_IFNAME=$SHOAL_VPN
+    export NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
+fi
+""".strip().splitlines()
+
+
 def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
     launcher = LAUNCHERS[job.spec.launcher]
@@ -92,6 +102,8 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
     yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
     yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    if job.nodes > 1:
+        yield from _OVER_A_VPN
     if spec.profile:
         yield f"export {contract.SHOAL_PROFILE}={spec.profile}"
     if spec.tracking_uri:

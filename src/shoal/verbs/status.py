@@ -24,6 +24,7 @@ from shoal.verbs.context import Context
 
 if TYPE_CHECKING:
     from shoal.verbs.health import Clocks, TrackingHealth
+    from shoal.verbs.tailnet import TailnetView
 
 PATIENCE = 30.0
 """Seconds until a command of Slurm's must have answered."""
@@ -44,11 +45,13 @@ class Status:
     """Nodes that Slurm knows and the spec does not name."""
     clocks: Clocks | None = None
     tracking: TrackingHealth | None = None
+    tailnet: TailnetView | None = None
 
 
 async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
     from shoal.verbs.health import clocks, present, tracking_health
+    from shoal.verbs.tailnet import tailnet_members, tailnet_view
 
     async with await context.fleet(await present(context)) as fleet:
         host = await fleet.host(context.controller.name)
@@ -59,6 +62,7 @@ async def status(context: Context) -> Status:
                 ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND), ask(host, JOBS_COMMAND)
             )
             tracking, times = await tracking_health(host, context.spec), await looking
+            tailnet = await tailnet_view(context, host)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -76,6 +80,7 @@ async def status(context: Context) -> Status:
         extra=tuple(node.name for node in found if node.name not in wanted),
         clocks=times,
         tracking=tracking,
+        tailnet=tailnet_members(context, tailnet, found),
     )
 
 

@@ -1,0 +1,59 @@
+"""What a job over several nodes tells NCCL and Gloo, by the network that its nodes have their addresses on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.unit.jobs.job_clusters import SHIPPED, resolved
+
+from shoal.jobs.script import sbatch_script
+from shoal.network import tailscale
+
+
+def variables(folder: Path, address_line: str, **options: object) -> dict[str, str]:
+    """What the lines about the network export where `ip` says this of the node's address."""
+    text = sbatch_script(resolved("train.py", nodes=2, **options), SHIPPED)
+    begin, end = text.index("SHOAL_VPN="), text.index("export PYTHONPATH")
+    program = folder / "ip"
+    program.write_text(f"#!/bin/sh\n[ \"$*\" = '-o address show to 100.64.0.7' ] && printf '%s\\n' '{address_line}'\n")
+    program.chmod(0o755)
+    script = "MASTER_ADDR=100.64.0.7\n" + text[begin:end] + "env | grep -E '^(NCCL|GLOO|TP)_'\ntrue\n"
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("interface", ["shoal0", tailscale.INTERFACE])
+def test_over_a_vpn_its_interface_is_used_with_many_sockets_and_without_infiniband(
+    tmp_path: Path, interface: str
+) -> None:
+    line = f"7: {interface}    inet 100.64.0.7/32 scope global {interface}\\       valid_lft forever"
+    assert variables(tmp_path, line) == {
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    }
+
+
+@pytest.mark.parametrize(
+    "line", ["2: eth0    inet 100.64.0.7/24 scope global eth0", "3: shoal01    inet 100.64.0.7", ""]
+)
+def test_on_a_plain_network_nccl_chooses_for_itself(tmp_path: Path, line: str) -> None:
+    assert variables(tmp_path, line) == {}
+
+
+def test_what_the_user_says_wins(tmp_path: Path) -> None:
+    found = variables(tmp_path, "7: shoal0    inet 100.64.0.7/32", env={"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "eth1"})
+    assert (found["NCCL_NET"], found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("IB", "eth1", "shoal0")
+
+
+def test_a_job_on_one_node_is_told_nothing() -> None:
+    assert "SHOAL_VPN" not in sbatch_script(resolved("train.py"), SHIPPED)
