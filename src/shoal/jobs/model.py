@@ -24,8 +24,6 @@ JOBS_DIRECTORY = "/var/lib/shoal/jobs"
 """Where jobs live on the hosts, one directory a cluster below it."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "mpirun", "python")
 PROFILER_NAMES = ("torch", "nsys", "line")
-PROFILE_DIRECTORY = "profile"
-"""In a job's directory: what its profiler leaves."""
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 """Variables of the operator's that go to a job with a tracker, and never into its script: anybody may read that."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shoal.jobs.model import PROFILE_DIRECTORY, Note
+from shoal.jobs.model import Note
+from shoal.train.contract import PROFILE_DIRECTORY
 
 ACTIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"),

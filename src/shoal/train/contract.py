@@ -25,6 +25,12 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 STOP_NOTE = "stop"
 """In the job's directory, with the number of its restarts: the warning that came, for a script that still starts."""
 
+PROGRESS_FILE = "progress.json"
+"""In the job's directory: how far the training is, for `shoal jobs`."""
+
+PROFILE_DIRECTORY = "profile"
+"""In the job's directory: what its profiler leaves."""
+
 WARNING_SIGNAL = "USR1"
 WARNING_SECONDS = 60
 """How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""

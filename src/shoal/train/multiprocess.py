@@ -20,13 +20,10 @@ from typing import Any
 
 import torch.multiprocessing
 
-from shoal.train.contract import SHOAL_STORE_DIR
+from shoal.train.contract import SHOAL_STORE_DIR, STOP_SIGNALS
 from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError
 from shoal.train.gpus import visible_gpus
-
-FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""Slurm may signal only the process that it started: the ranks must hear of it too."""
 
 _calls = itertools.count()
 
@@ -85,7 +82,8 @@ def _forwarding(context: Any) -> Iterator[None]:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    # Slurm may signal only the process that it started: the ranks must hear of it too.
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from shoal.train.contract import SHOAL_JOB_DIR, SHOAL_PROFILE
+from shoal.train.contract import PROFILE_DIRECTORY, SHOAL_JOB_DIR, SHOAL_PROFILE
 
 WAIT, WARMUP, ACTIVE = 2, 1, 5
 """Steps after the first one: left alone, watched so that the profiler is warm, recorded."""
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 def traces_of(environ: Mapping[str, str]) -> Path:
     """What the names of this process's traces begin with."""
     name = f"rank-{environ.get('RANK', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return Path(environ.get(SHOAL_JOB_DIR, "."), "profile", name)
+    return Path(environ.get(SHOAL_JOB_DIR, "."), PROFILE_DIRECTORY, name)
 
 
 class Recorder:

@@ -29,12 +29,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from shoal.train import profile
-from shoal.train.contract import SHOAL_JOB_DIR
+from shoal.train.contract import PROGRESS_FILE, SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
 from shoal.train.proof import recorder
 
-FILE = "progress.json"
 WINDOW = 60.0
 FILE_PERIOD = 2.0
 
@@ -85,7 +84,7 @@ class Progress:
         self._active = env.rank == 0
         self._proof = recorder(environ)
         place = directory or environ.get(SHOAL_JOB_DIR)
-        self._file = Path(place, FILE) if place else None
+        self._file = Path(place, PROGRESS_FILE) if place else None
         self._write = write or (lambda line: print(line, flush=True))
         self._clock = clock
         self._began = clock()

@@ -14,13 +14,12 @@ from shoal.hosts.api import Host
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
+from shoal.train.contract import PROGRESS_FILE
 from shoal.verbs.context import Context, computing
 from shoal.verbs.logs import files_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
-PROGRESS = "progress.json"
-"""The file in a job's directory that its training keeps: `shoal.train.progress` says which fields."""
 EXPLAINED = 5
 """Of so many failed jobs, the newest, the logs are read to say why."""
 
@@ -88,7 +87,7 @@ async def _progress(fleet: Connections, running: list[JobRecord]) -> dict[str, M
     async def one(name: str) -> None:
         host = await fleet.host(name)
         for record in (record for record in running if name in nodes[record.id]):
-            result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS}"], timeout=30)
+            result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS_FILE}"], timeout=30)
             try:
                 value = json.loads(result.text) if result.status == 0 else None
             except ValueError:

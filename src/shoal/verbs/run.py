@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
-from shoal.jobs.model import PROFILE_DIRECTORY, SECRETS, JobSpec, ResolvedJob, Shipped, job_root
+from shoal.jobs.model import SECRETS, JobSpec, ResolvedJob, Shipped, job_root
 from shoal.jobs.profilers import lacks_profiler, refuse_without_profiler
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
@@ -22,6 +22,7 @@ from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_n
 from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
 from shoal.tracking.mlflow import TOLD, job_variables
+from shoal.train.contract import PROFILE_DIRECTORY
 from shoal.verbs.ahead import AT_ONCE, Reached, reach, reach_controller
 from shoal.verbs.context import Context, computing
 from shoal.verbs.status import ask

@@ -73,7 +73,7 @@ def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_
 
 def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_waits_for() -> None:
     assert set(runner.STOP_SIGNALS) >= set(contract.STOP_SIGNALS)
-    assert set(multiprocess.FORWARDED) >= set(contract.STOP_SIGNALS)
+    assert multiprocess.STOP_SIGNALS == contract.STOP_SIGNALS
 
 
 def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_fits() -> None:

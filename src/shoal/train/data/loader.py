@@ -103,8 +103,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
-        samples = len(self._dataset)
-        return samples // self.global_batch if self.tail == "drop" else -(-samples // self.global_batch)
+        return self._batches_in(len(self._dataset))
 
     @property
     def epoch(self) -> int:
@@ -119,7 +118,9 @@ class Loader:
     @property
     def left(self) -> int:
         """Batches of this epoch that have not been handed out."""
-        samples = max(0, len(self._dataset) - self._position)
+        return self._batches_in(max(0, len(self._dataset) - self._position))
+
+    def _batches_in(self, samples: int) -> int:
         return samples // self.global_batch if self.tail == "drop" else -(-samples // self.global_batch)
 
     @property
