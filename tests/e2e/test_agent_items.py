@@ -398,7 +398,7 @@ async def test_without_systemd_a_daemon_that_does_not_stay_up_fails_with_its_log
 
 
 async def test_without_systemd_a_mount_is_written_to_fstab(lent: Lent, known: Path) -> None:
-    before = lent.shell("n1", "cat /etc/fstab 2>/dev/null; true")
+    before = lent.shell("n1", "touch /etc/fstab; chmod 640 /etc/fstab; cat /etc/fstab")
     async with plain_agent(lent, known) as agent:
         # Mounted inside the agent's own namespace; fstab is the host's.
         there = Mount("/srv/plain", "none", "tmpfs", "size=1m")
@@ -408,3 +408,4 @@ async def test_without_systemd_a_mount_is_written_to_fstab(lent: Lent, known: Pa
         assert (await agent.apply((Mount("/srv/plain", mounted=False),), {}, quiet)).changed == 1
         assert not (await agent.apply((Mount("/srv/plain", mounted=False),), {}, quiet)).changed
     assert lent.shell("n1", "cat /etc/fstab") == before
+    assert lent.shell("n1", "stat -c %a /etc/fstab") == "640\n", "a file of the host's keeps its mode"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from shoal.agent.program.disk import read_bytes, read_text, remove, write_atomic
+from shoal.agent.program.disk import read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
-from shoal.agent.program.files import with_block
+from shoal.agent.program.files import make_block
 from shoal.agent.program.running import must, run
 from shoal.agent.program.services import unit_log
 from shoal.agent.program.systemd import has_systemd
@@ -55,9 +55,7 @@ def make_mount(item: Item, world: World) -> str:
         if has_systemd() and os.path.exists(path):
             run(["systemctl", "disable", "--", unit])
     if not has_systemd():
-        _, uid, gid = 0, os.geteuid(), os.getegid()
-        before = read_bytes(path) if os.path.exists(path) else b""
-        write_atomic(path, with_block(before, "mount " + where, text if item["mounted"] else "", path), 0o644, uid, gid)
+        make_block({"path": path, "name": "mount " + where, "content": text if item["mounted"] else ""}, world)
         if item["mounted"] and not is_mounted(where):
             os.makedirs(where, 0o755, exist_ok=True)
             must(
