@@ -21,6 +21,18 @@ set -eu
 root=$1 code=$2 lib=$3
 [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
 mkdir -p "$root/code" "$root/lib"
+as_made_now() {  # root of a client of NFS may be somebody else there
+    new=$(mktemp "$root/.new.XXXXXX")
+    owner=$(stat -c %u "$new")
+    rm -f "$new"
+    [ "$(stat -c %u "$1")" = "$owner" ]
+}
+for place in "$root/code" "$root/lib"; do
+    if [ -L "$place" ] || ! { [ -O "$place" ] || as_made_now "$place"; }; then
+        echo "$place is a link, or does not belong to root" >&2
+        exit 3
+    fi
+done
 if [ ! -s "$root/.id" ]; then
     new=$root/.id.$$.$(hostname)  # two hosts may have the same process number
     head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$new"
@@ -39,7 +51,8 @@ if old -path "$root/code/*.tar" || old -path "$root/lib/*" || old -name tree.loc
 """.replace("KEEP_DAYS", str(KEEP_DAYS)).replace("KEEP_NEWEST", str(KEEP_NEWEST))
 """Makes the directories, open to every user as /tmp is; says which storage this is and what is there already.
 
-What is there is touched, under the lock that `clean` holds too: it has just been used, and stays.
+What is there is touched, under the lock that `clean` holds too: it has just been used, and stays. Root is going to
+write and delete in `code` and `lib`: below a --directory that a user may write to, they might be the user's.
 """
 
 _TAKE = r"""
@@ -75,7 +88,7 @@ for place in code lib; do
     done
 done
 """
-"""Removes archives that nobody has used for long. The directories are root's, so no user can put a link there."""
+"""Removes archives that nobody has used for long. `look` has seen that the directories are root's."""
 
 _CLEAN_TREES = r"""
 set -eu
@@ -110,6 +123,8 @@ class Found:
 async def look(host: Host, root: str, code: str, runtime: str) -> Found:
     """Make the jobs' directory on a host and see what is in it."""
     result = await host.run(["sh", "-c", _LOOK, "sh", root, code, runtime], timeout=60)
+    if result.status == 3:
+        raise CommandFailed(host.name, result.error_text.strip(), hint="remove it there, or use another --directory")
     if result.status != 0:
         raise CommandFailed(host.name, f"cannot make {root}: {result.error_text.strip()}", hint="is its disk full?")
     lines = result.text.split()

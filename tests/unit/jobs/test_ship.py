@@ -48,6 +48,28 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> 
     assert os.stat(root).st_mode & 0o7777 == 0o1777
 
 
+@pytest.mark.parametrize("place", ["code", "lib"])
+async def test_a_place_for_code_that_a_user_has_made_is_refused(tmp_path: Path, tree: Bundle, place: str) -> None:
+    root, theirs = tmp_path / "jobs", tmp_path / "theirs"
+    theirs.mkdir()
+    root.mkdir()
+    (root / place).symlink_to(theirs)
+    async with here("n1") as host:
+        with pytest.raises(CommandFailed) as caught:
+            await look(host, str(root), tree.hash, "11b")
+        assert str(caught.value) == (
+            f"n1: {root}/{place} is a link, or does not belong to root\n"
+            "  fix: remove it there, or use another --directory"
+        )
+        if os.geteuid() == 0:
+            (root / place).unlink()
+            (root / place).mkdir()
+            os.chown(root / place, 65534, 65534)
+            with pytest.raises(CommandFailed, match="does not belong to root"):
+                await look(host, str(root), tree.hash, "11b")
+    assert list(theirs.iterdir()) == []
+
+
 async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree: Bundle) -> None:
     root, ours = str(tmp_path / "jobs"), runtime()
     async with here() as host:
