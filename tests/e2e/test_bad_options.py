@@ -80,6 +80,6 @@ def test_what_slurmctld_does_not_start_with_is_taken_back(cluster: Cluster, job:
     assert "mend or delete slurm.options.PreemptType" in done.stderr
     assert "The old file is back in force, and slurmctld runs" in done.stderr
     assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
-    assert state_of(cluster, job) == "RUNNING"
+    cluster.wait("slurmctld answers again, and the job still runs", lambda: state_of(cluster, job) == "RUNNING")
     assert cluster.on("controller", "srun", "--mem=20M", "hostname").strip() == "controller"
     assert "no changes" in cluster.shoal("up").stdout
