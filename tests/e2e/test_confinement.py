@@ -71,8 +71,10 @@ def test_two_jobs_on_one_node_hold_different_gpus(cluster: Cluster) -> None:
 
 def test_what_a_job_left_in_the_background_dies_with_it(cluster: Cluster) -> None:
     """A daemon of its own session, orphaned: only a cgroup still knows whose it is."""
-    leave = "setsid --fork sleep 77777 < /dev/null > /dev/null 2>&1; sleep 0.5; pgrep -f 'sleep 77777' | wc -l"
-    assert cluster.on("controller", "srun", "-w", "fish2", "bash", "-c", leave).strip() != "0"
+    leave = (
+        "setsid --fork sleep 77777 < /dev/null > /dev/null 2>&1; until pgrep -x -f 'sleep 77777'; do sleep 0.1; done"
+    )
+    assert cluster.on("controller", "srun", "-w", "fish2", "bash", "-c", leave).strip().isdecimal()
     gone = ["sh", "-c", "pgrep -x -f 'sleep 77777' || true"]
     cluster.wait("it is gone", lambda: cluster.on("fish2", *gone) == "")
 
