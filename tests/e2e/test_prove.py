@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.torch_env import give_torch
 
 SCRIPT = ROOT / "tests/unit/prove/train.py"
@@ -29,7 +29,7 @@ HANG = """\
 import time
 from shoal.train import init
 init()
-time.sleep(600)
+time.sleep(3000)
 """
 
 
@@ -152,6 +152,6 @@ def test_ctrl_c_cancels_the_job(cluster: Jobs) -> None:
     jobs = ("squeue", "-h", "-n", "prove-hang", "-o", "%T")
     cluster.wait("it runs", lambda: cluster.on("controller", *jobs).strip() == "RUNNING")
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=120)
-    assert running.returncode == 130 and "stopped; its job is cancelled" in said
+    _, said = running.communicate(timeout=LIMIT)
+    assert running.returncode == 130 and "stopped; its job is cancelled" in said, said
     cluster.wait("the job has ended", lambda: cluster.on("controller", *jobs).strip() == "")
