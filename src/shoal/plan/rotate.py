@@ -17,6 +17,7 @@ from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
 from shoal.plan.pause import no_job_starts
 from shoal.plan.progress import Phase
+from shoal.plan.tailscale import rotate_tailscale
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, munge_file
 from shoal.spec.model import Spec
 
@@ -74,6 +75,13 @@ async def rotate_munge(now: Rotating) -> Rotated:
         await _verify(now, digest)
     await _apply(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
     return Rotated(now.hosts, unfinished)
+
+
+async def rotate_in_tailnet(now: Rotating) -> Rotated:
+    """A new key in the tailnet for every host, by the auth key that the file names."""
+    await rotate_tailscale(now.spec, now.fleet, now.controller, now.hosts, now.phase)
+    _raise_failed(now)
+    return Rotated(now.hosts)
 
 
 async def _digests(now: Rotating) -> dict[str, tuple[str | None, str | None]]:
@@ -135,5 +143,11 @@ def _raise_failed(now: Rotating) -> None:
 
 ROTATIONS: Mapping[str, Rotation] = {
     "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
+    "tailscale": Rotation(
+        "key in a tailnet",
+        lambda spec: spec.network.kind == "tailscale" and spec.network.auth_key is not None,
+        "it wants `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}` in the file",
+        rotate_in_tailnet,
+    ),
 }
 """All keys, in the order in which `all` takes them."""
