@@ -56,6 +56,7 @@ def run(
         str | None, typer.Option("--dependency", "-d", help="Wait for other jobs: afterok:17, or singleton.")
     ] = None,
     nodelist: Annotated[str | None, typer.Option("--nodelist", "-w", help="The very nodes: gpu[01-02].")] = None,
+    switches: Annotated[int | None, typer.Option(help="How many sites it may span. Default: one.")] = None,
     exclusive: Annotated[bool | None, typer.Option("--exclusive", help="Share the nodes with no other job.")] = None,
     requeue: Annotated[
         bool | None,
@@ -98,6 +99,7 @@ def run(
         **{"launcher": launcher, "nodes": nodes, "gpus_per_node": gpus_per_node, "ntasks_per_node": ntasks_per_node},
         **{"cpus_per_task": cpus_per_task, "mem": mem, "time": time, "partition": partition, "constraint": constraint},
         **{"account": account, "qos": qos, "array": array, "dependency": dependency, "nodelist": nodelist},
+        **{"switches": switches},
         **{"exclusive": exclusive, "requeue": requeue, "signal": signal, "output": output, "error": error},
         **{"job_name": job_name, "python": python, "directory": directory, "profile": profile},
         **{"tracking_uri": tracking_uri, "experiment": experiment, "environment": env},

@@ -177,6 +177,8 @@ class JobSpec(Closed):
     """Wait for other jobs: afterok:17, or singleton for those of the same name."""
     nodelist: Annotated[str, BeforeValidator(_nodelist)] | None = None
     """The very nodes to use, as gpu[01-02]."""
+    switches: Count | None = None
+    """How many sites the job may span, where the cluster has several. Default: one."""
     exclusive: StrictBool = False
     """Share the nodes with no other job."""
     requeue: StrictBool = True

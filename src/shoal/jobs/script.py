@@ -62,7 +62,7 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
         # takes that of its LOCAL_RANK. `--gpu-bind=none` says so too, but it unsets CUDA_VISIBLE_DEVICES: where no
         # cgroup hides them, a job would see its neighbour's GPUs.
         yield f"--gpus-per-node={job.gpus_per_node}"
-    for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist"):
+    for name in ("mem", "time", "constraint", "account", "qos", "array", "dependency", "nodelist", "switches"):
         value = getattr(spec, name)
         if value is not None:
             yield f"--{name}={value}"

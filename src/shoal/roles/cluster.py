@@ -17,6 +17,7 @@ from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
 from shoal.roles.own_name import keeps_another
 from shoal.roles.pmix import all_have_pmix
+from shoal.roles.spanning import can_span
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
 from shoal.slurm.model import AccountingConf, ClusterConf, GpuLine, Node, Partition, Switch
@@ -91,6 +92,7 @@ def assemble(
         constrain_memory=jobs.memory,
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(members, facts, versions, before),
+        spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
         one_address=_one_address(spec, members, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shoal.agent.document import Command, Directory, Document, File, Service
 from shoal.roles.cluster import Cluster
-from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, SLURM_CONF, TOPOLOGY_CONF
+from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
 from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
+from shoal.slurm.spanning import job_submit_lua
 
 RECONFIGURE = "reconfigure"
 ROTATION = "/etc/logrotate.d/shoal-jobcomp"
@@ -31,6 +32,7 @@ def controller(cluster: Cluster) -> Document:
         File(CGROUP_CONF, cgroup_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),
+        *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
         File(
             SLURM_CONF,
             text,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import Block, DeviceRule, Document, File, Service
+from shoal.agent.document import Block, Command, DeviceRule, Document, File, Service
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, without_firewall
 from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import ROTATION, controller
-from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK
+from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
 from shoal.roles.part import How
 from shoal.roles.parts import PARTS, part_files, part_services
 from shoal.roles.pmix import pmix_files
+from shoal.roles.spanning import spanning_files
 from shoal.roles.stage import Stage
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -28,7 +29,7 @@ def fact_files(spec: Spec) -> Mapping[str, How]:
     return {
         MUNGE_KEY: "hash",
         **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
-        **dict.fromkeys(pmix_files(), "there"),
+        **dict.fromkeys((*pmix_files(), *spanning_files()), "there"),
         **part_files(spec),
     }
 
@@ -59,6 +60,7 @@ def farewell() -> Document:
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
         *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS, ROTATION)],
+        Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),
         Service("munge", enabled=False, running=False),

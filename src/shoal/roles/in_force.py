@@ -10,11 +10,13 @@ from shoal.network.names import addresses_in
 from shoal.roles.confinement import Confinement
 from shoal.slurm.model import CgroupPlugin, Node
 from shoal.slurm.read import is_ours, known_nodes, read, switches_of_nodes
+from shoal.slurm.spanning import SCRIPT
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 GRES_CONF = "/etc/slurm/gres.conf"
 CGROUP_CONF = "/etc/slurm/cgroup.conf"
 TOPOLOGY_CONF = "/etc/slurm/topology.conf"
+JOB_SUBMIT = f"/etc/slurm/{SCRIPT}"
 CONF_FILES = (SLURM_CONF, GRES_CONF, CGROUP_CONF, TOPOLOGY_CONF)
 HOSTS = "/etc/hosts"
 HOSTS_BLOCK = "members"

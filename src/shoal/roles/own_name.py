@@ -26,7 +26,8 @@ def own_name(cluster: Cluster, member: Member) -> Document:
     inside = f"/^# BEGIN shoal {HOSTS_BLOCK}$/,/^# END shoal {HOSTS_BLOCK}$/"
     line = rf"^([0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({words})([[:blank:]#].*)?)$"
     rule = rf"{inside}! {{ /localhost/! s/{line}/{MARK}\1/I }}"
-    return (Command("own name", ("sed", "-i", "-E", rule, HOSTS)),)
+    # munged puts the address of the host's name into every credential, as it was when it started.
+    return (Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=("munge",)),)
 
 
 def other_lines(facts: Facts, name: str, address: str) -> tuple[str, ...]:

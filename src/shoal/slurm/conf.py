@@ -16,6 +16,7 @@ from shoal.slurm.accounting import JOBCOMP, accounting_settings
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
 from shoal.slurm.preemption import preemption_settings, slurmctld_words
 from shoal.slurm.read import HEADER, is_ours, read
+from shoal.slurm.spanning import ABOVE, FOREVER
 from shoal.slurm.versions import known_to_all
 
 SLURMCTLD_PORT = 6817
@@ -51,6 +52,10 @@ def slurm_conf(c: ClusterConf) -> str:
 def slurm_settings(c: ClusterConf) -> str:
     """The part of slurm.conf that names no node and no partition: what daemons read when they start."""
     settings = _with_options(_settings(c), c.options)
+    if c.switches and c.spanning:
+        key = next(key for key in settings if key.lower() == "schedulerparameters")
+        if "max_switch_wait" not in settings[key]:
+            settings[key] += f",max_switch_wait={FOREVER}"
     return "".join(f"{key}={_value(key, value)}\n" for key, value in settings.items())
 
 
@@ -86,12 +91,14 @@ def cgroup_conf(c: ClusterConf) -> str:
 
 
 def topology_conf(c: ClusterConf) -> str:
-    """topology.conf: one switch a site. Nothing connects them, so that no job spans two."""
+    """topology.conf: one switch a site. Where nothing connects them no job spans two."""
     lines = [
         f"SwitchName={_word('the name of a switch', switch.name)} Nodes={_names(switch.nodes)}"
         for switch in c.switches
         if switch.nodes
     ]
+    if c.spanning and lines:
+        lines.append(f"SwitchName={ABOVE} Switches={','.join(switch.name for switch in c.switches if switch.nodes)}")
     return "\n".join([HEADER.rstrip(), *lines]) + "\n"
 
 
@@ -199,6 +206,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         settings["PrivateData"] = "cloud"
     if c.switches:
         settings["TopologyPlugin"] = "topology/tree"
+        if c.spanning:
+            settings["JobSubmitPlugins"] = "lua"
     else:
         # Room for nodes that come later. Topology and nodes that are not in the file do not go together.
         settings["MaxNodeCount"] = str(max(1024, -(-len(c.nodes) // 1024) * 1024))

@@ -64,7 +64,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Switch:
-    """Nodes that are close to each other. Jobs do not span switches that nothing connects."""
+    """Nodes that are close to each other. A job spans several only where it says so, and `spanning` lets it."""
 
     name: str
     nodes: tuple[str, ...]
@@ -106,6 +106,8 @@ class ClusterConf:
     slurm_user: str = "slurm"
     pmix: bool = False
     """Every node has Slurm's PMIx plugin."""
+    spanning: bool = False
+    """Jobs may span switches when they say so; else never. Wants slurmctld's Lua plugin."""
     one_address: bool = False
     """Daemons listen at the address that their host's own name has, and nowhere else."""
     controller_hostname: str | None = None

@@ -95,7 +95,7 @@ def test_what_slurm_refuses_is_told_by_the_key_in_the_file() -> None:
         assert (conf.accepted_by, conf.advice) == (READ_CONF, advice(cluster))
 
 
-def test_two_sites_are_two_switches_that_nothing_connects() -> None:
+def test_two_sites_are_two_switches_and_a_job_spans_them_only_when_it_says_so() -> None:
     spec = spec_of(TWO_SITES)
     names = ("controller", "fish1", "fish2", "kelp1")
     facts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}

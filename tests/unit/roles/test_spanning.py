@@ -1,0 +1,75 @@
+"""Sites and jobs: a wall that a job passes when it asks, where slurmctld has the plugin; else one that none passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.facts import Facts, FileFact, Package
+from shoal.roles.cluster import assemble
+from shoal.roles.spanning import spanning_files
+from shoal.slurm.conf import slurm_settings, topology_conf
+from shoal.slurm.model import ClusterConf
+from shoal.slurm.read import switches_of_nodes
+from shoal.slurm.spanning import job_submit_lua
+
+TEXT = """
+cluster: reef
+controller: {provider: sandbox}
+nodesets:
+  fish: {provider: sandbox, count: 2}
+  kelp: {provider: sandbox, count: 1, site: b}
+"""
+NAMES = ("controller", "fish1", "fish2", "kelp1")
+FACTS = {name: host_facts(name, f"10.0.0.{number}", arch="x86_64") for number, name in enumerate(NAMES, 1)}
+
+
+def conf(facts: dict[str, Facts] = FACTS, more: str = "") -> ClusterConf:
+    return assemble(spec_of(TEXT + more), facts, {}).conf
+
+
+def with_controller(**changes: object) -> dict[str, Facts]:
+    return {**FACTS, "controller": replace(FACTS["controller"], **changes)}  # type: ignore[arg-type]
+
+
+def test_sites_are_joined_above_and_slurmctld_asks_about_every_job() -> None:
+    found = conf()
+    assert topology_conf(found).splitlines()[1:] == [
+        "SwitchName=a Nodes=fish[1-2]",
+        "SwitchName=b Nodes=kelp1",
+        "SwitchName=shoal-sites Switches=a,b",
+    ]
+    assert "JobSubmitPlugins=lua\n" in slurm_settings(found)
+    assert "max_switch_wait=31536000" in slurm_settings(found)
+    assert switches_of_nodes(topology_conf(found)) == {"fish1": "a", "fish2": "a", "kelp1": "b"}
+
+
+def test_a_slurmctld_without_the_plugin_gets_sites_that_nothing_joins() -> None:
+    there = {"slurmctld": Package(installed="22.05.8")}
+    found = conf(with_controller(packages=there))
+    assert "shoal-sites" not in topology_conf(found)
+    assert "JobSubmitPlugins" not in slurm_settings(found)
+    files = {**FACTS["controller"].files, spanning_files()[0]: FileFact(there=True)}
+    assert conf(with_controller(packages=there, files=files)).spanning
+    assert not conf(with_controller(os_id="ubuntu", os_version="24.04")).spanning
+
+
+def test_what_the_user_gives_slurmctld_to_ask_stays_his() -> None:
+    mine = conf(more="slurm: {options: {JobSubmitPlugins: throttle}}\n")
+    assert not mine.spanning
+    assert "JobSubmitPlugins=throttle\n" in slurm_settings(mine)
+    patient = conf(more="slurm: {options: {SchedulerParameters: 'defer,bf_interval=60'}}\n")
+    assert "SchedulerParameters=defer,bf_interval=60,max_switch_wait=31536000\n" in slurm_settings(patient)
+
+
+def test_one_site_asks_nothing() -> None:
+    one = assemble(spec_of(TEXT.replace(", site: b", "")), FACTS, {}).conf
+    assert "JobSubmitPlugins" not in slurm_settings(one)
+    assert "max_switch_wait" not in slurm_settings(one)
+
+
+def test_the_script_knows_how_large_the_largest_site_is() -> None:
+    text = job_submit_lua(conf())
+    assert "local largest_site = 2\n" in text
+    assert "job.req_switch = 1\n" in text
