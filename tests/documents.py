@@ -20,6 +20,8 @@ TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_th
 PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page_on_training_run_its_script"
 ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
 PROVE = "by test_prove.py: here as it stands, and on two nodes that have torch, which costs it one more option"
+ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_run_as_they_stand"
+TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -46,6 +48,11 @@ COMMANDS = {
     "python train.py": ALONE,
     "shoal prove train.py -n 4": PROVE,
     "shoal prove train.py -n 4 -N2 -f shoal.yaml --launcher srun,mpirun": PROVE,
+    "shoal env build torch": ENVIRONMENTS,
+    "shoal env list": ENVIRONMENTS,
+    "shoal run --env torch -N2 --wait train.py": ENVIRONMENTS,
+    "shoal env clean": ENVIRONMENTS,
+    "shoal ui mlflow": TUNNEL,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

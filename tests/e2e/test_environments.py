@@ -1,13 +1,28 @@
-"""Python environments on real hosts: built once, used by jobs everywhere, kept while a job uses them."""
+"""Environments for jobs, the server that they report to, and clocks, on real hosts.
+
+MLflow takes minutes to install: here a program stands in for it, and `test_mlflow.py` has the real one.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tests.documents import ROOT, commands
 from tests.e2e.cluster import Cluster, running
+from tests.e2e.tracking_checks import (
+    address,
+    check_jobs_report,
+    check_no_password_lies_about,
+    check_nobody_outside_reaches_it,
+    check_the_page_opens_through_ssh,
+    put_stand_in,
+)
 from tests.small_wheels import small_wheel, torch_like
 
 from shoal.environments.builder import MARK
@@ -23,7 +38,7 @@ controller: {provider: sandbox, memory: 1G}
 nodesets:
   fish: {provider: sandbox, count: 2, gpus: 1, memory: 1G}
 environments:
-  tank: {requirements: tank.txt}
+  torch: {requirements: torch.txt}
   bowl: {requirements: bowl.txt, place: local}
   sea: {requirements: sea.txt}
 """
@@ -32,15 +47,15 @@ SCRIPT = """\
 import sys, time
 import herring
 print("uses", herring.VERSION, sys.prefix, flush=True)
-time.sleep(float(sys.argv[1]))
+time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("environments")
-    (place / "uses.py").write_text(SCRIPT)
-    (place / "tank.txt").write_text(INDEX + "herring==1.0\n")
+    (place / "train.py").write_text(SCRIPT)
+    (place / "torch.txt").write_text(INDEX + "herring==1.0\n")
     (place / "bowl.txt").write_text(INDEX + "herring==1.0\n")
     (place / "sea.txt").write_text(INDEX + "torch\n")
     with running(place, SPEC) as made:
@@ -64,39 +79,39 @@ def printed(result: dict[str, object]) -> list[str]:
 
 
 def test_a_job_that_names_one_that_is_not_built_is_refused_with_the_command_that_builds_it(cluster: Cluster) -> None:
-    said = cluster.shoal("run", "--env", "tank", "uses.py", "0", status=2).stderr
-    assert "environment tank is not built yet" in said and "`shoal env build tank`" in said
+    said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
+    assert "environment torch is not built yet" in said and "`shoal env build torch`" in said
 
 
 def test_it_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
-    [made] = cluster.json("env", "build", "tank")["made"]
+    [made] = cluster.json("env", "build", "torch")["made"]
     assert made["packages"] == ["herring==1.0", "sprat==1.0"]
-    again = cluster.json("env", "build", "tank")
+    again = cluster.json("env", "build", "torch")
     assert again["fresh"] == [] and again["made"][0]["path"] == made["path"]
-    done = cluster.json("run", "--wait", "-N2", "--env", "tank", "uses.py", "0")
+    done = cluster.json("run", "--wait", "-N2", "--env", "torch", "train.py")
     assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
     # Programs in it name the very path they are at, on every host.
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
 
 
 def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(cluster: Cluster) -> None:
-    [old] = cluster.json("env", "build", "tank")["made"]
-    job = cluster.json("run", "--env", "tank", "--gpus-per-node", "0", "uses.py", "600")["id"]
+    [old] = cluster.json("env", "build", "torch")["made"]
+    job = cluster.json("run", "--env", "torch", "--gpus-per-node", "0", "train.py", "600")["id"]
     try:
-        (cluster.file.parent / "tank.txt").write_text(INDEX + "herring==2.0\n")
-        said = cluster.shoal("run", "--env", "tank", "uses.py", "0", status=2).stderr
-        assert "environment tank was made from another file than the one that is here now" in said
-        [new] = cluster.json("env", "build", "tank")["made"]
+        (cluster.file.parent / "torch.txt").write_text(INDEX + "herring==2.0\n")
+        said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
+        assert "environment torch was made from another file than the one that is here now" in said
+        [new] = cluster.json("env", "build", "torch")["made"]
         assert new["id"] != old["id"]
-        done = cluster.json("run", "--wait", "--env", "tank", "--gpus-per-node", "0", "uses.py", "0")
+        done = cluster.json("run", "--wait", "--env", "torch", "--gpus-per-node", "0", "train.py")
         assert printed(done) == [f"uses 2.0 {new['path']}"]
         cluster.on("controller", "touch", "-d", "2000-01-01", f"{old['path']}/{MARK}")
         assert cluster.json("env", "clean")["kept"] == {old["id"]: f"job {job} uses it"}
         cluster.on("controller", "test", "-e", f"{old['path']}/{MARK}")
     finally:
         cluster.shoal("cancel", job)
-    cluster.wait("the job has ended", lambda: old["id"] not in cluster.json("env", "clean", "--dry-run")["kept"])
-    assert cluster.json("env", "clean")["removed"] == {"controller": [old["id"]]}
+    gone = {"controller": [old["id"]]}
+    cluster.wait("it goes when its job has ended", lambda: cluster.json("env", "clean")["removed"] == gone)
     cluster.on("controller", "test", "!", "-e", old["path"])
     cluster.on("fish1", f"{new['path']}/bin/herring-says")
 
@@ -105,10 +120,10 @@ def test_nodes_get_copies_of_their_own_and_one_that_lost_its_copy_is_named(clust
     built = cluster.json("env", "build", "bowl")
     [made] = built["made"]
     assert (made["path"], built["copied"]) == (f"{LOCAL}/{made['id']}", {"bowl": ["fish1", "fish2"]})
-    done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "uses.py", "0")
+    done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "train.py")
     assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
     cluster.on("fish2", "rm", "-rf", made["path"])
-    said = cluster.shoal("run", "-N2", "--env", "bowl", "uses.py", "0", status=3).stderr
+    said = cluster.shoal("run", "-N2", "--env", "bowl", "train.py", status=3).stderr
     assert "fish2 cannot use environment bowl, so nothing was queued" in said
     # The archive is not where the node sees it: it comes through this machine.
     cluster.on("fish2", "mount", "-t", "tmpfs", "tmpfs", "/shared")
@@ -170,3 +185,45 @@ def test_a_real_chronyd_takes_our_configuration(cluster: Cluster) -> None:
         (Layout(cache_dir(), cluster.name).shared / "chrony.conf").write_text(text)
         read = cluster.on("controller", *READ.split())
         assert read.splitlines() == [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_the_commands_of_the_page_on_environments_run_as_they_stand(cluster: Cluster) -> None:
+    [block] = commands(ROOT / "docs/environments.md")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    said = {}
+    for line in block:
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, env={**cluster.env, "PATH": path})  # noqa: S602
+        assert done.returncode == 0, f"{line}: {done.stdout}\n{done.stderr}"
+        said[line] = done.stdout
+    assert "torch: no changes" in said["shoal env build torch"]
+    assert said["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
+
+
+def test_jobs_report_to_the_clusters_own_server_and_nobody_else_gets_in(cluster: Cluster) -> None:
+    put_stand_in(cluster, "controller")
+    cluster.file.write_text(cluster.file.read_text() + "tracking: mlflow\n")
+    assert cluster.json("up")["whole"]
+    assert cluster.json("up")["unchanged"]
+    job = check_jobs_report(cluster, cluster.file.parent)
+    check_nobody_outside_reaches_it(cluster)
+    check_no_password_lies_about(cluster, "controller", job)
+    check_the_page_opens_through_ssh(cluster)
+
+
+def test_status_says_how_the_tracking_server_is(cluster: Cluster) -> None:
+    assert cluster.json("status")["tracking"]["well"]
+    assert f"mlflow: {address(cluster)} answers" in cluster.shoal("status").stdout
+    cluster.on("controller", "systemctl", "stop", "shoal-mlflow")
+    health = cluster.json("status")["tracking"]
+    assert not health["well"] and "refused" in health["said"]
+    assert cluster.json("up")["changed"] == ["controller"]
+    cluster.wait("it answers again", lambda: cluster.json("status")["tracking"]["well"])
+
+
+def test_a_server_that_the_spec_no_longer_wants_goes_with_its_port(cluster: Cluster) -> None:
+    cluster.edit("tracking: mlflow\n", "")
+    assert cluster.json("up")["whole"]
+    assert cluster.on("controller", "systemctl", "is-active", "shoal-mlflow", status=None).strip() == "inactive"
+    assert "5000" not in cluster.on("controller", "nft", "list", "table", "inet", "shoal")
+    cluster.on("controller", "test", "-e", "/var/lib/shoal-mlflow")
+    assert cluster.json("up")["unchanged"]

@@ -77,7 +77,7 @@ touch "$place/.complete"
 def unit(server: Server) -> str:
     """The service. It may write to its own directory and to that of the artifacts, and see no home."""
     store = (
-        "postgresql:///mlflow?host=/var/run/postgresql"
+        "postgresql+psycopg2:///mlflow?host=/var/run/postgresql"
         if server.database == "postgresql"
         else f"sqlite:///{STATE}/mlflow.db"
     )
@@ -182,7 +182,7 @@ while True:
         break
     except OSError as error:
         if time.monotonic() > until:
-            sys.exit("the server does not answer: %s" % error)
+            sys.exit("the server does not answer: %s; see journalctl -u {SERVICE}" % error)
         time.sleep(1)
 who = "/api/2.0/mlflow/users/get?username={JOBS}"
 try:
