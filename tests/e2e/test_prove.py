@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster
 from tests.e2e.torch_env import give_torch
+
+from shoal.providers.sandbox.layout import Layout
 
 SCRIPT = ROOT / "tests/unit/prove/train.py"
 WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
@@ -33,9 +36,11 @@ time.sleep(3000)
 """
 
 
-def prove(directory: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def prove(directory: Path, *words: str, status: int = 0, path: str = "") -> subprocess.CompletedProcess[str]:
+    """`path` is where the script finds packages that this Python has not."""
     command = [sys.executable, "-m", "shoal", "prove", *words]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900)
+    env = {**os.environ, "PYTHONPATH": path} if path else None
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, env=env)
     assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -129,14 +134,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 @pytest.mark.sandbox
 def test_the_toy_is_proved_on_two_nodes(cluster: Jobs) -> None:
-    told = cluster.prove("train.py", "-n", "4", "-N2", "--launcher", "srun,mpirun", "--parallel", "fsdp")
-    assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == [("srun", "fsdp"), ("mpirun", "fsdp")]
+    told = cluster.prove("train.py", "-n", "4", "-N2", "--launcher", "srun,mpirun")
+    ways = [(launcher, parallel) for launcher in ("srun", "mpirun") for parallel in ("ddp", "fsdp")]
+    assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == ways
     assert told["passed"] and told["steps"] == 10, told
     assert told["losses"][-1] < told["losses"][0]
     records = cluster.on(
         "fish1", "sh", "-c", "find /var/lib/shoal/jobs/prove-e2e -name 'rank-*.end' | grep proof || true"
     )
     assert records == "", "they are taken away from the nodes"
+
+
+@pytest.mark.sandbox
+def test_the_toy_is_proved_on_this_machine_in_single_precision(cluster: Jobs) -> None:
+    words = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
+    packages = Layout(cluster.provider.cache, cluster.name).shared / "env"
+    told = json.loads(prove(cluster.tree, "train.py", "-n", "2", *words, path=str(packages)).stdout)
+    assert told["passed"] and (told["tolerance"], told["steps"]) == (1e-6, 3), told
 
 
 @pytest.mark.sandbox
