@@ -6,6 +6,8 @@ that leads to rank 0, prove that every rank has a GPU of its own (binding), star
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import logging
 import os
@@ -35,6 +37,10 @@ log = logging.getLogger("shoal.train")
 
 EXPLAIN_AFTER = 8.0
 """Seconds of waiting before a rank says what it waits for. What it then looks up takes a few more."""
+
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads that do Gloo's collectives."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ def init(
         device_id=device if device.type == "cuda" else None,
     )
     _group = torch_dist.group.WORLD
+    atexit.register(let_threads_rest)
     if meeting:
         env = dataclasses.replace(env, master_address=meeting.store_address, master_port=meeting.store_port)
     _current = Dist(env, device, backend, interface, binding, store)
@@ -115,6 +122,27 @@ def shutdown(patience: float = 10.0) -> None:
     while dist.env.rank == 0 and gone < dist.env.world_size and time.monotonic() < end:
         time.sleep(0.01)
         gone = dist.store.add("shoal/gone", 0)
+
+
+def let_threads_rest(patience: float = 1.0) -> None:
+    """Wait until Gloo's threads have put their last collective away. For the end of a process.
+
+    A thread that frees a tensor of Python's while Python ends is stopped where C++ does not allow that, and the process
+    aborts. On a busy machine it may not have had its turn since the collective was done.
+    """
+    end, calm = time.monotonic() + patience, 0
+    while calm < 2 and time.monotonic() < end:
+        calm = 0 if _gloo_is_busy() else calm + 1
+        time.sleep(0.002)  # lets go of Python's lock, for which one of them may be waiting
+
+
+def _gloo_is_busy() -> bool:
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == GLOO_THREAD and rest.split()[0] != "S":
+                return True
+    return False
 
 
 def choose_device(env: Env) -> torch.device:
