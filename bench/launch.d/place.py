@@ -90,6 +90,13 @@ class Place:
             found[name] = max(rank[name] for rank in ranks if name in rank)
         return {**found, "allocated": float(self.on_controller(ALLOCATED))}
 
+    def put_first(self) -> None:
+        """Give its hosts the CPUs before others: an idle machine is not always to be had."""
+        for shares in Path("/sys/fs/cgroup").glob(f"cpu*/{Layout(cache_dir(), CLUSTER).prefix}*/cpu.shares"):
+            shares.write_text("65536")
+        for weight in Path("/sys/fs/cgroup").glob(f"{Layout(cache_dir(), CLUSTER).prefix}*/cpu.weight"):
+            weight.write_text("10000")
+
     def settle(self) -> None:
         """Wait until Slurm has nothing left to do: the next job starts on idle nodes."""
         self.on_controller(QUIET)
@@ -109,7 +116,8 @@ def cluster(directory: Path) -> Iterator[Place]:
         _run(sys.executable, ROOT / "scripts/environment", CLUSTER)
         pip = (sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check")
         _run(*pip, "--target", place.shared / "submitit", "submitit")
-        place.marks.mkdir()
+        for made in (place.marks, place.shared / "logs"):
+            made.mkdir()
         for name in ("probe.py", "submit.py"):
             shutil.copy(HERE / name, place.shared / name)
         for name, text in SHIMS.items():
