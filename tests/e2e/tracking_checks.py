@@ -43,14 +43,14 @@ class Handler(BaseHTTPRequestHandler):
         elif users.get(name, "") != password or not password:
             self.send_response(401)
         else:
-            if self.path.endswith("/users/create") and name == "admin":
+            if self.path.endswith(("/users/create", "/users/update-password")) and name == "admin":
                 made = json.loads(data)
                 users[made["username"]] = made["password"]
             self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    do_GET = do_POST = answer
+    do_GET = do_POST = do_PATCH = answer
 
 
 ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()

@@ -51,7 +51,8 @@ class TrackingPart(Part):
         return {Stage.SERVICES: items} if items else {}
 
     def farewell(self) -> Document:
-        return (*without_server(), File(mlflow.ADDRESS), File(mlflow.JOBS_PASSWORD))
+        """The accounts stay with what was recorded, and so does the password that opens them."""
+        return (*without_server(), File(mlflow.ADDRESS))
 
 
 def server_host(spec: Spec) -> str:
@@ -123,7 +124,7 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
         Command(
             "make the account that jobs report with",
             (f"{server.prefix}/bin/python", "-I", "-"),
-            unless=("test", "-e", mlflow.ACCOUNTS),
+            unless=mlflow.ACCOUNTS_MADE,
             stdin=mlflow.account_program(server),
             timeout=300.0,
         ),

@@ -164,37 +164,45 @@ def job_variables(told: str) -> dict[str, str]:
     return variables
 
 
+ACCOUNTS_MADE = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {ACCOUNTS} 2> /dev/null)"')
+"""Whether the account of jobs has the password that is kept for it."""
+
+
 def account_program(server: Server) -> str:
-    """Waits for the server and makes the account that jobs use. Passwords are read from files that only root reads."""
+    """Waits for the server and makes the account that jobs use, or gives it the password that is kept for it.
+
+    Passwords are read from files that only root reads.
+    """
     return f"""
-import base64, json, sys, time, urllib.error, urllib.request
+import base64, hashlib, json, sys, time, urllib.error, urllib.request
 admin, jobs = (open(path).read().strip() for path in ({ADMIN_PASSWORD!r}, {JOBS_PASSWORD!r}))
-def ask(path, user, password, body=None):
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({{}}))
+def ask(method, path, body=None):
     head = {{"Content-Type": "application/json"}}
-    head["Authorization"] = "Basic " + base64.b64encode((user + ":" + password).encode()).decode()
+    head["Authorization"] = "Basic " + base64.b64encode(({ADMIN!r} + ":" + admin).encode()).decode()
     data = None if body is None else json.dumps(body).encode()
-    urllib.request.build_opener(urllib.request.ProxyHandler({{}})).open(
-        urllib.request.Request({server.uri!r} + path, data, head), timeout=30).close()
+    opener.open(urllib.request.Request({server.uri!r} + path, data, head, method=method), timeout=30).close()
 until = time.monotonic() + 240
 while True:
     try:
-        ask("/health", {ADMIN!r}, admin)
+        ask("GET", "/health")
         break
     except OSError as error:
         if time.monotonic() > until:
             sys.exit("the server does not answer: %s; see journalctl -u {SERVICE}" % error)
         time.sleep(1)
-who = "/api/2.0/mlflow/users/get?username={JOBS}"
+account = {{"username": {JOBS!r}, "password": jobs}}
 try:
-    ask("/api/2.0/mlflow/users/create", {ADMIN!r}, admin, {{"username": {JOBS!r}, "password": jobs}})
+    ask("POST", "/api/2.0/mlflow/users/create", account)
 except urllib.error.HTTPError as error:
     if error.code == 401:
         sys.exit("the server does not take the password in {ADMIN_PASSWORD}: its accounts are those of another one")
     try:
-        ask(who, {JOBS!r}, jobs)
-    except urllib.error.HTTPError:
-        sys.exit("the account {JOBS} cannot be made: %s" % error.read().decode()[:300])
-open({ACCOUNTS!r}, "w").close()
+        ask("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
+    except urllib.error.HTTPError as error:
+        sys.exit("the account {JOBS} cannot be made: %s" % error)
+with open({ACCOUNTS!r}, "w") as mark, open({JOBS_PASSWORD!r}, "rb") as password:
+    mark.write(hashlib.sha256(password.read()).hexdigest() + "  -")
 """
 
 
