@@ -10,8 +10,11 @@ from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
 from shoal.jobs.model import Note, ResolvedJob, Shipped
 from shoal.train import contract
 
-_FIRST_PORT, _PORTS = 10000, 20000
-"""Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this."""
+_FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
+"""Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this. One
+that somebody has is passed over by far, for the one after it is the next job's. Until the job listens there another
+program may take it, which concerns torchrun and scripts that use MASTER_PORT themselves: `shoal.train` agrees on a port
+that is free."""
 
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
@@ -101,7 +104,9 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield "MASTER_ADDR=${MASTER_ADDR%%,*}"
     yield "export MASTER_ADDR=${MASTER_ADDR:-$SLURMD_NODENAME}"
     yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
-    yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done"
+    yield "while (: < /dev/tcp/127.0.0.1/$MASTER_PORT) 2> /dev/null; do"
+    yield f"    MASTER_PORT=$(({_FIRST_PORT} + (MASTER_PORT - {_FIRST_PORT} + {_NEXT_PORT}) % {_PORTS}))"
+    yield "done"
     if job.nodes > 1:
         yield from _OVER_A_VPN
     if spec.profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,18 @@ def _run(tmp_path: Path, srun: str, **options: object) -> tuple[int, str]:
     done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=60)
     asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
     return done.returncode, asked.replace("-o show node gpu1\n", "")
+
+
+@pytest.mark.parametrize(("number", "taken", "then"), [("41", 10041, "17960"), ("19999", 29999, "17918")])
+def test_a_port_that_is_taken_is_passed_over_by_far_and_stays_below_those_of_the_kernel(
+    number: str, taken: int, then: str
+) -> None:
+    lines = sbatch_script(resolved("train.py"), SHIPPED).splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("export MASTER_PORT="))
+    script = "\n".join([*lines[first : lines.index("done", first) + 1], "echo $MASTER_PORT"])
+    with socket.create_server(("127.0.0.1", taken)):
+        said = subprocess.run(["bash", "-c", script], env={"SLURM_JOB_ID": number}, capture_output=True, text=True)
+    assert said.stdout == f"{then}\n"
 
 
 ENDED = 'touch "$SHOAL_JOB_DIR/rank-0.2.end"'
