@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import early
+from shoal.cli.job_results import (
+    finish_cancel,
+    finish_dry_run,
+    finish_follow,
+    finish_jobs,
+    finish_logs,
+    finish_run,
+    finish_wait,
+    log_line,
+    tell_run,
+)
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
@@ -133,21 +144,21 @@ def run(
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
-            return session.finish_dry_run(session.run(prepare(context, asked(), Path.cwd(), limit)))
+            return finish_dry_run(session, session.run(prepare(context, asked(), Path.cwd(), limit)))
         submitted = _submit(session, context, asked, limit)
         if not wait:
-            return session.finish_run(submitted)
-        session.tell_run(submitted)
+            return finish_run(session, submitted)
+        tell_run(session, submitted)
         from shoal.verbs.logs import follow
 
         try:
-            ended = session.run(follow(context, submitted.id, session.log_line(None), directory))
+            ended = session.run(follow(context, submitted.id, log_line(session, None), directory))
         except Interrupted:
             number = submitted.id
             raise Interrupted(
                 f"job {number} goes on", hint=f"`shoal logs -f {number}` shows it, `shoal cancel {number}` ends it"
             ) from None
-        session.finish_wait(submitted, ended)
+        finish_wait(session, submitted, ended)
 
 
 def _submit(session: Session, context: Context, asked: Callable[[], JobSpec], limit: int) -> Submitted:
@@ -177,7 +188,7 @@ def jobs(
     with Session(json) as session:
         from shoal.verbs.jobs import jobs as verb
 
-        session.finish_jobs(session.run(verb(session.open(file, cluster, phases=ended), ended=ended)))
+        finish_jobs(session, session.run(verb(session.open(file, cluster, phases=ended), ended=ended)))
 
 
 def logs(
@@ -197,9 +208,9 @@ def logs(
 
         context = session.open(file, cluster, phases=False)
         if follow:
-            show = session.log_line(rank, timestamps)
-            return session.finish_follow(session.run(follow_verb(context, job, show, directory)), rank)
-        session.finish_logs(session.run(verb(context, job, directory)), rank, timestamps)
+            show = log_line(session, rank, timestamps)
+            return finish_follow(session, session.run(follow_verb(context, job, show, directory)), rank)
+        finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
 
 
 def cancel(
@@ -212,7 +223,7 @@ def cancel(
     with Session(json) as session:
         from shoal.verbs.cancel import cancel as verb
 
-        session.finish_cancel(session.run(verb(session.open(file, cluster, phases=False), jobs)))
+        finish_cancel(session, session.run(verb(session.open(file, cluster, phases=False), jobs)))
 
 
 def exported(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -28,16 +28,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from shoal.jobs.logs import LogLine
     from shoal.plan.model import Plan
     from shoal.spec.finding import Finding
-    from shoal.verbs.cancel import CancelResult
     from shoal.verbs.context import Context
     from shoal.verbs.down import DownResult
-    from shoal.verbs.jobs import JobsResult
-    from shoal.verbs.logs import LogsResult
     from shoal.verbs.remote import ExecResult
-    from shoal.verbs.run import Prepared, Submitted
     from shoal.verbs.status import Status
     from shoal.verbs.up import UpResult
 
@@ -191,86 +186,6 @@ class Session:
         if self.json:
             return self.finish_value({"host": host, "forgotten": known})
         self.console.print(f"forgot the key of {host}" if known else f"no key of {host} was kept", highlight=False)
-
-    def finish_dry_run(self, prepared: Prepared) -> None:
-        if self.json:
-            job = prepared.job
-            return self.finish_value(
-                {"script": prepared.script, "code": prepared.tree.hash, "job": job.spec.model_dump()}
-            )
-        print(prepared.script, end="")
-
-    def tell_run(self, job: Submitted) -> None:
-        """The job is in the queue, and there is more to come."""
-        from shoal.cli.render_jobs import show_submitted
-
-        if not self.json:
-            show_submitted(self.errors, job)
-
-    def finish_run(self, job: Submitted) -> None:
-        from shoal.cli.render_jobs import show_submitted
-
-        if self.json:
-            return self.finish_value(job)
-        show_submitted(self.console, job)
-
-    def log_line(self, rank: int | None, timestamps: bool = False) -> Callable[[LogLine], None]:
-        """What to do with each line of a log as it comes."""
-        from shoal.cli.render_jobs import show_line
-
-        def show(line: LogLine) -> None:
-            if not self.json and rank in (None, line.rank):
-                show_line(self.console, line, timestamps)
-
-        return show
-
-    def finish_wait(self, job: Submitted, ended: LogsResult) -> None:
-        self._finish_log(ended, {**plain(job), **plain(ended)}, well=True)
-        if ended.record is None or ended.record.failed:
-            self.status = 1
-
-    def finish_jobs(self, result: JobsResult) -> None:
-        from shoal.cli.render_jobs import show_jobs
-
-        if self.json:
-            self.finish_value(result)
-        else:
-            show_jobs(self.console, result)
-        if result.failures:
-            self.status = PARTLY
-
-    def finish_logs(self, result: LogsResult, rank: int | None, timestamps: bool) -> None:
-        from shoal.cli.render_jobs import show_lines
-
-        lines = tuple(line for line in result.lines if rank in (None, line.rank))
-        if not self.json:
-            show_lines(self.console, lines, timestamps)
-        self._finish_log(result, {**plain(result), "lines": lines})
-
-    def finish_follow(self, result: LogsResult, rank: int | None) -> None:
-        lines = tuple(line for line in result.lines if rank in (None, line.rank))
-        self._finish_log(result, {**plain(result), "lines": lines})
-
-    def _finish_log(self, result: LogsResult, value: dict[str, Any], *, well: bool = False) -> None:
-        """The nodes that could not be asked, and how the job ended; `well`: also where that was well."""
-        from shoal.cli.render import show_failures
-        from shoal.cli.render_jobs import show_ending
-
-        if self.json:
-            self.finish_value(value)
-        else:
-            show_failures(self.errors, dict(result.failures))
-            if well or result.reason is not None:
-                show_ending(self.errors, result.record, result.reason)
-        if result.failures:
-            self.status = PARTLY
-
-    def finish_cancel(self, result: CancelResult) -> None:
-        if self.json:
-            return self.finish_value(result)
-        for word, jobs in (("cancelled", result.cancelled), ("had ended already:", result.ended)):
-            if jobs:
-                self.console.print(f"{word} {', '.join(jobs)}", highlight=False)
 
     def confirm_down(self, context: Context, yes: bool) -> None:
         """Hosts that are not ours to delete are released only when asked for plainly."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from shoal.cli.job_results import finish_follow, finish_logs, finish_wait
 from shoal.cli.render_jobs import progress_text, show_ending, show_jobs, show_line, show_submitted
 from shoal.cli.session import Session
 from shoal.errors import Unreachable
@@ -80,9 +81,9 @@ def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None
 
 
 FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
-    "logs": lambda session, result: session.finish_logs(result, None, False),
-    "logs -f": lambda session, result: session.finish_follow(result, None),
-    "run --wait": lambda session, result: session.finish_wait(Submitted("17", "x", "p", 1, 1, "c0de", 0, ""), result),
+    "logs": lambda session, result: finish_logs(session, result, None, False),
+    "logs -f": lambda session, result: finish_follow(session, result, None),
+    "run --wait": lambda session, result: finish_wait(session, Submitted("17", "x", "p", 1, 1, "", 0, ""), result),
 }
 
 
