@@ -22,6 +22,7 @@ ALONE = "as it stands, with the page's script, by test_every_command_that_needs_
 PROVE = "by test_prove.py: here as it stands; on two nodes with --export PYTHONPATH=, where they find torch"
 ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_run_as_they_stand"
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
+BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -53,6 +54,13 @@ COMMANDS = {
     "shoal run --env torch -N2 --wait train.py": ENVIRONMENTS,
     "shoal env clean": ENVIRONMENTS,
     "shoal ui mlflow": TUNNEL,
+    "shoal usage --by user": BOOKS,
+    "shoal usage --by nodeset --since 7d": BOOKS,
+    "shoal jobs --all": BOOKS,
+    "shoal restore": BOOKS,
+    "shoal restore latest --yes": BOOKS,
+    "shoal keys rotate munge": BOOKS,
+    "shoal keys rotate all": BOOKS,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

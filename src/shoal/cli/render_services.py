@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from rich.console import Console
 from rich.markup import escape
 
 from shoal.cli.render_tailnet import tailnet_lines
 from shoal.hostlist import compress
 from shoal.spec.words import printable
+from shoal.verbs.accounting_health import AccountingHealth
 from shoal.verbs.status import Status
 
 NOTABLE = 0.5
@@ -29,7 +32,22 @@ def show_services(console: Console, status: Status) -> None:
     if status.tracking:
         state = "[green]answers[/]" if status.tracking.well else f"[red]{escape(printable(status.tracking.said))}[/]"
         lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")
+    if status.accounting:
+        lines.append(accounting_line(status.accounting))
     if lines:
         console.print()
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def accounting_line(accounting: AccountingHealth) -> str:
+    """`accounting: on c1; newest backup 2026-11-15 03:12`, and what is wrong with it."""
+    when = accounting.last_backup
+    backup = "no backup yet" if when is None else f"newest backup {datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"
+    if accounting.well:
+        return f"accounting: [green]works[/], on {accounting.host}; {backup}"
+    daemons = (("MariaDB", accounting.mariadb), ("slurmdbd", accounting.slurmdbd))
+    down = [f"{name} is {escape(printable(state))}" for name, state in daemons if state != "active"]
+    return (
+        f"accounting: [red]{escape(printable(accounting.error)) or ', '.join(down)}[/], on {accounting.host}; {backup}"
+    )

@@ -23,6 +23,7 @@ from shoal.slurm.versions import Version
 from shoal.verbs.context import Context
 
 if TYPE_CHECKING:
+    from shoal.verbs.accounting_health import AccountingHealth
     from shoal.verbs.health import Clocks, TrackingHealth
     from shoal.verbs.tailnet import TailnetView
 
@@ -46,10 +47,12 @@ class Status:
     clocks: Clocks | None = None
     tracking: TrackingHealth | None = None
     tailnet: TailnetView | None = None
+    accounting: AccountingHealth | None = None
 
 
 async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
+    from shoal.verbs.accounting_health import accounting_health
     from shoal.verbs.health import clocks, present, tracking_health
     from shoal.verbs.tailnet import tailnet_members, tailnet_view
 
@@ -63,6 +66,7 @@ async def status(context: Context) -> Status:
             )
             tracking, times = await tracking_health(host, context.spec), await looking
             tailnet = await tailnet_view(context, host)
+            accounting = await accounting_health(fleet, context.spec)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -81,6 +85,7 @@ async def status(context: Context) -> Status:
         clocks=times,
         tracking=tracking,
         tailnet=tailnet_members(context, tailnet, found),
+        accounting=accounting,
     )
 
 

@@ -1,0 +1,270 @@
+"""Accounting and keys on real hosts: records that survive the loss of the database, limits, backups, new keys live."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.documents import ROOT, commands
+from tests.e2e.cluster import Cluster, kill, running
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: ac-books
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  gpu: {provider: sandbox, count: 1, gpus: 2, memory: 512M, price: 3600}
+accounting:
+  accounts:
+    lab: {users: [ann, bob], group_gpus: 2}
+    bio: {parent: lab, users: {cat: {max_gpus: 1}}}
+  qos:
+    fast: {priority: 10, max_time: 60}
+"""
+ACCOUNTS = "accounting:" + SPEC.split("accounting:")[1]
+CONTROLLER, NODE = "controller", "gpu1"
+KEY = "/etc/munge/munge.key"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("books"), SPEC) as made:
+        yield made
+
+
+def sbatch(cluster: Cluster, script: str, *options: str) -> str:
+    words = ("sbatch", "--parsable", "--mem=20M", "--output=/dev/null", *options, "--wrap", script)
+    return cluster.on(CONTROLLER, *words).strip()
+
+
+def recorded(cluster: Cluster) -> dict[str, str]:
+    """The state of every job that slurmdbd knows; nothing while it does not answer."""
+    done = cluster.ssh(CONTROLLER, "timeout 30 sacct -a -X -n -P -o jobid,state")
+    return dict(line.split("|")[:2] for line in done.stdout.splitlines() if "|" in line) if not done.returncode else {}
+
+
+def wait_for_records(cluster: Cluster, jobs: list[str], state: str = "COMPLETED") -> None:
+    def there() -> bool:
+        found = recorded(cluster)
+        return all(found.get(job) == state for job in jobs)
+
+    cluster.wait(f"records of {', '.join(jobs)}", there, seconds=240)
+
+
+def associations(cluster: Cluster) -> set[str]:
+    words = ("sacctmgr", "-n", "-P", "show", "assoc", "wopl", "format=account,user,grptres,maxtres")
+    return set(cluster.on(CONTROLLER, *words).split())
+
+
+def digests(cluster: Cluster) -> set[str]:
+    return {cluster.on(host, "sha256sum", KEY).split()[0] for host in (CONTROLLER, NODE)}
+
+
+def connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+# ---- accounts and limits
+
+
+def test_a_second_up_changes_nothing(cluster: Cluster) -> None:
+    assert cluster.json("up")["unchanged"]
+    assert cluster.json("plan")["changes"] == []
+
+
+def test_accounts_follow_the_file_and_a_backup_is_made_before(cluster: Cluster) -> None:
+    made = {"lab||gres/gpu=2|", "lab|ann||", "lab|bob||", "bio|||", "bio|cat||gres/gpu=1"}
+    assert made <= associations(cluster)
+    cluster.on(CONTROLLER, "sacctmgr", "-i", "add", "account", "theirs")
+    before = len(cluster.json("restore")["backups"])
+    cluster.edit("[ann, bob], group_gpus: 2", "[ann], group_gpus: 1")
+    try:
+        assert cluster.json("up")["changed"] == [CONTROLLER]
+        assert {"lab||gres/gpu=1|", "lab|ann||", "theirs|||"} <= associations(cluster)
+        assert not any("bob" in line for line in associations(cluster))
+        assert len(cluster.json("restore")["backups"]) == before + 1
+        assert cluster.json("up")["unchanged"]
+    finally:
+        cluster.edit("[ann], group_gpus: 1", "[ann, bob], group_gpus: 2")
+    assert cluster.json("up")["changed"] == [CONTROLLER]
+    assert made <= associations(cluster)
+
+
+def test_who_has_no_account_may_not_use_the_cluster(cluster: Cluster) -> None:
+    cluster.on(CONTROLLER, "useradd", "--create-home", "eve")
+    told = cluster.ssh(CONTROLLER, "su eve -c 'cd /tmp && sbatch --wrap true'")
+    assert told.returncode != 0 and "Invalid account" in told.stderr
+
+
+# ---- use
+
+
+def test_gpu_hours_are_told_with_their_cost(cluster: Cluster) -> None:
+    job = sbatch(cluster, "sleep 3", "--gres=gpu:2", "--job-name=a | b")
+    wait_for_records(cluster, [job])
+    [row] = [row for row in cluster.json("usage", "--by", "job")["rows"] if row["name"] == job]
+    assert row["detail"] == "root: a | b"
+    # 3600 an hour is one a second, for each of two GPUs.
+    assert row["cost"] == pytest.approx(row["gpu_hours"] * 3600)
+    assert row["cost"] >= 2 * 2
+    for by, name in (("user", "root"), ("account", "root"), ("nodeset", "gpu")):
+        told = cluster.json("usage", "--by", by, "--since", "1d")
+        assert [one["gpu_hours"] >= row["gpu_hours"] for one in told["rows"] if one["name"] == name] == [True]
+    assert "GPU hours" in cluster.shoal("usage").stdout
+    assert cluster.json("usage", "--until", "1w", "--since", "2w")["rows"] == []
+
+
+def test_all_jobs_are_told_also_while_slurmdbd_is_away(cluster: Cluster) -> None:
+    job = sbatch(cluster, "exit 3")
+    wait_for_records(cluster, [job], "FAILED")
+    cluster.on(CONTROLLER, "systemctl", "restart", "slurmctld")
+    cluster.on(CONTROLLER, "systemctl", "stop", "slurmdbd")
+    try:
+        told = {one["record"]["id"]: one["record"] for one in cluster.json("jobs", "--all")["jobs"]}
+    finally:
+        cluster.on(CONTROLLER, "systemctl", "start", "slurmdbd")
+    assert (told[job]["state"], told[job]["exit_code"]) == ("FAILED", 3)
+
+
+# ---- the database is lost and found
+
+
+def test_no_record_is_lost_while_mariadb_is_dead(cluster: Cluster) -> None:
+    running_before = sbatch(cluster, "sleep 5")
+    cluster.ssh(CONTROLLER, "systemctl mask --runtime mariadb; kill -9 $(pidof mariadbd)")
+    try:
+        jobs = [sbatch(cluster, "true") for _ in range(5)]
+        cluster.wait("they end", lambda: not cluster.on(CONTROLLER, "squeue", "-h").strip())
+        assert cluster.ssh(CONTROLLER, "pidof mariadbd").returncode != 0
+    finally:
+        cluster.ssh(CONTROLLER, "systemctl unmask --runtime mariadb; systemctl start mariadb")
+    wait_for_records(cluster, [running_before, *jobs])
+
+
+def test_a_backup_is_put_back_and_so_is_what_was_there_before_it(cluster: Cluster) -> None:
+    job = sbatch(cluster, "true")
+    wait_for_records(cluster, [job])
+    oldest = cluster.json("restore")["backups"][-1]["name"]
+    refused = cluster.shoal("restore", oldest, status=2)
+    assert "say --yes" in refused.stderr
+    assert "there is no backup 'none.sql.gz'" in cluster.shoal("restore", "none.sql.gz", "--yes", status=2).stderr
+    restored = cluster.json("restore", oldest, "--yes")
+    assert job not in recorded(cluster)
+    assert cluster.json("restore", restored["before"], "--yes")["restored"] == restored["before"]
+    wait_for_records(cluster, [job])
+    modes = cluster.on(CONTROLLER, "sh", "-c", "stat -c '%a %U' /var/backups/shoal /var/backups/shoal/*.gz").split("\n")
+    assert set(filter(None, modes)) == {"700 root", "600 root"}
+
+
+def test_after_a_reboot_of_the_controller_everything_returns_by_itself(cluster: Cluster) -> None:
+    before = recorded(cluster)
+    assert before
+    cluster.fault("reboot", CONTROLLER)
+    cluster.wait("records", lambda: before.items() <= recorded(cluster).items(), seconds=240)
+    ready = "systemctl is-active slurmctld slurmdbd mariadb shoal-backup.timer shoal-firewall && sinfo -h -t idle -o %n"
+    cluster.wait("the node", lambda: NODE in cluster.ssh(CONTROLLER, ready).stdout, seconds=240)
+    wait_for_records(cluster, [sbatch(cluster, "true")])
+
+
+# ---- keys
+
+
+def test_a_new_munge_key_and_a_job_that_does_not_notice(cluster: Cluster) -> None:
+    job = sbatch(cluster, "while [ ! -e /tmp/release ]; do sleep 0.2; done")
+    cluster.wait("it runs", lambda: cluster.on(CONTROLLER, "squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING")
+    before = digests(cluster)
+    [told] = cluster.json("keys", "rotate", "munge")["rotated"]
+    assert (told["hosts"], told["finished"]) == ([CONTROLLER, NODE], False)
+    assert told["asked"] > 0 and set(told["failed_by_host"]) == {CONTROLLER, NODE}
+    assert len(digests(cluster)) == 1 and digests(cluster) != before
+    cluster.on(NODE, "touch", "/tmp/release")
+    wait_for_records(cluster, [job])
+    assert cluster.on(CONTROLLER, "srun", "--mem=20M", "hostname").strip() == NODE
+    assert cluster.json("up")["unchanged"]
+
+
+def test_a_rotation_that_is_killed_is_finished_by_the_next_and_up_in_between_leaves_one_key(cluster: Cluster) -> None:
+    [before] = digests(cluster)
+    rotating = cluster.background("keys", "rotate", "munge")
+    begun = f"test -e {KEY}.next || test $(sha256sum < {KEY} | cut -c1-64) != {before}"
+    cluster.wait("it has begun", lambda: cluster.ssh(CONTROLLER, begun).returncode == 0)
+    kill(rotating)
+    cluster.json("up")
+    assert len(digests(cluster)) == 1
+    assert cluster.on(CONTROLLER, "srun", "--mem=20M", "hostname").strip() == NODE
+    assert cluster.json("keys", "rotate", "munge")["rotated"][0]["hosts"] == [CONTROLLER, NODE]
+    assert len(digests(cluster)) == 1 and digests(cluster) != {before}
+    assert cluster.ssh(CONTROLLER, f"test -e {KEY}.next").returncode != 0
+    assert "partition_down" not in cluster.on(CONTROLLER, "sinfo", "-h", "-o", "%a").lower()
+    assert cluster.on(CONTROLLER, "sinfo", "-h", "-o", "%a").strip() == "up"
+
+
+@pytest.mark.parametrize("page", ["accounting.md", "keys.md"])
+def test_the_commands_of_the_pages_run_as_they_stand(cluster: Cluster, page: str) -> None:
+    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    for line in (line for block in commands(ROOT / "docs" / page) for line in block):
+        done = subprocess.run(
+            line.split(), cwd=cluster.file.parent, env={**cluster.env, "PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+# ---- what nobody may see
+
+
+def test_from_outside_neither_mariadb_nor_slurmdbd_answers(cluster: Cluster) -> None:
+    address = str(cluster.instances()[CONTROLLER].address)
+    assert connects(address, 22)
+    for port in (3306, 6817, 6819):
+        assert not connects(address, port), port
+    inside = f"bash -c 'exec 3<>/dev/tcp/{address}/6819'"
+    assert cluster.ssh(NODE, inside).returncode == 0
+    # 3306 as the kernel writes it: MariaDB has no port at all.
+    assert ":0CEA " not in cluster.on(CONTROLLER, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+
+
+def test_the_password_is_in_no_plan_log_argument_or_file_that_others_may_read(cluster: Cluster) -> None:
+    password = cluster.on(CONTROLLER, "cat", "/etc/shoal/slurmdbd.password").strip()
+    assert len(password) == 48
+    assert password not in cluster.shoal("plan", "--diff").stdout
+    assert password not in cluster.on(CONTROLLER, "ps", "axww")
+    assert password not in cluster.on(CONTROLLER, "journalctl", "--no-pager")
+    places = "/etc /var/log /var/lib/shoal /var/backups /usr/local /run /tmp"
+    readable = f"find {places} -type f -perm -004 -exec grep -l {shlex.quote(password)} {{}} + 2>/dev/null"
+    assert cluster.ssh(CONTROLLER, readable).stdout == ""
+    mode = cluster.on(CONTROLLER, "stat", "-c", "%a %U", "/etc/slurm/slurmdbd.conf").strip()
+    assert mode == "600 slurm"
+
+
+# ---- and without it again
+
+
+def test_without_accounting_the_database_stops_its_records_stay_and_come_back_with_it(cluster: Cluster) -> None:
+    before = recorded(cluster)
+    cluster.edit(ACCOUNTS, "")
+    try:
+        assert cluster.json("up")["whole"]
+        assert cluster.ssh(CONTROLLER, "systemctl is-active slurmdbd mariadb").stdout.split() == [
+            "inactive",
+            "inactive",
+        ]
+        assert cluster.json("up")["unchanged"]
+        job = sbatch(cluster, "true")
+        cluster.wait("it ends", lambda: not cluster.on(CONTROLLER, "squeue", "-h").strip())
+        told = {one["record"]["id"] for one in cluster.json("jobs", "--all")["jobs"]}
+        assert {job, *before} <= told
+        assert "has no accounting" in cluster.shoal("usage", status=2).stderr
+    finally:
+        cluster.file.write_text(cluster.file.read_text() + ACCOUNTS)
+    assert cluster.json("up")["whole"]
+    cluster.wait("records", lambda: before.items() <= recorded(cluster).items(), seconds=240)

@@ -1,0 +1,213 @@
+"""Accounting's verbs over a cluster in memory: use, backups, jobs that ended, and how it does."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from tests.unit.plan.fake_world import LAB, World, lab
+
+from shoal.cli.render_accounting import show_keys, show_restore, show_usage
+from shoal.cli.render_services import accounting_line
+from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
+from shoal.hosts.api import Result
+from shoal.hosts.fake import Call
+from shoal.jobs.history import jobcomp_command, sacct_command
+from shoal.roles.accounting import DATABASE_PROGRAM
+from shoal.slurm.usage import UsageRow
+from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_health
+from shoal.verbs.context import Context
+from shoal.verbs.jobs import jobs
+from shoal.verbs.keys import KeysResult, RotatedKey
+from shoal.verbs.restore import list_backups, restore
+from shoal.verbs.usage import UsageResult, usage
+
+BOOKS = LAB + "accounting: true\n"
+LIST = b"slurm_acct_db-2-daily.sql.gz 2048 2000.5\nslurm_acct_db-1-change.sql.gz 1024 1000.5\n"
+OLD = (
+    b"JobId=3 UserId=root(0) GroupId=root(0) Name=x JobState=COMPLETED Partition=main TimeLimit=UNLIMITED "
+    b"StartTime=2026-11-15T09:54:03 EndTime=2026-11-15T09:54:04 NodeList=n1 NodeCnt=1 ProcCnt=1 "
+    b"WorkDir=/tmp ExitCode=0:0\n"
+)
+
+
+def world(text: str = BOOKS, **answers: object) -> World:
+    made = lab(text)
+    made.hosts["c1"].answers = {**made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
+    return made
+
+
+def context_of(made: World) -> Context:
+    return Context(made.spec, connector=made.connector)
+
+
+def answer(made: World, *command: str, with_: object, host: str = "c1") -> None:
+    made.hosts[host].answers = {**made.hosts[host].answers, command: with_}  # type: ignore[dict-item]
+
+
+def shown(show: object, value: object) -> str:
+    out = StringIO()
+    show(Console(file=out, width=120), value)  # type: ignore[operator]
+    return out.getvalue()
+
+
+# ---- usage
+
+
+async def test_use_is_asked_of_slurmdbd_and_summed_up() -> None:
+    made = world()
+    line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "n1", "cpu=4,gres/gpu=2", "train")) + "\n"
+    answer(made, "env", with_=line.encode())
+    result = await usage(context_of(made), "nodeset", "1970-01-01", None)
+    assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("lab", 2.0, None)]
+    assert result.total.jobs == 1
+
+
+async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        await usage(context_of(world(LAB)), "user", None, None)
+    assert str(caught.value) == (
+        "cluster reef has no accounting\n"
+        "  fix: write `accounting: true` into the file and run `shoal up`; it counts from then on"
+    )
+
+
+async def test_a_wrong_way_to_sum_up_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match="--by host: there is no such way to sum up"):
+        await usage(context_of(world()), "host", None, None)
+
+
+async def test_a_slurmdbd_that_is_away_is_told() -> None:
+    made = world()
+    answer(made, "env", with_=Result(1, stderr=b"sacct: error: Connection refused\n"))
+    with pytest.raises(SlurmError, match=r"slurmdbd does not tell: .* Connection refused"):
+        await usage(context_of(made), "user", None, None)
+
+
+def test_hours_without_a_price_are_named_apart() -> None:
+    rows = (UsageRow("ann", 2, 8.0, 4.0, 10.0), UsageRow("bob", 1, 1.0, 3.0, None, 3.0))
+    whole = UsageRow("total", 3, 9.0, 7.0, 10.0, 3.0)
+    text = shown(show_usage, UsageResult("reef", "user", 0, 100, rows, whole))
+    assert "user" in text and "GPU hours" in text and "10.00" in text and "total" in text
+    assert "not in the cost: 3.00 GPU hours on nodesets that have no `price`" in text
+    assert "nothing was used" in shown(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
+
+
+def test_without_any_price_there_is_no_column_for_the_cost() -> None:
+    row = UsageRow("17", 1, 1.0, 3.0, None, 3.0, "ann: [red]x")
+    text = shown(show_usage, UsageResult("reef", "job", 0, 100, (row,), row))
+    assert "cost" not in text and "ann: [red]x" in text
+
+
+# ---- backups
+
+
+async def test_backups_are_listed_newest_first() -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    result = await list_backups(context_of(made))
+    assert [(backup.name, backup.size) for backup in result.backups] == [
+        ("slurm_acct_db-2-daily.sql.gz", 2048),
+        ("slurm_acct_db-1-change.sql.gz", 1024),
+    ]
+    assert "on c1; `shoal restore NAME` puts one back" in shown(show_restore, result)
+
+
+async def test_a_backup_that_is_not_there_is_refused_and_nothing_is_touched() -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    with pytest.raises(UsageError) as caught:
+        await restore(context_of(made), "../etc/passwd")
+    assert "there is no backup '../etc/passwd'" in str(caught.value)
+    assert (DATABASE_PROGRAM, "restore", "../etc/passwd") not in made.hosts["c1"].argvs
+
+
+async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
+    made = world()
+    told = {"n": LIST}
+    answer(made, DATABASE_PROGRAM, "list", with_=lambda call: told["n"])
+
+    def put_back(call: Call) -> bytes:
+        assert call.argv[2] == "slurm_acct_db-2-daily.sql.gz"
+        told["n"] = b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST
+        return b""
+
+    answer(made, DATABASE_PROGRAM, "restore", with_=put_back)
+    answer(made, "env", with_=b"reef\n")
+    answer(made, "sh", with_=b"")
+    result = await restore(context_of(made), "latest")
+    assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
+    assert "what was there until now is in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
+
+
+async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_records() -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    answer(made, DATABASE_PROGRAM, "restore", with_=Result(1, stderr=b"gzip: unexpected end of file\n"))
+    with pytest.raises(ShoalError) as caught:
+        await restore(context_of(made), "latest")
+    assert "c1: slurm_acct_db-2-daily.sql.gz could not be restored: gzip: unexpected end of file" in str(caught.value)
+    assert "the records are as they were, or in the newest backup" in str(caught.value)
+
+
+async def test_no_backup_and_no_database_are_told_apart() -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=b"")
+    with pytest.raises(ShoalError, match="there is no backup yet"):
+        await restore(context_of(made), "latest")
+    assert "no backups yet" in shown(show_restore, await list_backups(context_of(made)))
+    with pytest.raises(ShoalError, match="c1 has no accounting database yet"):
+        await list_backups(context_of(world()))
+
+
+# ---- jobs that ended
+
+
+@pytest.mark.parametrize("text", [LAB, BOOKS])
+async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str) -> None:
+    made = world(text)
+    answer(made, *jobcomp_command(), with_=OLD)
+    answer(made, *sacct_command(), with_=Result(1, stderr=b"sacct: error: Connection refused\n"))
+    answer(made, "scontrol", "-o", "show", "job", with_=b"No jobs in the system\n")
+    told = await jobs(context_of(made), ended=True)
+    assert [(view.record.id, view.record.state) for view in told.jobs] == [("3", "COMPLETED")]
+    assert (await jobs(context_of(made))).jobs == ()
+
+
+# ---- how it does
+
+
+async def test_status_asks_the_host_of_the_database() -> None:
+    made = world(LAB + "accounting: {host: n2}\n")
+    answer(made, *COMMAND, with_=b"active\nfailed\n1000.5\n", host="n2")
+    async with made.fleet() as fleet:
+        told = await accounting_health(fleet, made.spec)
+    assert told == AccountingHealth("n2", "active", "failed", 1000.5)
+    assert not told.well
+    assert accounting_line(told).startswith("accounting: [red]slurmdbd is failed[/], on n2; newest backup ")
+
+
+async def test_a_host_that_does_not_answer_stops_no_status() -> None:
+    made = world(LAB + "accounting: {host: n2}\n")
+    made.hosts["n2"].unreachable = Unreachable("n2", "no route")
+    async with made.fleet() as fleet:
+        told = await accounting_health(fleet, made.spec)
+        assert await accounting_health(fleet, world(LAB).spec) is None
+    assert told is not None
+    assert accounting_line(told) == "accounting: [red]no route[/], on n2; no backup yet"
+    well = AccountingHealth("c1", "active", "active")
+    assert accounting_line(well) == "accounting: [green]works[/], on c1; no backup yet"
+
+
+# ---- keys, as a person sees them
+
+
+def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
+    done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40)
+    text = shown(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
+    assert "munge: a new key on c1,n1" in text
+    assert "Slurm failed for 0.25 s (40 times asked)" in text
+    assert "n2 has the old key: run `shoal up` when it answers" in text
+    again = shown(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
+    assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 times asked)" in again
