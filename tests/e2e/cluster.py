@@ -47,14 +47,14 @@ class Cluster:
         return done
 
     def json(self, *arguments: str, status: int | None = 0, timeout: float = LIMIT) -> Any:
-        at = 2 if arguments[0] in ("node", "env", "keys") else 1
+        at = 2 if arguments[0] in ("node", "env", "bench", "keys") else 1
         words = (*arguments[:at], "--json", *arguments[at:])
         return json.loads(self.shoal(*words, status=status, timeout=timeout).stdout)
 
     def line(self, *arguments: str) -> list[str]:
         # Options come after the verb and before `--`, where the command of `exec` and `ssh` begins.
         words = list(arguments)
-        at = 2 if words[0] in ("node", "env", "keys") else 1
+        at = 2 if words[0] in ("node", "env", "bench", "keys") else 1
         return [sys.executable, "-m", "shoal", *words[:at], "--file", str(self.file), *words[at:]]
 
     def background(self, *arguments: str) -> subprocess.Popen[str]:
