@@ -1,0 +1,259 @@
+"""`shoal env`, `shoal run --env`, `shoal ui` and what `status` says of services, over hosts in memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.unit.plan.fake_world import spec_of
+
+from shoal.cli.render_env import show_built, show_cleaned, show_list
+from shoal.cli.render_services import show_services
+from shoal.environments.place import Kept, Look, Made, parse_look
+from shoal.errors import Partly, ShoalError, UsageError
+from shoal.hosts.api import Target
+from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
+from shoal.jobs.model import JobSpec, Note
+from shoal.tracking import mlflow
+from shoal.verbs.context import Context
+from shoal.verbs.env import CleanResult, Listed, _reasons, list_environments
+from shoal.verbs.env_build import BuildResult, build
+from shoal.verbs.env_use import environment_of, expect_environment
+from shoal.verbs.health import Clocks, TrackingHealth, tracking_health
+from shoal.verbs.status import Status
+from shoal.verbs.ui import Page, ui
+
+REEF = """
+cluster: reef
+controller: {host: c1}
+nodesets:
+  lab: {hosts: [n1, n2]}
+environments:
+  torch: {requirements: reqs.txt}
+"""
+MADE = {
+    "event": "done",
+    **{"id": "ab12", "path": "/shared/environments/ab12", "place": "shared", "python": "3.11", "source": "cd34"},
+    **{"packages": ["six==1.16.0"], "torch": None, "cuda": None, "made_at": 0, "made": True},
+}
+
+
+class Hosts:
+    """A controller that builds as it is told, and two nodes."""
+
+    def __init__(self, place: Path, told: dict[str, Any] = MADE, looks: dict[str, str] | None = None) -> None:
+        (place / "reqs.txt").write_text("six\n")
+        self.told, self.names = told, b""
+        self.looks = looks or {"n1": "env 3.11\n", "n2": "env 3.11\n"}
+        self.asked: dict[str, Any] = {}
+        self.controller = FakeHost(Target("c1"), {("python3",): self._builder, ("sh",): self._shell})
+        nodes = [FakeHost(Target(name), {("sh",): self._look(name)}) for name in ("n1", "n2")]
+        self.context = Context(spec_of(REEF), place / "shoal.yaml", connector=FakeConnector(self.controller, *nodes))
+
+    async def _builder(self, program: FakeProgram) -> int:
+        self.asked = json.loads(await program.readline())
+        await program.print(b'{"event": "progress", "text": "Collecting six"}\n')
+        await program.print(json.dumps(self.told).encode() + b"\n")
+        return 0
+
+    def _shell(self, call: Any) -> bytes:
+        if call.stdin:
+            self.names = call.stdin
+            return b""
+        return self.names
+
+    def _look(self, name: str) -> Any:
+        return lambda call: self.looks[name].encode()
+
+
+async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    result = await build(hosts.context)
+    assert (result.whole, result.fresh, result.findings) == (True, ("torch",), ())
+    assert hosts.asked["requirements"] == "six\n" and hosts.asked["directory"] == "/shared/environments"
+    assert json.loads(hosts.names)["id"] == "ab12"
+    [listed] = await list_environments(hosts.context)
+    assert (listed.name, listed.state) == ("torch", "built")
+    (tmp_path / "reqs.txt").write_text("six<2\n")
+    [listed] = await list_environments(hosts.context)
+    assert listed.state == "changed"
+
+
+async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, {"event": "failed", "what": "pip could not gather the packages: no", "fix": "mend it"})
+    with pytest.raises(ShoalError) as error:
+        await build(hosts.context)
+    assert str(error.value) == (
+        "environment torch could not be made on c1: pip could not gather the packages: no\n  fix: mend it"
+    )
+    assert hosts.names == b""
+
+
+@pytest.mark.parametrize(
+    ("looks", "level", "words"),
+    [
+        ({"n1": "env missing\n", "n2": "env missing\n"}, "error", "the nodes do not see /shared/environments"),
+        ({"n1": "env 3.11\n", "n2": "env missing\n"}, "warning", "the nodes do not see /shared/environments"),
+        ({"n1": "env broken\n", "n2": "env broken\n"}, "error", "the nodes have no Python 3.11 to run it"),
+        ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "the nodes have no Python 3.11 to run it"),
+    ],
+)
+async def test_nodes_that_cannot_use_it_are_named_and_if_none_can_it_is_not_in_force(
+    tmp_path: Path, looks: dict[str, str], level: str, words: str
+) -> None:
+    hosts = Hosts(tmp_path, looks=looks)
+    [finding] = (await build(hosts.context)).findings
+    assert (finding.level, words in finding.what) == (level, True)
+    assert bool(hosts.names) == (level == "warning")
+
+
+@pytest.mark.parametrize(("name", "words"), [("tor", "did you mean `torch`?"), ("xyz", "known: torch")])
+async def test_an_environment_that_the_spec_does_not_have_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(UsageError, match="has no environment") as error:
+        await build(Hosts(tmp_path).context, [name])
+    assert words in str(error.value)
+
+
+async def test_a_spec_without_environments_says_how_to_have_some(tmp_path: Path) -> None:
+    context = replace(Hosts(tmp_path).context, known=spec_of(REEF.partition("environments")[0]))
+    with pytest.raises(UsageError, match="the spec has no environments"):
+        await build(context)
+
+
+async def test_a_job_finds_its_environment_once_it_is_built_and_while_the_file_is_the_same(tmp_path: Path) -> None:
+    hosts, job = Hosts(tmp_path), JobSpec(script="train.py", environment="torch")
+    async with await hosts.context.connections() as fleet:
+        with pytest.raises(UsageError, match="environment torch is not built yet"):
+            await environment_of(hosts.context, fleet, job)
+        await build(hosts.context)
+        made = await environment_of(hosts.context, fleet, job)
+        assert made is not None and made.program == "/shared/environments/ab12/bin/python"
+        await expect_environment(fleet, made, ["n1", "n2"])
+        hosts.looks["n2"] = "env missing\n"
+        with pytest.raises(Partly, match="n2 cannot use environment torch, so nothing was queued"):
+            await expect_environment(fleet, made, ["n1", "n2"])
+        (tmp_path / "reqs.txt").write_text("six<2\n")
+        with pytest.raises(UsageError, match="made from another file"):
+            await environment_of(hosts.context, fleet, job)
+        assert await environment_of(hosts.context, fleet, JobSpec(script="train.py")) is None
+
+
+def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> None:
+    kept = [Kept("a", 9999, False), Kept("b", 9999, True), Kept("c", 5, False), Kept("d", 9999, False)]
+    assert _reasons([*kept, Kept("now", 5, True)], {"now": "torch"}, {"a": "17"}) == {
+        "a": "job 17 uses it",
+        "b": "a process uses it",
+        "c": "made or used less than 10 minutes ago",
+    }
+
+
+def test_a_job_notes_its_environment_where_slurm_keeps_it() -> None:
+    for note in (
+        Note("a1", "b2"),
+        Note("a1", "b2", "torch"),
+        Note("a1", "b2", "", "c3"),
+        Note("a1", "b2", "nsys", "c3"),
+    ):
+        assert Note.parse(str(note)) == note
+
+
+def test_a_node_tells_what_it_has() -> None:
+    assert parse_look("env 3.11\narchive\ndriver 580.95.05\n") == Look("3.11", True, "580.95.05")
+    assert parse_look("env missing\n") == Look("missing")
+    assert parse_look("") == Look("missing")
+
+
+def shown(show: Any, *values: Any) -> str:
+    console = Console(file=StringIO(), width=300)
+    show(console, *values)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_screens_of_environments() -> None:
+    made = Made.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
+    text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
+    assert "torch: built; 1 packages, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
+    assert "copied to n[1-2]" in text
+    text = shown(show_list, [Listed("torch", "built", "shared", made), Listed("sea", "not built", "local")])
+    assert "2.13.0 cuda 13.0" in text and "`shoal env build sea` makes what is missing" in text
+    text = shown(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
+    assert text == "removed ab from c1\nkept cd: a process uses it\n"
+    assert shown(show_cleaned, CleanResult("reef"), True) == "nothing to clean\n"
+
+
+# ---- services in `status`
+
+
+def status_with(**more: Any) -> Status:
+    return Status("reef", "c1", "22.05.8", (), (), (), **more)
+
+
+def test_clocks_that_agree_are_a_line_and_one_that_does_not_is_named() -> None:
+    text = shown(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
+    assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: their machine's\n"
+    assert shown(show_services, status_with(clocks=Clocks())) == shown(show_services, status_with()) == ""
+
+
+async def test_a_tracking_server_is_asked_by_the_controller() -> None:
+    spec = spec_of(REEF + "tracking: mlflow\n")
+    told = b'{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n'
+    for answer, well in ((b"200\n", True), (b"<urlopen error refused>\n", False)):
+        host = FakeHost(Target("c1"), {mlflow.TOLD: told, ("python3",): answer})
+        health = await tracking_health(host, spec)
+        assert health and (health.uri, health.well) == ("http://10.0.0.1:5000", well)
+        assert ("answers" in shown(show_services, status_with(tracking=health))) == well
+        assert "secret" not in repr(health)
+    assert await tracking_health(FakeHost(Target("c1"), {}), spec) == TrackingHealth(
+        "mlflow", "", False, "not set up yet; run `shoal up`"
+    )
+    assert await tracking_health(FakeHost(Target("c1"), {}), spec_of(REEF)) is None
+
+
+# ---- ui
+
+
+class Tunnel(FakeHost):
+    async def forward(self, address: str, port: int, near: int = 0) -> int:
+        self.to = (address, port)
+        return near or 4711
+
+    async def gone(self) -> None:
+        return None
+
+
+async def opened(more: str, host: FakeHost, **options: Any) -> list[Page]:
+    pages: list[Page] = []
+    context = Context(spec_of(REEF + more), connector=FakeConnector(host))
+    with pytest.raises(ShoalError) as error:
+        await ui(context, "mlflow", pages.append, **options)
+    assert pages or "tracking server" in str(error.value), error.value
+    return pages
+
+
+async def test_the_page_is_at_the_near_end_and_the_password_is_told_to_who_asks() -> None:
+    server = mlflow.Server("c1", "10.0.0.1", 5050, "sqlite", "/a")
+    unit = mlflow.unit(server).encode()
+    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n"})
+    assert await opened("tracking: mlflow\n", host) == [Page("mlflow", "http://127.0.0.1:4711", "admin")]
+    assert host.to == ("10.0.0.1", 5050)
+    [page] = await opened("tracking: mlflow\n", host, port=99, show_password=True)
+    assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
+
+
+async def test_without_a_server_there_is_no_page() -> None:
+    assert await opened("tracking: mlflow\n", Tunnel(Target("c1"), {})) == []
+    assert await opened("", Tunnel(Target("c1"), {})) == []
+
+
+async def test_a_server_that_is_elsewhere_needs_no_tunnel_and_an_unknown_page_is_refused() -> None:
+    context = Context(spec_of(REEF + "tracking: {url: https://t.example.org}\n"), connector=FakeConnector())
+    pages: list[Page] = []
+    await ui(context, "mlflow", pages.append)
+    assert pages == [Page("mlflow", "https://t.example.org")]
+    with pytest.raises(UsageError, match="there is no page 'grafana'"):
+        await ui(context, "grafana", pages.append)
