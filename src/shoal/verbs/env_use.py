@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from shoal.environments.place import Made, look_command, parse_look
 from shoal.errors import Partly, UsageError

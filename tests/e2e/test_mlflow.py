@@ -1,0 +1,83 @@
+"""MLflow itself on sandbox hosts. Installing it takes minutes and hundreds of megabytes, so this is run by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster, running
+from tests.e2e.tracking_checks import (
+    check_jobs_report,
+    check_no_password_lies_about,
+    check_nobody_outside_reaches_it,
+    check_the_page_opens_through_ssh,
+)
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+SPEC = """\
+cluster: en-mlflow-{database}
+controller: {{provider: sandbox}}
+nodesets:
+  fish: {{provider: sandbox, count: 2}}
+tracking: {{host: {host}, database: {database}, artifacts: /shared/mlflow}}
+"""
+TRAINS = """\
+from shoal.train.tracking import tracker
+with tracker({"lr": 0.1}) as run:
+    for step in range(5):
+        run.log({"loss": 1 / (step + 1)}, step)
+"""
+COUNT = {
+    "sqlite": "python3 -c \"import sqlite3; print(sqlite3.connect('/var/lib/shoal-mlflow/mlflow.db')"
+    ".execute('select count(*) from metrics').fetchone()[0])\"",
+    "postgresql": "cd / && runuser -u postgres -- psql mlflow -tAc 'select count(*) from metrics'",
+}
+
+
+@pytest.fixture(scope="module", params=[("sqlite", "controller"), ("postgresql", "fish1")], ids=lambda pair: pair[0])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, str, str]]:
+    database, host = request.param
+    with running(tmp_path_factory.mktemp(database), SPEC.format(database=database, host=host)) as cluster:
+        yield cluster, database, host
+
+
+@pytest.fixture
+def place(served: tuple[Cluster, str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(served[0].file.parent)
+    return served[0].file.parent
+
+
+def test_jobs_report_to_it_and_nobody_else_gets_in(served: tuple[Cluster, str, str], place: Path) -> None:
+    cluster, _, host = served
+    job = check_jobs_report(cluster, place)
+    check_nobody_outside_reaches_it(cluster)
+    check_no_password_lies_about(cluster, host, job)
+    check_the_page_opens_through_ssh(cluster)
+
+
+def test_what_a_training_logs_is_in_its_database(served: tuple[Cluster, str, str], place: Path) -> None:
+    cluster, database, host = served
+    (place / "trains.py").write_text(TRAINS)
+    assert cluster.json("run", "--wait", "trains.py")["record"]["state"] == "COMPLETED"
+    assert int(cluster.on(host, "sh", "-c", COUNT[database])) == 5
+
+
+def test_it_comes_back_by_itself_when_it_is_killed_and_when_its_host_reboots(
+    served: tuple[Cluster, str, str], place: Path
+) -> None:
+    cluster, _, host = served
+
+    def well() -> bool:
+        health = json.loads(cluster.shoal("status", "--json", status=None).stdout).get("tracking") or {}
+        return bool(health.get("well"))
+
+    cluster.on(host, "systemctl", "kill", "-s", "KILL", "shoal-mlflow")
+    cluster.wait("it is back after a kill", well)
+    cluster.fault("reboot", host)
+    cluster.wait("it is back after a reboot", well)
+    assert cluster.json("up")["whole"]
