@@ -49,7 +49,7 @@ def main() -> int:
         tell("failed", what=failure.what, fix=failure.fix)
     except OSError as error:
         what = "%s: %s" % (error.filename or asked["directory"], error.strerror)
-        tell("failed", what=what, fix="is the disk full, or the share not mounted?")
+        tell("failed", what=what, fix="is the disk full, the share not mounted, or its root not this one?")
     return 0
 
 

@@ -95,8 +95,8 @@ class Environment(Closed):
     """The Python of the hosts to use: a version (`"3.11"`) or a program."""
     place: Annotated[Literal["shared", "local"], BeforeValidator(choice("place", PLACES))] = "shared"
     """`shared`: nodes read it from the directory they share. `local`: every node gets a copy, from one archive."""
-    directory: HostDirectory = SHARED_DIRECTORY
-    """Where it is kept: a directory that the hosts share. With `local` only the controller must see it."""
+    directory: HostDirectory | None = None
+    """Where it is kept. Without it, `environments` in the first share of `storage`, or /shared/environments."""
 
 
 class Proxy(Closed):

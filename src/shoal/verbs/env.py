@@ -24,7 +24,9 @@ from shoal.errors import CommandFailed, HostError, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.record import parse_records, show_command
 from shoal.plan.connections import Connections
+from shoal.roles.environments import builder_of, directory_of
 from shoal.spec.environments import Environment
+from shoal.spec.model import Spec
 from shoal.spec.problem import nearest
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import while_it_runs
@@ -33,6 +35,16 @@ from shoal.verbs.status import ask
 PATIENCE = 60.0
 """Seconds for a look at a share: one whose server has gone does not answer at all."""
 LONG_PATIENCE = 3600.0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An environment of the spec, and where it is."""
+
+    entry: Environment
+    directory: str
+    builder: str
+    """The host that builds it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Listed:
 class CleanResult:
     cluster: str
     removed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The ids that went, by host; those in the shared directory under the controller."""
+    """The ids that went, by host; those that all hosts share under the one that builds them."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Old ones that stay, each with the reason."""
     failures: Mapping[str, HostError] = field(default_factory=dict)
@@ -62,17 +74,17 @@ async def list_environments(context: Context) -> list[Listed]:
     async with await context.connections([context.controller]) as fleet:
         found = await in_force(await fleet.host(context.controller.name), wanted.values())
     listed = []
-    for name, entry in wanted.items():
-        made = found.get((entry.directory, name))
-        state = "not built" if made is None else "changed" if is_stale(context, entry, made) else "built"
-        listed.append(Listed(name, state, entry.place, made))
+    for name, one in wanted.items():
+        made = found.get((one.directory, name))
+        state = "not built" if made is None else "changed" if is_stale(context, one.entry, made) else "built"
+        listed.append(Listed(name, state, one.entry.place, made))
     return listed
 
 
 async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
     """Take away environments that have no name any more and that no job uses, and the wheels they came from."""
-    wanted = context.spec.environments
-    directories = sorted({entry.directory for entry in wanted.values()})
+    wanted = chosen(context, ())
+    builders = {one.directory: one.builder for one in wanted.values()}
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [records] = await while_it_runs(controller, ask(controller, show_command()))
@@ -84,22 +96,23 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
             for (directory, name), made in (await in_force(controller, wanted.values())).items()
             if name in wanted and wanted[name].directory == directory
         }
-        kept = await _kept(fleet, directories)
+        kept = await _kept(fleet, sorted(builders))
         reasons = _reasons([one for found in kept.values() for one in found], current, jobs)
         old = {
             (host, place): tuple(one.id for one in found if one.id not in current and one.id not in reasons)
             for (host, place), found in kept.items()
-            if place == LOCAL or host == controller.name  # what all hosts share goes once
+            if host == builders.get(place, host)  # what all hosts share goes once
         }
         if not dry_run:
             await _remove(fleet, old)
             sources = [made.source for made in (await in_force(controller, wanted.values())).values()]
-            for directory in directories:
-                await controller.run(remove_wheels_command(directory, sources), timeout=LONG_PATIENCE)
+            for directory, builder in builders.items():
+                host = await fleet.host(builder)
+                await host.run(remove_wheels_command(directory, sources), timeout=LONG_PATIENCE)
         gone: dict[str, tuple[str, ...]] = {}
-        for (host, _), ids in old.items():
-            gone[host] = tuple(dict.fromkeys((*gone.get(host, ()), *ids)))
-        removed = {host: ids for host, ids in gone.items() if ids and host not in fleet.failures}
+        for (name, _), ids in old.items():
+            gone[name] = tuple(dict.fromkeys((*gone.get(name, ()), *ids)))
+        removed = {name: ids for name, ids in gone.items() if ids and name not in fleet.failures}
         return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
 
 
@@ -142,7 +155,7 @@ async def _remove(fleet: Connections, old: Mapping[tuple[str, str], tuple[str, .
     await fleet.each({host for host, _ in old}, one)
 
 
-def chosen(context: Context, names: Sequence[str]) -> dict[str, Environment]:
+def chosen(context: Context, names: Sequence[str]) -> dict[str, Placed]:
     """The environments of the spec that are named; all of them when none is."""
     known = context.spec.environments
     if not known:
@@ -152,10 +165,14 @@ def chosen(context: Context, names: Sequence[str]) -> dict[str, Environment]:
     for name in names:
         if name not in known:
             raise UsageError(f"the spec has no environment {name!r}", hint=nearest(name, list(known)))
-    return {name: entry for name, entry in known.items() if not names or name in names}
+    return {name: placed(context.spec, entry) for name, entry in known.items() if not names or name in names}
 
 
-async def in_force(controller: Host, entries: Iterable[Environment]) -> dict[tuple[str, str], Made]:
+def placed(spec: Spec, entry: Environment) -> Placed:
+    return Placed(entry, directory_of(spec, entry), builder_of(spec, entry))
+
+
+async def in_force(controller: Host, entries: Iterable[Placed]) -> dict[tuple[str, str], Made]:
     """What names stand for on the controller, by directory and name."""
     found: dict[tuple[str, str], Made] = {}
     for directory in sorted({entry.directory for entry in entries}):

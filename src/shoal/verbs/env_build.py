@@ -1,4 +1,4 @@
-"""`shoal env build`: environments made on the controller, brought to the nodes, compared with their drivers."""
+"""`shoal env build`: environments made on one host, brought to the nodes, compared with their drivers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
 from shoal.plan.connections import Connections
 from shoal.plan.progress import Phase
-from shoal.spec.environments import Environment
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context
-from shoal.verbs.env import LONG_PATIENCE, PATIENCE, base, chosen, failed, must, text_digest
+from shoal.verbs.env import LONG_PATIENCE, PATIENCE, Placed, base, chosen, failed, must, text_digest
 
 CHUNK = 8 * 1024 * 1024
 
@@ -47,14 +46,13 @@ class BuildResult:
 async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
     """Make environments, all of the spec's when none is named. What is there already is left as it is."""
     wanted = chosen(context, names)
-    sources = {name: read_source(entry, base(context)) for name, entry in wanted.items()}
+    sources = {name: read_source(one.entry, base(context)) for name, one in wanted.items()}
     nodes = [member.name for member in context.members if "compute" in member.roles]
     results: list[BuildResult] = []
     async with await context.connections() as fleet:
-        controller = await fleet.host(context.controller.name)
-        for name, entry in wanted.items():
+        for name, one in wanted.items():
             with context.progress.phase(f"environment {name}", 1) as phase:
-                results.append(await _one(context, fleet, controller, name, entry, sources[name], nodes, phase))
+                results.append(await _one(context, fleet, name, one, sources[name], nodes, phase))
         return BuildResult(
             context.cluster,
             tuple(made for result in results for made in result.made),
@@ -68,54 +66,54 @@ async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
 async def _one(
     context: Context,
     fleet: Connections,
-    controller: Host,
     name: str,
-    entry: Environment,
+    placed: Placed,
     source: Source,
     nodes: Sequence[str],
     phase: Phase,
 ) -> BuildResult:
-    told = await _make(context, controller, name, entry, source, phase)
+    entry, builder = placed.entry, await fleet.host(placed.builder)
+    told = await _make(context, builder, name, placed, source, phase)
     made = Made.of({**told, "name": name, "text": text_digest(entry, source)})
-    archive = f"{entry.directory}/archives/{made.id}.tar"
+    archive = f"{placed.directory}/archives/{made.id}.tar"
     looks = await _look(fleet, nodes, made.path, archive)
     copied: tuple[str, ...] = ()
     if entry.place == "local":
         lacking = [node for node, look in looks.items() if look.state == "missing"]
         if lacking:
             phase.at(0.9, f"copies to {compress(lacking)}")
-            await _copy(fleet, controller, made, archive, lacking, looks)
+            await _copy(fleet, builder, made, archive, lacking, looks)
             looks |= await _look(fleet, lacking, made.path, archive)
             copied = tuple(node for node in lacking if node in looks and looks[node].state != "missing")
-    findings = (*_misfits(made, entry, looks), *_cuda(made, looks))
+    findings = (*_misfits(made, placed.directory, looks), *_cuda(made, looks))
     if any(finding.level == "error" for finding in findings):
         return BuildResult(context.cluster, findings=findings)
-    await must(controller, name_command(entry.directory, name), made.as_json().encode(), f"name environment {name}")
-    phase.done(controller.name)
+    await must(builder, name_command(placed.directory, name), made.as_json().encode(), f"name environment {name}")
+    phase.done(builder.name)
     return BuildResult(
         context.cluster, (made,), (name,) if told["made"] else (), {name: copied} if copied else {}, findings
     )
 
 
 async def _make(
-    context: Context, controller: Host, name: str, entry: Environment, source: Source, phase: Phase
+    context: Context, host: Host, name: str, placed: Placed, source: Source, phase: Phase
 ) -> dict[str, Any]:
-    """Run the builder on the controller, and pass on where it is."""
+    """Run the program that builds, and pass on where it is."""
     asked = {
         "requirements": source.requirements,
         "constraints": source.constraints,
         "locked": source.locked,
-        "python": entry.python,
-        "place": entry.place,
-        "directory": entry.directory,
+        "python": placed.entry.python,
+        "place": placed.entry.place,
+        "directory": placed.directory,
         "local": LOCAL,
         "proxy": context.spec.proxy.variables if context.spec.proxy else {},
     }
-    process = await controller.start(["python3", "-I", "-c", builder_program()])
+    process = await host.start(["python3", "-I", "-c", builder_program()])
     try:
         async with asyncio.timeout(LONG_PATIENCE):
             await process.write(json.dumps(asked).encode() + b"\n")
-            return await _told(process, controller.name, name, phase)
+            return await _told(process, host.name, name, phase)
     except TimeoutError:
         raise ShoalError(
             f"environment {name} was not ready within {LONG_PATIENCE / 60:.0f} minutes",
@@ -155,7 +153,7 @@ async def _look(fleet: Connections, nodes: Iterable[str], path: str, archive: st
 
 
 async def _copy(
-    fleet: Connections, controller: Host, made: Made, archive: str, lacking: Sequence[str], looks: Mapping[str, Look]
+    fleet: Connections, builder: Host, made: Made, archive: str, lacking: Sequence[str], looks: Mapping[str, Look]
 ) -> None:
     """A copy for each node: unpacked from the archive where the node sees it, else sent through this machine."""
     near = [node for node in lacking if looks[node].archive]
@@ -169,7 +167,7 @@ async def _copy(
         host = await fleet.host(node)
         process = await host.start(unpack_command(made.path))
         offset = 0
-        while data := await _part(controller, archive, offset):
+        while data := await _part(builder, archive, offset):
             await process.write(data)
             offset += 1
         result = await process.wait()
@@ -180,15 +178,15 @@ async def _copy(
     await fleet.each(far, send)
 
 
-async def _part(controller: Host, archive: str, offset: int) -> bytes:
+async def _part(builder: Host, archive: str, offset: int) -> bytes:
     line = ["dd", f"if={archive}", f"bs={CHUNK}", f"skip={offset}", "count=1", "status=none"]
-    result = await controller.run(line, timeout=PATIENCE)
+    result = await builder.run(line, timeout=PATIENCE)
     if result.status != 0:
-        raise failed(controller.name, f"read {archive}", result.error_text)
+        raise failed(builder.name, f"read {archive}", result.error_text)
     return result.stdout
 
 
-def _misfits(made: Made, entry: Environment, looks: Mapping[str, Look]) -> list[Finding]:
+def _misfits(made: Made, directory: str, looks: Mapping[str, Look]) -> list[Finding]:
     """Nodes that cannot use the environment, each kind with the reason."""
     missing = [node for node, look in looks.items() if look.state == "missing"]
     other = [node for node, look in looks.items() if look.state not in ("missing", made.python)]
@@ -197,7 +195,7 @@ def _misfits(made: Made, entry: Environment, looks: Mapping[str, Look]) -> list[
         findings.append(
             Finding(
                 "error" if len(missing) == len(looks) else "warning",
-                f"environment {made.name}: the nodes do not see {entry.directory}",
+                f"environment {made.name}: the nodes do not see {directory}",
                 fix="name a directory that all hosts share, or say `place: local`",
                 host=compress(missing),
             )

@@ -18,13 +18,13 @@ async def environment_of(context: Context, fleet: Connections, job: JobSpec) -> 
     name = job.environment
     if name is None:
         return None
-    [entry] = chosen(context, [name]).values()
+    [placed] = chosen(context, [name]).values()
     controller = await fleet.host(context.controller.name)
-    made = (await in_force(controller, [entry])).get((entry.directory, name))
+    made = (await in_force(controller, [placed])).get((placed.directory, name))
     again = f"run `shoal env build {name}`"
     if made is None:
         raise UsageError(f"environment {name} is not built yet", hint=again)
-    if is_stale(context, entry, made):
+    if is_stale(context, placed.entry, made):
         raise UsageError(f"environment {name} was made from another file than the one that is here now", hint=again)
     return made
 

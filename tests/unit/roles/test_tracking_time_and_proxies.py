@@ -12,7 +12,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
 from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.environments import APT_PROXY, Environments
+from shoal.roles.environments import APT_PROXY, Environments, builder_of, directory_of
 from shoal.roles.stage import Stage
 from shoal.roles.time import CONF, DROP_IN, Time
 from shoal.roles.tracking import TrackingPart
@@ -224,3 +224,31 @@ def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None
     assert Environments().packages(spec, controller, None) == ("python3-venv",)
     assert Environments().packages(spec, node, None) == ()
     assert Environments().packages(spec_of(REEF), controller, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("storage", "directory", "builder"),
+    [
+        ("", "/shared/environments", "c1"),
+        ("storage: {/apps: {read_only: true}}\n", "/apps/environments", "c1"),
+        ("storage: {/home: {}, /scratch: {kind: stage}, /apps: {host: n1}}\n", "/apps/environments", "n1"),
+        ("storage: {/home: {}}\n", "/shared/environments", "c1"),
+    ],
+)
+def test_an_environment_is_in_the_first_share_and_built_by_the_host_that_keeps_it(
+    storage: str, directory: str, builder: str
+) -> None:
+    spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n" + storage)
+    entry = spec.environments["torch"]
+    assert (directory_of(spec, entry), builder_of(spec, entry)) == (directory, builder)
+    needs = [one.name for one in cluster_of().members if Environments().packages(spec, one, None)]
+    assert needs == [builder]
+
+
+def test_a_directory_that_is_named_is_the_one_and_built_by_who_keeps_it() -> None:
+    more = (
+        "environments: {torch: {requirements: r.txt, directory: /data/envs}}\nstorage: {/apps: {}, /data: {host: n1}}\n"
+    )
+    spec = spec_of(REEF + more)
+    entry = spec.environments["torch"]
+    assert (directory_of(spec, entry), builder_of(spec, entry)) == ("/data/envs", "n1")

@@ -23,7 +23,7 @@ def said(text: str) -> str:
 
 def test_an_environment_has_its_defaults() -> None:
     found = spec("environments: {torch: {requirements: reqs.txt}}").environments["torch"]
-    assert (found.python, found.place, found.directory) == ("python3", "shared", "/shared/environments")
+    assert (found.python, found.place, found.directory) == ("python3", "shared", None)
 
 
 def test_a_version_of_python_names_the_program_of_that_name() -> None:
