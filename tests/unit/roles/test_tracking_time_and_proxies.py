@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
 from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.environments import APT_PROXY, Environments, builder_of, directory_of
+from shoal.roles.environments import APT_PROXY, Environments, apt_proxy, builder_of, directory_of
 from shoal.roles.stage import Stage
 from shoal.roles.time import CONF, DROP_IN, Time
 from shoal.roles.tracking import TrackingPart
@@ -210,6 +213,16 @@ def test_apt_gets_its_proxy_before_anything_is_installed() -> None:
     )
     there = Facts(files={APT_PROXY: FileFact(text=item.content)})
     assert prepared("proxy: {http: 'http://p:1', no_proxy: [deb.local, 10.0.0.0/8]}\n", there) == ()
+
+
+def test_apt_itself_understands_our_words(tmp_path: Path) -> None:
+    proxy = spec_of(REEF + "proxy: {http: 'http://p:1', https: 'http://q:2', no_proxy: [deb.local]}\n").proxy
+    assert proxy
+    (tmp_path / "apt.conf").write_text(apt_proxy(proxy))
+    read = {**os.environ, "APT_CONFIG": str(tmp_path / "apt.conf")}
+    said = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True, env=read).stdout
+    for line in ('http::Proxy "http://p:1"', 'https::Proxy "http://q:2"', 'http::Proxy::deb.local "DIRECT"'):
+        assert f"Acquire::{line};\n" in said
 
 
 def test_a_proxy_that_the_spec_no_longer_has_goes_and_one_that_never_was_costs_nothing() -> None:

@@ -18,7 +18,8 @@ from shoal.environments.place import Kept, Look, Made, parse_look
 from shoal.errors import Partly, ShoalError, UsageError
 from shoal.hosts.api import Target
 from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
-from shoal.jobs.model import JobSpec, Note
+from shoal.jobs.model import JobSpec, Note, ResolvedJob, Shipped
+from shoal.jobs.script import sbatch_script
 from shoal.tracking import mlflow
 from shoal.verbs.context import Context
 from shoal.verbs.env import CleanResult, Listed, _reasons, list_environments
@@ -160,6 +161,15 @@ def test_a_job_notes_its_environment_where_slurm_keeps_it() -> None:
         Note("a1", "b2", "nsys", "c3"),
     ):
         assert Note.parse(str(note)) == note
+
+
+def test_a_batch_script_has_the_environment_before_all_else_that_is_on_the_path() -> None:
+    job = ResolvedJob(JobSpec(script="train.py", python="/e/ab12/bin/python"), "main", 1, 0, 1, 1)
+    script = sbatch_script(job, Shipped("reef", "/jobs", "c0de", "11b", ".", "/e/ab12"))
+    assert "#SBATCH --comment=shoal:c0de/11b@ab12\n" in script
+    assert "\nexport VIRTUAL_ENV=/e/ab12 PATH=/e/ab12/bin:$PATH\n" in script
+    assert script.count("/e/ab12/bin/python") == 2  # Shoal's own program, and the script
+    assert "VIRTUAL_ENV" not in sbatch_script(job, Shipped("reef", "/jobs", "c0de", "11b"))
 
 
 def test_a_node_tells_what_it_has() -> None:
