@@ -16,6 +16,7 @@ from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import slurmdbd_skew
+from shoal.roles.auth import auth_skew
 from shoal.roles.base import MUNGE_KEY, munge_kept
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
@@ -194,6 +195,7 @@ def _refuse_skew(cluster: Cluster) -> None:
     findings = [
         *window_findings((name, cluster.versions[name]), others),
         *slurmdbd_skew(cluster.spec, cluster.versions),
+        *auth_skew(cluster.spec, cluster.versions),
     ]
     if any(finding.level == "error" for finding in findings):
         raise VersionWindow(

@@ -7,54 +7,17 @@ finished by the next one, and `shoal up` in between brings all hosts to the one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from shoal.agent.client import Ask, ItemEvent
+from shoal.agent.client import Ask
 from shoal.agent.document import Document, File, Service
 from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
-from shoal.plan.fleet import Fleet
 from shoal.plan.pause import no_job_starts
-from shoal.plan.progress import Phase
+from shoal.plan.rotate_slurm import rotate_slurm
+from shoal.plan.rotating import Rotated, Rotating, Rotation, apply_all, raise_failed
 from shoal.plan.tailscale import rotate_tailscale
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, munge_file
-from shoal.spec.model import Spec
-
-
-@dataclass(frozen=True)
-class Rotating:
-    """What a rotation works with."""
-
-    spec: Spec
-    fleet: Fleet
-    controller: str
-    hosts: tuple[str, ...]
-    """Those that get the new key."""
-    phase: Phase
-
-
-@dataclass(frozen=True)
-class Rotated:
-    """How a rotation went."""
-
-    hosts: tuple[str, ...]
-    """All of them have the new key: each was asked."""
-    finished: bool = False
-    """The key is that of an earlier run, which had not come to its end."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """A key that can be rotated."""
-
-    what: str
-    """For people: `munge key`."""
-    used: Callable[[Spec], bool]
-    """Whether the cluster has such a key."""
-    instead: str
-    """What to say where it has not."""
-    run: Callable[[Rotating], Awaitable[Rotated]]
 
 
 async def rotate_munge(now: Rotating) -> Rotated:
@@ -71,16 +34,16 @@ async def rotate_munge(now: Rotating) -> Rotated:
     digest = hashlib.sha256(secret).hexdigest()
     document: Document = (munge_file(digest), Service("munge", command=("/usr/sbin/munged", "--foreground")))
     async with no_job_starts(await fleet.host(controller)):
-        await _apply(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
+        await apply_all(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
         await _verify(now, digest)
-    await _apply(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
+    await apply_all(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
     return Rotated(now.hosts, unfinished)
 
 
 async def rotate_in_tailnet(now: Rotating) -> Rotated:
     """A new key in the tailnet for every host, by the auth key that the file names."""
     await rotate_tailscale(now.spec, now.fleet, now.controller, now.hosts, now.phase)
-    _raise_failed(now)
+    raise_failed(now)
     return Rotated(now.hosts)
 
 
@@ -93,23 +56,8 @@ async def _digests(now: Rotating) -> dict[str, tuple[str | None, str | None]]:
         return found[0], found[1]
 
     found = await now.fleet.each(now.hosts, look)
-    _raise_failed(now)
+    raise_failed(now)
     return found
-
-
-async def _apply(now: Rotating, documents: Mapping[str, Document], secrets: Mapping[str, bytes]) -> None:
-    """On all hosts at the same time. One that fails ends the run, once the others are done."""
-
-    async def one(name: str) -> None:
-        def tell(event: ItemEvent) -> None:
-            if event.text:
-                now.phase.say(name, event.text)
-
-        report = await (await now.fleet.agent(name)).apply(documents[name], secrets, tell)
-        report.raise_failed(name, "shoal keys rotate")
-
-    await now.fleet.each(documents, one)
-    _raise_failed(now)
 
 
 async def _verify(now: Rotating, digest: str) -> None:
@@ -129,20 +77,14 @@ async def _verify(now: Rotating, digest: str) -> None:
         now.phase.done(name)
 
     await now.fleet.each(now.hosts, try_it)
-    _raise_failed(now)
-
-
-def _raise_failed(now: Rotating) -> None:
-    """A host that drops out while the keys change must not be forgotten."""
-    for name in now.hosts:
-        if name in now.fleet.failures:
-            error = now.fleet.failures[name]
-            hint = error.hint or "run the same command again"
-            raise ShoalError(f"the rotation is not finished: {error.message}", hint=hint)
+    raise_failed(now)
 
 
 ROTATIONS: Mapping[str, Rotation] = {
     "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
+    "slurm": Rotation(
+        "key of auth/slurm", lambda spec: spec.auth == "slurm", "write `auth: slurm` into the file", rotate_slurm
+    ),
     "tailscale": Rotation(
         "key in a tailnet",
         lambda spec: spec.network.kind == "tailscale" and spec.network.auth_key is not None,

@@ -93,7 +93,7 @@ def database(cluster: Cluster, member: Member) -> Document:
         File(SLURMDBD_DROP_IN, text.slurmdbd_drop_in()),
         File(
             SLURMDBD_CONF,
-            text.slurmdbd_conf(facts.hostname),
+            text.slurmdbd_conf(facts.hostname, spec.auth),
             owner="slurm",
             group="slurm",
             mode=0o600,
@@ -103,7 +103,7 @@ def database(cluster: Cluster, member: Member) -> Document:
         ),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Service("slurmdbd", command=("/usr/sbin/slurmdbd", "-D")),
-        File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name)),
+        File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth)),
         Command(
             "register the cluster",
             (*WITH_OUR_CONF, "sacctmgr", "-i", "add", "cluster", spec.cluster),

@@ -95,6 +95,7 @@ def assemble(
         spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
         one_address=_one_address(spec, members, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
+        auth=spec.auth,
     )
     return Cluster(
         spec=spec,

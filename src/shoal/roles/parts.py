@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shoal.agent.document import Document
 from shoal.agent.facts import Facts
 from shoal.roles.accounting import AccountingPart
+from shoal.roles.auth import Auth
 from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
@@ -28,6 +29,7 @@ PARTS: tuple[Part, ...] = (
     Environments(),
     Time(),
     TrackingPart(),
+    Auth(),
     AccountingPart(),
 )
 

@@ -51,11 +51,11 @@ def accounting_settings(accounting: AccountingConf | None) -> dict[str, str]:
     }
 
 
-def slurmdbd_conf(hostname: str, auth: str = "auth/munge", auth_info: str = "") -> str:
+def slurmdbd_conf(hostname: str, auth: str = "munge") -> str:
     """slurmdbd.conf. It reaches MariaDB through a socket, and MariaDB listens nowhere else."""
-    info = f"AuthInfo={auth_info}\n" if auth_info else ""
+    other = "" if auth == "munge" else "AuthAltTypes=auth/munge\n"
     return (
-        f"{HEADER}AuthType={auth}\n{info}"
+        f"{HEADER}AuthType=auth/{auth}\n{other}"
         f"DbdHost={hostname}\n"
         f"DbdPort={SLURMDBD_PORT}\n"
         "SlurmUser=slurm\n"
@@ -119,12 +119,12 @@ def database_login() -> str:
     return f"# Written by shoal; changes here are lost.\n[client]\nuser=slurm\npassword={PASSWORD_WORD}\n"
 
 
-def sacctmgr_conf(cluster: str, controller: str, auth: str = "auth/munge") -> str:
+def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge") -> str:
     """A slurm.conf for sacctmgr alone, on the host of the database: it serves before the cluster has one."""
     return (
         f"{HEADER}ClusterName={cluster}\n"
         f"SlurmctldHost={controller}\n"
-        f"AuthType={auth}\n"
+        f"AuthType=auth/{auth}\n"
         "AccountingStorageType=accounting_storage/slurmdbd\n"
         "AccountingStorageHost=localhost\n"
         f"AccountingStoragePort={SLURMDBD_PORT}\n"

@@ -13,6 +13,7 @@ from typing import Literal
 
 from shoal.hostlist import compress, expand, fold
 from shoal.slurm.accounting import JOBCOMP, accounting_settings
+from shoal.slurm.auth import auth_settings
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
 from shoal.slurm.preemption import preemption_settings, slurmctld_words
 from shoal.slurm.read import HEADER, is_ours, read
@@ -146,6 +147,8 @@ def loses_jobs(old: str, new: str) -> bool:
     before, after = read(old), read(new)
     if any(before.settings.get(key) != after.settings.get(key) for key in _STATE_KEYS):
         return True
+    if before.settings.get("authtype") == "auth/slurm" != after.settings.get("authtype"):
+        return True  # what they have to say is signed with a key that nobody takes any more
     return not before.node_names() <= after.node_names()
 
 
@@ -172,7 +175,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "ClusterName": c.name,
         "SlurmctldHost": f"{host}({c.controller_address})" if c.controller_address else host,
         "SlurmUser": c.slurm_user,
-        "AuthType": "auth/munge",
+        **auth_settings(c.auth),
         "SlurmctldPort": str(SLURMCTLD_PORT),
         "SlurmdPort": str(SLURMD_PORT),
         "SrunPortRange": SRUN_PORTS,

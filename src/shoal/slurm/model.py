@@ -114,3 +114,5 @@ class ClusterConf:
     """What `hostname -s` says on the controller, where that is not its name: slurmctld compares."""
     accounting: AccountingConf | None = None
     """None without a database: ended jobs are in a file alone."""
+    auth: Literal["munge", "slurm"] = "munge"
+    """Who signs messages: munged, or Slurm itself."""

@@ -14,6 +14,7 @@ from shoal.spec.finding import Finding
 
 Feature = Literal[
     "address_from_registration",
+    "auth_slurm",
     "autodetect_nvidia",
     "cgroup_disabled",
     "cloud_nodes_visible",
@@ -40,6 +41,7 @@ _FEATURES: dict[Feature, tuple[Number, Number | None]] = {
     "prolog_shipped": ((23, 11), None),  # configless nodes get Prolog and Epilog too
     "reconfigure_adds_nodes": ((23, 11), None),  # before that, slurmctld must restart
     "sackd": ((23, 11), None),  # clients without a slurmd on a login host
+    "auth_slurm": ((24, 5), None),  # auth/slurm with several keys, in slurm.jwks
     "cgroup_disabled": ((24, 5), None),  # CgroupPlugin=disabled
     "autodetect_nvidia": ((24, 11), None),  # gres.conf AutoDetect=nvidia
 }

@@ -309,6 +309,8 @@ class Spec(Closed):
     """The queues, by name. Without any, one called `main` with every nodeset, and the controller when it computes."""
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
+    auth: Annotated[Literal["munge", "slurm"], BeforeValidator(choice("auth", ("munge", "slurm")))] = "munge"
+    """What signs the messages of Slurm's daemons: `munge`, or, from Slurm 24.05 on, `slurm` itself."""
     accounting: Annotated[Accounting | None, BeforeValidator(unless_false)] = None
     """Job records in a database: `true`, or a mapping with accounts, users and limits."""
     storage: dict[SharePath, SharedDirectory] = Field(default_factory=dict)

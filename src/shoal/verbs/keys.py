@@ -9,7 +9,8 @@ from shoal.errors import HostError, ShoalError, UsageError
 from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
 from shoal.plan.probe import failed_seconds, probing
-from shoal.plan.rotate import ROTATIONS, Rotating
+from shoal.plan.rotate import ROTATIONS
+from shoal.plan.rotating import Rotating
 from shoal.verbs.context import Context
 
 ALL = "all"

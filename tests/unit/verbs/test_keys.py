@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,13 @@ from shoal.agent.facts import FileFact
 from shoal.agent.fake import FakeAgent
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Result
-from shoal.hosts.fake import FakeProgram
+from shoal.hosts.fake import Call, FakeProgram
 from shoal.plan import pause, probe
 from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
+from shoal.roles.auth import KEY, NEXT
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
+from shoal.slurm.auth import JWKS
+from shoal.slurm.state import NODES_COMMAND
 from shoal.verbs.context import Context
 from shoal.verbs.keys import rotate
 
@@ -193,3 +197,69 @@ def test_what_a_login_script_prints_is_no_probe(line: str) -> None:
 
 def test_a_comma_in_a_number_is_a_point() -> None:
     assert parse_probe("1,5 2,5 0") == Probe(1.5, 2.5, True)
+
+
+# ---- auth/slurm
+
+
+def slurm_cluster(**keys: bytes) -> tuple[World, list[list[str]]]:
+    """A cluster with `auth: slurm`, and, for the node n1, the keys of every slurm.jwks it was given, signer first."""
+    world = cluster()
+    world.spec = world.spec.model_copy(update={"auth": "slurm"})
+    given: list[list[str]] = []
+    starts = {"count": 0}
+
+    def nodes(call: Call) -> bytes:
+        line = "NodeName={} CPUTot=4 State=IDLE SlurmdStartTime={}\n"
+        return "".join(line.format(name, starts["count"]) for name in ("n1", "n2")).encode()
+
+    def reconfigure(call: Call) -> bytes:
+        starts["count"] += 1
+        return b""
+
+    class Noting(KeyAgent):
+        def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+            for item in request.get("items", ()) if request["op"] == "apply" else ():
+                if item.get("path") == JWKS:
+                    entries = json.loads(item["content"])["keys"]
+                    given.append([entry["k"] for entry in sorted(entries, key=lambda entry: "use" not in entry)])
+            return super()._answer(request)
+
+    for name, host in world.hosts.items():
+        kind = Noting if name == "n1" else KeyAgent
+        agent = kind(world.agents[name].facts, secrets={KEY: keys.get(name, b"old\n")})
+        world.agents[name] = agent
+        host.answers = {
+            **host.answers,
+            ("python3",): agent.play,
+            NODES_COMMAND: nodes,
+            ("scontrol", "reconfigure"): reconfigure,
+            ("timeout", "20", "sinfo"): b"",
+        }
+    return world, given
+
+
+async def test_a_new_key_of_slurms_own_verifies_first_then_signs_then_is_alone() -> None:
+    world, given = slurm_cluster()
+    [key] = (await rotate(context_of(world), "slurm")).rotated
+    assert (key.hosts, key.finished) == (("c1", "n1", "n2"), False)
+    assert given == [["@KEY@", "@NEXT@"], ["@NEXT@", "@KEY@"], ["@KEY@"]]
+    assert len({agent.secrets[KEY] for agent in world.agents.values()}) == 1
+    assert world.agents["c1"].secrets[KEY] != b"old\n"
+    assert not any(NEXT in agent.secrets for agent in world.agents.values())
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the_same_key(committed: bool) -> None:
+    world, given = slurm_cluster(**({"c1": b"begun\n"} if committed else {}))
+    world.agents["c1"].secrets[NEXT] = b"begun\n"
+    [key] = (await rotate(context_of(world), "slurm")).rotated
+    assert key.finished
+    assert {agent.secrets[KEY] for agent in world.agents.values()} == {b"begun\n"}
+    assert given[-1] == ["@KEY@"]
+
+
+async def test_where_munge_signs_slurm_has_no_key_to_rotate() -> None:
+    with pytest.raises(UsageError) as caught:
+        await rotate(context_of(cluster()), "slurm")
+    assert str(caught.value) == ("cluster reef has no key of auth/slurm\n  fix: write `auth: slurm` into the file")

@@ -1,0 +1,105 @@
+"""`auth: slurm` on Debian 13: a running cluster moves to it, its keys are rotated, and jobs do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster, kill, running
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+SPEC = """\
+cluster: ac-auth
+controller: {provider: sandbox, memory: 1G, image: debian13}
+login: {provider: sandbox, count: 1, memory: 512M, image: debian13}
+nodesets:
+  gpu: {provider: sandbox, count: 2, memory: 512M, image: debian13}
+accounting: true
+"""
+AUTH = "auth: slurm\n"
+CONTROLLER, LOGIN, NODES = "controller", "login1", ("gpu1", "gpu2")
+KEY = "/etc/shoal/slurm.key"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("auth"), SPEC) as made:
+        yield made
+
+
+def state_of(cluster: Cluster, job: str) -> str:
+    done = cluster.ssh(CONTROLLER, f"sacct -X -n -P -j {job} -o state")
+    return done.stdout.strip()
+
+
+def start(cluster: Cluster, name: str) -> str:
+    """A job on both nodes that waits for a word."""
+    wait = f"while [ ! -e /tmp/{name} ]; do sleep 0.2; done"
+    words = ("sbatch", "--parsable", "-N2", "--mem=20M", "--output=/dev/null", "--wrap", wait)
+    job = cluster.on(CONTROLLER, *words).strip()
+    cluster.wait("it runs", lambda: state_of(cluster, job) == "RUNNING")
+    return job
+
+
+def release(cluster: Cluster, name: str, job: str) -> None:
+    for node in NODES:
+        cluster.on(node, "touch", f"/tmp/{name}")
+    cluster.wait(f"job {job} ends well", lambda: state_of(cluster, job) == "COMPLETED", seconds=240)
+
+
+def digests(cluster: Cluster) -> set[str]:
+    return {cluster.on(host, "sha256sum", KEY).split()[0] for host in (CONTROLLER, LOGIN, *NODES)}
+
+
+def everybody_is_heard(cluster: Cluster) -> None:
+    for host in (CONTROLLER, LOGIN, *NODES):
+        assert set(cluster.on(host, "srun", "-N2", "--mem=20M", "hostname").split()) == set(NODES)
+
+
+def test_a_running_cluster_moves_to_it_and_a_job_that_began_under_munge_ends_well(cluster: Cluster) -> None:
+    job = start(cluster, "first")
+    cluster.file.write_text(cluster.file.read_text() + AUTH)
+    assert cluster.json("plan")["loses"] == []
+    assert cluster.json("up")["whole"]
+    assert "auth/slurm" in cluster.on(CONTROLLER, "sh", "-c", "scontrol show config | grep ^AuthType")
+    assert cluster.json("up")["unchanged"]
+    everybody_is_heard(cluster)
+    release(cluster, "first", job)
+
+
+def test_its_key_is_rotated_while_a_job_runs(cluster: Cluster) -> None:
+    job, [before] = start(cluster, "second"), digests(cluster)
+    [told] = cluster.json("keys", "rotate", "slurm")["rotated"]
+    print(f"auth/slurm rotated: Slurm failed for {told['failed_seconds']} s of {told['asked']} questions")
+    assert set(told["hosts"]) == {CONTROLLER, LOGIN, *NODES}
+    assert len(digests(cluster)) == 1 and before not in digests(cluster)
+    everybody_is_heard(cluster)
+    release(cluster, "second", job)
+    assert cluster.json("up")["unchanged"]
+
+
+def test_a_rotation_that_is_killed_leaves_a_cluster_that_works_and_is_finished_by_the_next(cluster: Cluster) -> None:
+    job, [before] = start(cluster, "third"), digests(cluster)
+    rotating = cluster.background("keys", "rotate", "slurm")
+    cluster.wait("it has begun", lambda: cluster.ssh("gpu1", f"test -e {KEY}.next").returncode == 0)
+    kill(rotating)
+    everybody_is_heard(cluster)
+    cluster.json("up")
+    everybody_is_heard(cluster)
+    [told] = cluster.json("keys", "rotate", "slurm")["rotated"]
+    assert told["finished"]
+    assert len(digests(cluster)) == 1 and before not in digests(cluster)
+    release(cluster, "third", job)
+
+
+def test_going_back_while_a_job_runs_is_refused(cluster: Cluster) -> None:
+    job = start(cluster, "fourth")
+    cluster.edit(AUTH, "")
+    assert "would end jobs" in cluster.shoal("up", status=1).stderr
+    cluster.file.write_text(cluster.file.read_text() + AUTH)
+    release(cluster, "fourth", job)
+    cluster.edit(AUTH, "")
+    assert cluster.json("up")["whole"]
+    assert cluster.ssh("gpu1", "test -e /etc/slurm/slurm.jwks").returncode != 0
+    everybody_is_heard(cluster)

@@ -1,0 +1,131 @@
+"""`auth: slurm`: the same keys on all hosts, which host refuses it and why, and what moving to it and back costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.unit.plan.fake_world import host_facts, slurm_package, spec_of
+
+from shoal.agent.document import File, Item, SecretRef, Service
+from shoal.agent.facts import FileFact
+from shoal.errors import SpecError, VersionWindow
+from shoal.plan.diff import wanted
+from shoal.plan.observe import Observed
+from shoal.roles.auth import KEY, NEXT, key_files
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.documents import documents
+from shoal.roles.parts import kept_secrets, preparation
+from shoal.slurm.auth import JWKS, Key, jwks
+from shoal.slurm.conf import loses_jobs, slurm_conf
+from shoal.spec.members import members
+
+TEXT = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+login: {hosts: [{name: door, address: 10.0.0.2}]}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+accounting: true
+"""
+SLURM = TEXT + "auth: slurm\n"
+ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
+DIGEST = "a" * 64
+
+
+def cluster(text: str = SLURM, version: str = "24.11.5", **files: FileFact) -> Cluster:
+    known = {path.replace("_", "/"): fact for path, fact in files.items()}
+    found = {name: host_facts(name, at, packages=slurm_package(version), files=known) for name, at in ADDRESSES.items()}
+    return assemble(spec_of(text), found, ADDRESSES)
+
+
+def with_key(text: str = SLURM, **more: FileFact) -> Cluster:
+    files = {KEY: FileFact(DIGEST), JWKS: FileFact(there=True), **more}
+    found = {
+        name: host_facts(name, at, packages=slurm_package("24.11.5"), files=files) for name, at in ADDRESSES.items()
+    }
+    return assemble(spec_of(text), found, ADDRESSES)
+
+
+def items(of: Cluster, name: str) -> dict[str, Item]:
+    member = next(member for member in of.members if member.name == name)
+    return {item.key: item for document in documents(of, member).values() for item in document}
+
+
+def test_every_host_gets_the_key_by_its_digest_and_the_file_for_slurm_alone() -> None:
+    for name in ADDRESSES:
+        found = items(with_key(), name)
+        key, file = found[f"file {KEY}"], found[f"file {JWKS}"]
+        assert isinstance(key, File) and isinstance(file, File)
+        assert key.content == SecretRef("slurm-key", DIGEST) and key.mode == 0o400
+        assert (file.owner, file.mode, file.fills) == ("slurm", 0o600, (("@KEY@", KEY),))
+        [entry] = json.loads(str(file.content))["keys"]
+        assert entry == {"alg": "HS256", "kty": "oct", "kid": "shoal-" + "a" * 12, "k": "@KEY@", "use": "default"}
+
+
+def test_while_a_rotation_is_unfinished_up_gives_both_keys_and_the_old_one_signs() -> None:
+    file = items(with_key(**{NEXT: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
+    assert isinstance(file, File)
+    old, new = json.loads(str(file.content))["keys"]
+    assert (old["kid"], old.get("use")) == ("shoal-" + "a" * 12, "default")
+    assert (new["kid"], new.get("use")) == ("shoal-" + "b" * 12, None)
+
+
+def test_the_controller_has_a_key_before_anything_is_planned_and_keeps_it() -> None:
+    spec = spec_of(SLURM)
+    controller, door, _ = members(spec)
+    fresh = host_facts("c1", "10.0.0.1", files={})
+    assert [item.key for item in preparation(spec, controller, fresh)] == ["directory /etc/shoal", f"secret {KEY}"]
+    assert preparation(spec, door, fresh) == ()
+    assert preparation(spec, controller, host_facts("c1", "10.0.0.1", files={KEY: FileFact(DIGEST)})) == ()
+    assert {name: kept.host for name, kept in kept_secrets(spec).items()} == {"slurm-key": "c1", "slurm-key-next": "c1"}
+
+
+def test_commands_on_a_login_host_have_a_daemon_that_signs_for_them() -> None:
+    assert isinstance(items(with_key(), "door")["service sackd"], Service)
+    assert "service sackd" not in items(with_key(), "n1")
+
+
+def test_all_of_slurm_takes_both_for_the_sake_of_jobs_that_began_under_munge() -> None:
+    conf = items(with_key(), "c1")["file /etc/slurm/slurm.conf"]
+    books = items(with_key(), "c1")["file /etc/slurm/slurmdbd.conf"]
+    assert isinstance(conf, File) and isinstance(books, File)
+    assert "AuthType=auth/slurm\nAuthAltTypes=auth/munge\nCredType=cred/slurm\n" in str(conf.content)
+    assert "AuthType=auth/slurm\nAuthAltTypes=auth/munge\n" in str(books.content)
+
+
+def test_a_cluster_that_does_not_ask_for_it_has_nothing_of_it_and_loses_what_it_had() -> None:
+    before = items(cluster(TEXT), "n1")
+    assert not any("slurm.jwks" in key or "slurm.key" in key for key in before)
+    file = items(with_key(TEXT), "n1")[f"file {JWKS}"]
+    assert isinstance(file, File) and file.content is None
+
+
+def test_moving_to_it_costs_no_job_and_moving_back_does() -> None:
+    old, new = slurm_conf(cluster(TEXT).conf), slurm_conf(with_key().conf)
+    assert not loses_jobs(old, new)
+    assert loses_jobs(new, old)
+
+
+def test_older_slurm_is_refused_host_by_host() -> None:
+    found = {
+        name: host_facts(name, at, packages=slurm_package("22.05.8" if name != "c1" else "23.11.4"))
+        for name, at in ADDRESSES.items()
+    }
+    with pytest.raises(VersionWindow) as caught:
+        wanted(spec_of(SLURM), Observed(found, {}), ADDRESSES)
+    assert "n1: `auth: slurm` needs Slurm 24.05 or later, found Slurm 22.05.8" in str(caught.value)
+    assert "take `auth: slurm` out of the file" in str(caught.value)
+
+
+def test_another_word_for_it_is_refused() -> None:
+    with pytest.raises(SpecError, match='unknown auth, found "kerberos", choose one of munge, slurm'):
+        spec_of(TEXT + "auth: kerberos\n")
+
+
+def test_one_key_signs() -> None:
+    flipped = jwks(Key("@A@", "a" * 64), Key("@B@", "b" * 64, signs=True))
+    assert [entry.get("use") for entry in json.loads(flipped)["keys"]] == [None, "default"]
+    file = key_files("a" * 64, "b" * 64, flipped=True)[-1]
+    assert isinstance(file, File)
+    assert [entry.get("use") for entry in json.loads(str(file.content))["keys"]] == [None, "default"]
