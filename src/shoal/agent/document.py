@@ -143,6 +143,8 @@ class User(Item):
     """An account of a program's; else a person's."""
     locked: bool = False
     """Nobody may log in as the user. The account and its files stay."""
+    twin_of: str = ""
+    """Another user with the same id, earlier in the document."""
     owns: tuple[str, ...] = ()
     """Directories whose files may be handed over to the new ids; a file of the old ids elsewhere stops the change."""
     services: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +14,31 @@ from shoal.spec.words import printable
 from shoal.verbs.accounting_health import AccountingHealth
 from shoal.verbs.status import Status
 
+if TYPE_CHECKING:
+    from shoal.verbs.shares import ShareState
+
 NOTABLE = 0.5
 """Seconds by which a clock must be off to be named."""
 
 
+def _share(share: ShareState) -> str:
+    about = f"share {share.where} on {share.server} ({share.kind})"
+    if share.trouble:
+        return f"{about}: [red]{escape(share.trouble)}[/]"
+    style = "yellow" if share.free_mb < share.total_mb / 20 else "green"
+    quotas = "".join(
+        f"; {escape(printable(name))} has {_size(used)} of {_size(allowed)}"
+        for name, (used, allowed) in share.quotas.items()
+    )
+    return f"{about}: [{style}]{_size(share.free_mb)} free[/] of {_size(share.total_mb)}{quotas}"
+
+
+def _size(megabytes: int) -> str:
+    return f"{megabytes / 1024:.1f}G"
+
+
 def show_services(console: Console, status: Status) -> None:
-    """The clocks, and the tracking server where there is one."""
+    """The clocks, the tracking server and the shares where there are some."""
     clocks, lines = status.clocks, []
     if clocks and clocks.ahead:
         off = {name: ahead for name, ahead in clocks.ahead.items() if abs(ahead) > NOTABLE}
@@ -32,6 +52,7 @@ def show_services(console: Console, status: Status) -> None:
     if status.tracking:
         state = "[green]answers[/]" if status.tracking.well else f"[red]{escape(printable(status.tracking.said))}[/]"
         lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")
+    lines += [_share(share) for share in status.shares]
     if status.accounting:
         lines.append(accounting_line(status.accounting))
     if lines:

@@ -247,6 +247,8 @@ class Shipped:
     """Where in the tree the script starts: where the person stood."""
     environment: str = ""
     """The directory of its Python environment; empty where it uses none."""
+    copies: bool = False
+    """Whether nodes may have copies of shares instead of the shares themselves."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from shoal.hostlist import compress
 from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
 from shoal.jobs.model import Note, ResolvedJob, Shipped
+from shoal.storage.stage import PROGRAM
 from shoal.train import contract
 
 _FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
@@ -48,7 +49,7 @@ def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
     launcher = LAUNCHERS[job.spec.launcher]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
     lines += _environment(job, shipped)
-    lines += ["", *_launch(job, launcher, shipped), "status=$?"]
+    lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
 
 
@@ -123,6 +124,14 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
     yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
     yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
+
+
+def _copies(way: str, shipped: Shipped) -> Iterator[str]:
+    """On nodes that have copies of shares: filled before the job, brought back after it."""
+    otherwise = {"in": "exit 1", "out": "status=${status/#0/1}"}[way]
+    if shipped.copies:
+        yield "srun --mpi=none --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --cpus-per-task=1 \\"
+        yield f"    sh -c '[ ! -x {PROGRAM} ] || exec {PROGRAM} {way}' || {otherwise}"
 
 
 def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 from shoal.spec.storage import SharedDirectory
-from shoal.storage import nfs, sshfs
+from shoal.storage import nfs, sshfs, stage
 from shoal.storage.ways import FILESYSTEMS, WayKind, served_by_kernel, server_of, way
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RECORD = "/etc/shoal/shares"
 """What an earlier run mounted on a host, so that a later one takes away what the file no longer names."""
-SERVES_NFS, SERVES_SSH = "serves nfs", "serves ssh"
+SERVES_NFS, SERVES_SSH, COPIES = "serves nfs", "serves ssh", "copies"
 EXPORTFS, RELOAD_SSHD, RELOAD_GANESHA = "export the shares", "reload sshd", "reload ganesha"
 ACCOUNT_FIRST_CHOICE = 979
 FOREIGN_EXPORTS = "/etc/exports"
@@ -82,7 +82,9 @@ class Storage(Part):
             kind = way(share.share, share.server, member.name, facts).kind
             if kind == "local" and share.share.kind == "nfs":
                 names += ["nfs-kernel-server"] if served_by_kernel(facts) else ["nfs-ganesha", "nfs-ganesha-vfs"]
-            names += {"nfs": ["nfs-common"], "sshfs": ["sshfs"]}.get(kind, [])
+            names += {"nfs": ["nfs-common"], "sshfs": ["sshfs"], "stage": ["rsync", "sudo"]}.get(kind, [])
+            if kind == "local":
+                names.append("rsync")  # for hosts that can do no better
         return tuple(names)
 
     def filesystems(self, spec: Spec) -> tuple[str, ...]:
@@ -127,6 +129,7 @@ class Storage(Part):
         return (
             Command("take the shares away", ("sh", "-c", _FAREWELL, "sh", RECORD), unless=("test", "!", "-e", RECORD)),
             *_serving_no_more(),
+            *_no_copies(),
             File(sshfs.KEY),
             File(sshfs.PUBLIC_KEY),
             File(sshfs.KNOWN_HOSTS),
@@ -194,7 +197,7 @@ def _no_rpcbind(facts: Facts) -> list[Item]:
 
 
 def _ssh_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterator[Item]:
-    ids = choose_pair(sshfs.ACCOUNT, ACCOUNT_FIRST_CHOICE, cluster.controller.name, cluster.facts)
+    ids = choose_pair(sshfs.ACCOUNT, ACCOUNT_FIRST_CHOICE, cluster.controller.name, _without_twins(cluster.facts))
     yield Group(sshfs.ACCOUNT, ids.gid)
     yield User(sshfs.ACCOUNT, ids.uid, group=sshfs.ACCOUNT, home="/")
     yield Directory(sshfs.ROOT)
@@ -204,8 +207,28 @@ def _ssh_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterato
     yield Directory(sshfs.KEYS)
     keys = host_keys(cluster, member.name, f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
     yield File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}", sshfs.authorized(keys))
-    yield sshd_file(sshfs.SSHD_CONF, sshfs.sshd_conf())
+    conf = sshfs.sshd_conf()
+    if _anybody_copies(cluster, mine):
+        # sshd starts rrsync with the account's shell.
+        yield User(  # noqa: S604
+            stage.ACCOUNT, ids.uid, group=sshfs.ACCOUNT, home="/", shell="/bin/sh", twin_of=sshfs.ACCOUNT
+        )
+        conf += stage.sshd_block()
+    yield sshd_file(sshfs.SSHD_CONF, conf)
     yield reload_sshd()
+
+
+def _without_twins(facts: Mapping[str, Facts]) -> dict[str, Facts]:
+    """The hosts as if the account had one name only: its second one takes nobody's number."""
+    return {
+        host: replace(fact, users={name: user for name, user in fact.users.items() if name != stage.ACCOUNT})
+        for host, fact in facts.items()
+    }
+
+
+def _anybody_copies(cluster: Cluster, mine: list[Served]) -> bool:
+    names = [member.name for member in cluster.members if member.name in cluster.facts]
+    return any(way_of(cluster, share, name) == "stage" for share in mine for name in names)
 
 
 def sshd_file(path: str, text: str | None) -> File:
@@ -254,12 +277,16 @@ def _using(cluster: Cluster, member: Member) -> Iterator[Item]:
     ways = {share: way_of(cluster, share, member.name) for share in others}
     if "nfs" in ways.values():
         yield from _no_rpcbind(facts)
-    if "sshfs" in ways.values():
+    if not {"sshfs", "stage"}.isdisjoint(ways.values()):
         yield Directory("/etc/shoal")
         yield Directory(sshfs.DIRECTORY, mode=0o700)
         yield File(sshfs.KNOWN_HOSTS, sshfs.known_hosts(_server_keys(cluster, member)))
         yield Directory("/usr/local/lib/shoal")
+    if "sshfs" in ways.values():
         yield File(sshfs.TRANSPORT, _transport(), mode=0o755)
+    copies = [share for share, kind in ways.items() if kind == "stage" and not share.homes]
+    if copies:
+        yield from _copies(cluster, copies)
     for share, kind in ways.items():
         address = cluster.addresses.get(share.server)
         if address is None:
@@ -277,6 +304,22 @@ def _using(cluster: Cluster, member: Member) -> Iterator[Item]:
         elif kind == "sshfs":
             what = f"{sshfs.ACCOUNT}@{bracketed(address)}:{share.where}"
             yield Mount(share.where, what, "fuse.sshfs", sshfs.mount_options(read_only=read_only), automount=True)
+
+
+def _copies(cluster: Cluster, copies: list[Served]) -> Iterator[Item]:
+    """Local directories, and the program that fills them before a job and brings back what it left."""
+    for share in copies:
+        yield Command(
+            f"make {share.where}", ("install", "-d", "-m", "1777", share.where), unless=("test", "-d", share.where)
+        )
+    some = [
+        stage.Copied(share.where, cluster.addresses[share.server], share.share.read_only)
+        for share in copies
+        if share.server in cluster.addresses
+    ]
+    yield File(stage.LIST, stage.copied(some))
+    yield File(stage.PROGRAM, stage.program(), mode=0o755)
+    yield File(stage.SUDOERS, stage.sudoers("shoal-users"), mode=0o440, accepted_by=("visudo", "-c", "-f", "-"))
 
 
 @cache
@@ -307,8 +350,11 @@ def _clearing(cluster: Cluster, member: Member, mounts: list[Mount]) -> Iterator
     lines = text_of(facts, RECORD).splitlines()
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
     wanted = [("automount" if mount.automount else "mount", mount.where) for mount in mounts]
+    others = [share for share in shares(cluster.spec) if share.server != member.name and not share.homes]
+    copies = any(way_of(cluster, share, member.name) == "stage" for share in others)
     mine = [share for share in shares(cluster.spec) if share.server == member.name]
     serving = [kind for kind in (SERVES_NFS, SERVES_SSH) if _serves(cluster, mine, kind)]
+    serving += [COPIES] if copies else []
     if not before and not wanted and not lines and not serving:
         return
     for kind, where in before:
@@ -318,6 +364,8 @@ def _clearing(cluster: Cluster, member: Member, mounts: list[Mount]) -> Iterator
         yield from _no_nfs_server()
     if SERVES_SSH in lines and SERVES_SSH not in serving:
         yield from _no_ssh_server()
+    if COPIES in lines and not copies:
+        yield from _no_copies()
     text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in wanted), *serving))
     yield Directory("/etc/shoal")
     yield File(RECORD, f"# Written by shoal; changes here are lost.\n{text}" if text else None)
@@ -342,6 +390,11 @@ def _no_nfs_server() -> list[Item]:
 
 def _no_ssh_server() -> list[Item]:
     return [sshd_file(sshfs.SSHD_CONF, None), File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}"), reload_sshd()]
+
+
+def _no_copies() -> list[Item]:
+    """What was copied stays: there may be results in it that never got back."""
+    return [File(path) for path in (stage.PROGRAM, stage.SUDOERS, stage.LIST)]
 
 
 def _serving_no_more() -> list[Item]:

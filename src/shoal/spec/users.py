@@ -16,7 +16,7 @@ from shoal.spec.words import Between, refusal
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521",
               "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
-TAKEN = ("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd", "shoal-share", "shoal-users")
+TAKEN = ("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd", "shoal-share", "shoal-copy", "shoal-users")
 """Accounts that hosts or Shoal have for themselves."""
 
 

@@ -66,9 +66,11 @@ def ganesha_conf(address: str, some: Sequence[Export]) -> str:
         "    Lease_Lifetime = 60;\n"
         "    Grace_Period = 60;\n"
         "}\n"
+        # Without an Access_Type here: it would hold for the way to the exports too. An export lets in its clients only.
         "EXPORT_DEFAULTS {\n"
-        "    Access_Type = NONE;\n"
         "    Squash = Root_Squash;\n"
+        "    Anonymous_Uid = 65534;\n"
+        "    Anonymous_Gid = 65534;\n"
         "    SecType = sys;\n"
         "    Protocols = 4;\n"
         "    Transports = TCP;\n"

@@ -20,6 +20,7 @@ from shoal.slurm.read import is_ours
 from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, parse_partitions
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
+from shoal.verbs.shares import share_probes, share_ways
 from shoal.verbs.status import ask, look_at_slurmctld
 from shoal.verbs.up import survey
 
@@ -58,6 +59,9 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
     except SlurmError as error:
         return [*findings, Finding("error", error.message, fix=error.hint)]
     findings += [*plan.findings, *_slurmctld(controller, observed)]
+    if context.spec.storage:
+        findings += share_ways(context.spec, observed.facts)
+        findings += await share_probes(context.spec, observed.facts, fleet)
     if plan.changes:
         hosts = compress({change.host for change in plan.changes})
         findings.append(

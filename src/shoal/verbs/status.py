@@ -25,6 +25,7 @@ from shoal.verbs.context import Context
 if TYPE_CHECKING:
     from shoal.verbs.accounting_health import AccountingHealth
     from shoal.verbs.health import Clocks, TrackingHealth
+    from shoal.verbs.shares import ShareState
     from shoal.verbs.tailnet import TailnetView
 
 PATIENCE = 30.0
@@ -46,6 +47,7 @@ class Status:
     """Nodes that Slurm knows and the spec does not name."""
     clocks: Clocks | None = None
     tracking: TrackingHealth | None = None
+    shares: tuple[ShareState, ...] = ()
     tailnet: TailnetView | None = None
     accounting: AccountingHealth | None = None
 
@@ -54,6 +56,7 @@ async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
     from shoal.verbs.accounting_health import accounting_health
     from shoal.verbs.health import clocks, present, tracking_health
+    from shoal.verbs.shares import share_states
     from shoal.verbs.tailnet import tailnet_members, tailnet_view
 
     async with await context.fleet(await present(context)) as fleet:
@@ -64,6 +67,7 @@ async def status(context: Context) -> Status:
             nodes, partitions, jobs = await asyncio.gather(
                 ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND), ask(host, JOBS_COMMAND)
             )
+            shares = await share_states(context.spec, fleet)
             tracking, times = await tracking_health(host, context.spec), await looking
             tailnet = await tailnet_view(context, host)
             accounting = await accounting_health(fleet, context.spec)
@@ -84,6 +88,7 @@ async def status(context: Context) -> Status:
         extra=tuple(node.name for node in found if node.name not in wanted),
         clocks=times,
         tracking=tracking,
+        shares=shares,
         tailnet=tailnet_members(context, tailnet, found),
         accounting=accounting,
     )

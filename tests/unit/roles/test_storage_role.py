@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.unit.plan.fake_world import host_facts, spec_of
 
-from shoal.agent.document import Command, File, Item, Mount, Service
-from shoal.agent.facts import Facts, FileFact
+from shoal.agent.document import Command, File, Item, Mount, Service, User
+from shoal.agent.facts import Account, Facts, FileFact
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.in_force import InForce
 from shoal.roles.part import Part
@@ -100,7 +100,7 @@ def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
         "make /srv/data", ("install", "-d", "-m", "1777", "/srv/data"), unless=("test", "-d", "/srv/data")
     )
     assert served["mount /data"] == Mount("/data", "/srv/data", "none", "bind")
-    assert packages(cluster, "c1") == ("nfs-kernel-server", "sshfs")
+    assert packages(cluster, "c1") == ("nfs-kernel-server", "rsync", "sshfs")
     assert Storage().ports(cluster.spec, cluster.members[0]) == ("2049",)
     assert Storage().ports(cluster.spec, cluster.members[1]) == ()
 
@@ -222,6 +222,20 @@ def test_a_host_without_nfs_and_fuse_mounts_nothing_and_homes_are_made_on_it() -
     assert not [item for item in items(cluster, "n2").values() if isinstance(item, Mount)]
     assert "command make /home/alice" in items(cluster, "n2", Users())
     assert "command make /home/alice" not in items(cluster, "n1", Users())
+
+
+def test_who_copies_has_another_name_and_the_same_number_and_keeps_it() -> None:
+    cluster = cluster_of(n2=POD)
+    found = items(cluster, "c1")
+    share, copy = found["user shoal-share"], found["user shoal-copy"]
+    assert isinstance(share, User) and isinstance(copy, User)
+    assert share.uid == copy.uid == 979 and copy.twin_of == "shoal-share" and share.shell == "/usr/sbin/nologin"
+    there = {"shoal-share": Account(979, 979), "shoal-copy": Account(979, 979)}
+    facts = replace(cluster.facts["c1"], users=there, groups={"shoal-share": Account(979)})
+    again = items(replace(cluster, facts={**cluster.facts, "c1": facts}), "c1")["user shoal-share"]
+    assert isinstance(again, User) and again.uid == 979
+    assert text(items(cluster, "n2")["file /etc/shoal/stage"]).endswith("/data 10.0.0.1 rw\n/apps 10.0.0.11 ro\n")
+    assert "user shoal-copy" not in items(cluster_of(n2=FUSE), "c1")
 
 
 def test_an_sshd_that_reads_no_further_files_is_told() -> None:

@@ -34,7 +34,7 @@ def test_ganesha_answers_on_one_address_and_lets_in_members_only() -> None:
     text = nfs.ganesha_conf("10.0.0.1", [Export("/srv/data", ("10.0.0.12", "10.0.0.2")), Export("/apps", (), True)])
     head, data, apps = text.split("EXPORT {\n")
     assert "    Bind_addr = 10.0.0.1;\n" in head and "    Protocols = 4;\n" in head
-    assert "    Access_Type = NONE;\n    Squash = Root_Squash;\n" in head
+    assert "    Squash = Root_Squash;\n" in head and "Access_Type" not in head
     assert data == (
         "    Export_Id = 1;\n    Path = /srv/data;\n    Pseudo = /srv/data;\n    FSAL { Name = VFS; }\n"
         "    CLIENT {\n        Clients = 10.0.0.2, 10.0.0.12;\n        Access_Type = RW;\n"

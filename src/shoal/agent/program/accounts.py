@@ -62,9 +62,11 @@ def check_user(item: Item, world: World) -> Change | None:
         return Change(f"lock user {name}") if found and not expired(name) else None
     if not found or found.pw_uid != uid:
         try:
-            raise Failure(taken("user", name, uid, pwd.getpwuid(uid).pw_name))
+            other = pwd.getpwuid(uid).pw_name
         except KeyError:
-            pass
+            other = ""
+        if other and other != item.get("twin_of"):
+            raise Failure(taken("user", name, uid, other))
     if not group and not world.dry:
         raise Failure(f"user {name} is to have the group {item['group']}, which this host does not have")
     if not found:
@@ -101,6 +103,7 @@ def make_user(item: Item, world: World) -> str:
         settings += ["--groups", ",".join(item["groups"])]
     if not found:
         kind = ["--system"] if item.get("system", True) else []
+        kind += ["--non-unique"] if item.get("twin_of") else []
         argv = ["useradd", *kind, "--no-create-home", "--uid", str(item["uid"]), *settings, "--", name]
         must(argv, "could not make user " + name)
         return ""

@@ -182,5 +182,7 @@ def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
         "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--boot", f"--directory={home / 'root'}",
         f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
         f"--network-namespace-path=/run/netns/{layout.namespace(host.name)}", "--capability=all",
-        "--resolv-conf=off", "--timezone=off", "--link-journal=no", "--console=read-only", *binds,
+        "--resolv-conf=off", "--timezone=off", "--link-journal=no", "--console=read-only",
+        # By it nfs-ganesha finds files; nspawn refuses it, as who may do all else could leave the container with it.
+        "--system-call-filter=open_by_handle_at", *binds,
     ]  # fmt: skip

@@ -1,0 +1,129 @@
+"""How the shares are: their room and quotas for `shoal status`, how each host has them for `shoal check`.
+
+A share whose server is gone holds up whoever looks at it. So room is asked of the server, where the directory is the
+server's own, and whoever looks elsewhere has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.agent.facts import Facts
+from shoal.errors import ShoalError
+from shoal.hostlist import compress
+from shoal.plan.connections import Connections
+from shoal.roles.storage import RECORD, Served, shares, text_of
+from shoal.spec.finding import Finding
+from shoal.spec.model import Spec
+from shoal.storage.ways import WORDS, way
+
+PATIENCE = 5.0
+"""Seconds for a share or its server to answer."""
+
+
+@dataclass(frozen=True)
+class ShareState:
+    """A share as its server has it."""
+
+    where: str
+    kind: str
+    server: str
+    total_mb: int = 0
+    free_mb: int = 0
+    quotas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of users that have one: MB used, and MB allowed."""
+    trouble: str = ""
+    """Why nothing is known of it."""
+
+
+async def share_states(spec: Spec, fleet: Connections) -> tuple[ShareState, ...]:
+    """Ask all servers at once."""
+    return tuple(await asyncio.gather(*(_state(share, fleet) for share in shares(spec))))
+
+
+async def _state(share: Served, fleet: Connections) -> ShareState:
+    known = ShareState(share.where, share.share.kind, share.server)
+    look = 'df -Pm -- "$1"; ! command -v repquota > /dev/null || repquota -u -O csv -- "$1" 2> /dev/null || true'
+    if share.server not in fleet.targets:
+        return ShareState(known.where, known.kind, known.server, trouble="its host is not made yet")
+    try:
+        async with asyncio.timeout(PATIENCE):
+            host = await fleet.host(share.server)
+            said = await host.run(("sh", "-c", look, "sh", share.path), timeout=PATIENCE)
+    except (TimeoutError, ShoalError):
+        return ShareState(known.where, known.kind, known.server, trouble=f"{share.server} does not answer")
+    room = parse_room(said.text)
+    if room is None:
+        return ShareState(known.where, known.kind, known.server, trouble=f"not on {share.server} yet; run `shoal up`")
+    return ShareState(known.where, known.kind, known.server, *room, quotas=parse_quotas(said.text))
+
+
+def parse_room(text: str) -> tuple[int, int] | None:
+    """Size and free space in MB from what df says; None when it says nothing."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 6 and words[1].isdigit() and words[3].isdigit() and words[4].endswith("%"):
+            return int(words[1]), int(words[3])
+    return None
+
+
+def parse_quotas(text: str) -> dict[str, tuple[int, int]]:
+    """Who may use how much, from what repquota says (in kB, as a table with commas)."""
+    lines = text.splitlines()
+    start = next((number for number, line in enumerate(lines) if line.startswith("User,")), None)
+    if start is None:
+        return {}
+    found = {}
+    for row in csv.DictReader(lines[start:]):
+        used, soft, hard = (row.get(key) or "" for key in ("BlockUsed", "BlockSoftLimit", "BlockHardLimit"))
+        allowed = next((int(limit) for limit in (hard, soft) if limit.isdigit() and int(limit)), 0)
+        if allowed and used.isdigit() and row["User"]:
+            found[row["User"]] = (int(used) >> 10, allowed >> 10)
+    return found
+
+
+def share_ways(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
+    """How each host has each share, and what keeps it from a better way."""
+    findings = []
+    for share in shares(spec):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, fact in facts.items():
+            found = way(share.share, share.server, name, fact)
+            groups.setdefault((WORDS[found.kind], found.why), []).append(name)
+        for (words, why), names in groups.items():
+            findings.append(Finding("info", f"{share.where} on {compress(names)}: {words}", why))
+    return findings
+
+
+async def share_probes(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:
+    """Shares that do not answer on hosts that have them mounted."""
+
+    async def one(share: Served, where: str, name: str) -> Finding | None:
+        try:
+            host = await fleet.host(name)
+            said = await host.run(("timeout", "-s", "KILL", f"{PATIENCE:g}", "stat", "-f", where), timeout=2 * PATIENCE)
+        except ShoalError:
+            return None  # what is wrong with the host is said elsewhere
+        if said.status == 0:
+            return None
+        why = said.error_text.strip().rpartition(": ")[2] or f"not within {PATIENCE:g} s"
+        fix = f"see that {share.server} is up and that {name} reaches it; whoever uses the share waits until then"
+        return Finding("error", f"{where} does not answer", why, fix, host=name)
+
+    looks = [
+        one(share, where, name)
+        for name, fact in facts.items()
+        for where in _mounted(fact)
+        for share in shares(spec)
+        if where == share.where or where.startswith(f"{share.where}/")
+    ]
+    return [finding for finding in await asyncio.gather(*looks) if finding is not None]
+
+
+def _mounted(facts: Facts) -> list[str]:
+    """What an earlier run mounted of other hosts."""
+    lines = text_of(facts, RECORD).splitlines()
+    return [line.removeprefix("automount ") for line in lines if line.startswith("automount /")]

@@ -1,0 +1,83 @@
+"""What a host says of shares and does about them, as far as text tells: nothing is hidden, nothing is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.agent.program import accounts, disk, facts, mounts
+from shoal.agent.program.failure import Failure
+
+MOUNTINFO = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:40 / /home rw,relatime shared:2 - autofs systemd-1 rw,fd=40
+31 22 0:41 / /data rw,relatime shared:3 - fuse.sshfs shoal-share@10.0.0.1:/data rw
+32 22 0:42 / /nfs rw,relatime shared:4 - nfs4 10.0.0.1:/nfs rw
+33 22 0:43 / /var rw,relatime shared:5 - xfs /dev/vdb rw
+"""
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Files of a host, by path, for all that is read as text."""
+    files: dict[str, str] = {"/proc/self/mountinfo": MOUNTINFO}
+    for module in (accounts, facts, mounts):
+        monkeypatch.setattr(module, "read_text", lambda path: files.get(path, ""))
+    assert disk.read_text("/proc/self/mountinfo") != MOUNTINFO
+    return files
+
+
+def test_a_share_is_no_disk_of_the_host_and_is_never_looked_at(host: dict[str, str], monkeypatch: Any) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(facts, "disk_space", lambda path: asked.append(path) or (100, 50))
+    assert accounts.remote_mounts() == {"/home", "/data", "/nfs"}
+    facts.disks()
+    assert "/home" not in asked and "/" in asked
+
+
+def test_what_the_kernel_can_mount_is_told_from_its_tables(host: dict[str, str]) -> None:
+    host["/proc/self/status"] = "CapEff:\t000001ffffffffff\n"
+    host["/proc/filesystems"] = "nodev\tsysfs\n\text4\n"
+    assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == []
+    host["/lib/modules/6.1-none/modules.dep"] = "kernel/fs/nfs/nfsv4.ko.xz: kernel/fs/nfs/nfs.ko.xz\n"
+    assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == ["nfs4"]
+    host["/proc/filesystems"] += "nodev\tnfsd\n"
+    assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == ["nfs4", "nfsd"]
+    host["/proc/self/status"] = "CapEff:\t00000000a80425fb\n"  # as in most containers
+    assert facts.filesystems(["nfs4", "nfsd"], "6.1-none") == []
+
+
+def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
+    mounts.refuse_hiding(str(tmp_path / "none"), mounted=False)
+    mounts.refuse_hiding(str(tmp_path), mounted=False)
+    (tmp_path / "lost+found").mkdir()
+    mounts.refuse_hiding(str(tmp_path), mounted=False)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
+    with pytest.raises(Failure) as caught:
+        mounts.refuse_hiding(str(tmp_path), mounted=False)
+    assert str(caught.value) == (
+        f"{tmp_path} has files here that the share would hide: a, b, c, .... Move them away "
+        f"(mv {tmp_path} {tmp_path}.old), or give the share another path"
+    )
+    with pytest.raises(Failure, match="something else is mounted on"):
+        mounts.refuse_hiding(str(tmp_path), mounted=True)
+
+
+@pytest.mark.parametrize("autofs", [True, False])
+def test_a_share_waits_for_its_server_and_holds_up_no_boot(monkeypatch: pytest.MonkeyPatch, autofs: bool) -> None:
+    monkeypatch.setattr(mounts, "has_systemd", lambda: True)
+    monkeypatch.setattr(mounts, "has_autofs", lambda: autofs)
+    item = {"where": "/my-data", "what": "10.0.0.1:/d", "fstype": "nfs4", "options": "hard,nofail", "automount": True}
+    path, text = mounts.mount_record(item)
+    assert path == "/etc/systemd/system/my\\x2ddata.mount"
+    assert "TimeoutSec=infinity\n" in text and "After=network-online.target\n" in text
+    assert ("[Automount]\nWhere=/my-data\n" in text) is autofs
+    assert ("WantedBy=multi-user.target" in text) is not autofs
+
+
+def test_an_account_is_locked_from_the_day_it_ended(host: dict[str, str]) -> None:
+    host["/etc/shadow"] = "alice:!:20000:0:99999:7:::\nbob:!:20000:0:99999:7::1:\ncarol:!:20000:0:99999:7::99999:\n"
+    assert [accounts.expired(name) for name in ("alice", "bob", "carol", "dave")] == [False, True, False, False]

@@ -1,0 +1,47 @@
+"""A job on nodes that have copies of shares: filled before it, brought back after it, and a failure is the job's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.jobs.job_clusters import SHIPPED, resolved
+
+from shoal.jobs.script import sbatch_script
+from shoal.storage.stage import PROGRAM
+
+
+def script(copies: bool) -> str:
+    return sbatch_script(resolved(requeue=False), replace(SHIPPED, copies=copies))
+
+
+def test_without_shares_a_job_has_nothing_of_it() -> None:
+    assert PROGRAM not in script(copies=False)
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "steps"),
+    [
+        ("", 0, ["in", "rank", "out"]),
+        ("in", 1, ["in"]),
+        ("out", 1, ["in", "rank", "out"]),
+        ("rank", 3, ["in", "rank", "out"]),
+    ],
+)
+def test_copies_are_made_around_the_ranks(tmp_path: Path, failing: str, status: int, steps: list[str]) -> None:
+    """The lines from the first step on, with a stand-in for srun that writes down what it is to start."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        f'#!/bin/sh\ncase "$*" in *"{PROGRAM} in"*) step=in;; *"{PROGRAM} out"*) step=out;; *) step=rank;; esac\n'
+        f"echo $step >> {tmp_path}/steps\n[ $step != '{failing}' ] || exit 3\n"
+    )
+    srun.chmod(0o755)
+    text = script(copies=True)
+    body = text[text.index("srun --mpi=none") :].partition("# srun may leave")[0] + 'exit "$status"\n'
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", "-c", body], env=env, capture_output=True, text=True)
+    assert (tmp_path / "steps").read_text().split() == steps, done.stderr
+    assert done.returncode == status

@@ -1,0 +1,108 @@
+"""What is said of shares: room, quotas, how hosts have them; and no wait for a server that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.facts import FileFact
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
+from shoal.plan.connections import Connections
+from shoal.roles.storage import RECORD
+from shoal.verbs import shares
+from shoal.verbs.shares import ShareState, parse_quotas, parse_room, share_probes, share_states, share_ways
+
+SPEC = spec_of(
+    """
+cluster: reef
+controller: {host: c1}
+nodesets:
+  lab: {hosts: [n1, n2]}
+storage:
+  /home: {kind: nfs}
+  /data: {kind: sshfs, host: n1, path: /srv/data}
+"""
+)
+DF = """\
+Filesystem     1048576-blocks  Used Available Capacity Mounted on
+/dev/sda1              504000 14000    490000       3% /
+"""
+QUOTA = """\
+User,BlockStatus,FileStatus,BlockUsed,BlockSoftLimit,BlockHardLimit,BlockGrace,FileUsed,FileSoftLimit,FileHardLimit
+root,ok,ok,20,0,0,,2,0,0
+alice,ok,ok,2097152,4194304,5242880,,12,0,0
+bob,soft,ok,3145728,2097152,0,6days,12,0,0
+"""
+
+
+async def hang(program: FakeProgram) -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
+def fleet(*hosts: FakeHost) -> Connections:
+    return Connections({host.name: Target(host.name) for host in hosts}, FakeConnector(*hosts))
+
+
+def test_room_and_quotas_are_read_from_what_the_server_says() -> None:
+    assert parse_room(DF) == (504000, 490000)
+    assert parse_room("df: /srv/data: No such file or directory\n") is None
+    assert parse_quotas(DF + QUOTA) == {"alice": (2048, 5120), "bob": (3072, 2048)}
+    assert parse_quotas(DF) == {}
+
+
+async def test_every_share_is_asked_of_the_host_that_keeps_it() -> None:
+    async with fleet(FakeHost("c1", {("sh",): (DF + QUOTA).encode()}), FakeHost("n1", {("sh",): b""})) as hosts:
+        home, data = await share_states(SPEC, hosts)
+    assert (home.where, home.server, home.total_mb, home.free_mb) == ("/home", "c1", 504000, 490000)
+    assert home.quotas["alice"] == (2048, 5120)
+    assert data == ShareState("/data", "sshfs", "n1", trouble="not on n1 yet; run `shoal up`")
+
+
+async def test_a_server_that_hangs_or_is_gone_or_not_made_is_said_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shares, "PATIENCE", 0.05)
+    async with fleet(FakeHost("c1", {("sh",): hang}), FakeHost("n1", unreachable=True)) as hosts:
+        assert [state.trouble for state in await share_states(SPEC, hosts)] == [
+            "c1 does not answer",
+            "n1 does not answer",
+        ]
+    async with fleet(FakeHost("c1", {("sh",): DF.encode()})) as hosts:
+        assert (await share_states(SPEC, hosts))[1].trouble == "its host is not made yet"
+
+
+def test_how_each_host_has_a_share_is_said_with_what_keeps_it_from_better() -> None:
+    facts = {
+        "c1": host_facts("c1", "10.0.0.1"),
+        "n1": host_facts("n1", "10.0.0.11", filesystems=("nfs4",), fuse=True),
+        "n2": host_facts("n2", "10.0.0.12", fuse=False),
+    }
+    assert [str(finding) for finding in share_ways(SPEC, facts)] == [
+        "/home on c1: its own directory",
+        "/home on n1: mounted by NFS",
+        "/home on n2: copied before a job and back after it (rsync), found its kernel has no NFS; it has no FUSE",
+        "/data on c1,n2: copied before a job and back after it (rsync), found it has no FUSE",
+        "/data on n1: its own directory",
+    ]
+
+
+async def test_a_share_that_does_not_answer_is_found_where_it_is_mounted_and_nowhere_else() -> None:
+    record = {RECORD: FileFact(text="# ours\nautomount /home/alice\nmount /srv/x\n")}
+    facts = {"n2": host_facts("n2", "10.0.0.12", files=record), "n1": host_facts("n1", "10.0.0.11")}
+    stale = Result(1, stderr=b"stat: cannot read file system information: Transport endpoint is not connected\n")
+    for answer, said in [
+        (stale, "Transport endpoint is not connected"),
+        (Result(137), "not within 5 s"),
+    ]:
+        async with fleet(FakeHost("n2", {("timeout",): answer}), FakeHost("n1")) as hosts:
+            [finding] = await share_probes(SPEC, facts, hosts)
+        assert str(finding) == (
+            f"n2: /home/alice does not answer, found {said}, see that c1 is up and that n2 reaches it; whoever uses "
+            "the share waits until then"
+        )
+    async with fleet(FakeHost("n2", {("timeout",): b"ok"})) as hosts:
+        assert await share_probes(SPEC, facts, hosts) == []
