@@ -63,7 +63,8 @@ def show_keys(console: Console, result: KeysResult) -> None:
         how = "an earlier rotation is finished" if key.finished else "a new key"
         console.print(f"[green]✓[/] {key.key}: {how} on {compress(key.hosts)}", highlight=False)
         quiet = "Slurm always answered" if not key.failed_seconds else f"Slurm failed for {key.failed_seconds:.2f} s"
-        console.print(f"  {quiet} ({key.asked} times asked)", highlight=False)
+        slowest = f"{key.asked} times asked, the slowest answer took {key.slowest_answer:.1f} s"
+        console.print(f"  {quiet} ({slowest})", highlight=False)
     show_failures(console, dict(result.left))
     if result.left:
         console.print(f"  {compress(result.left)} has the old key: run `shoal up` when it answers", highlight=False)

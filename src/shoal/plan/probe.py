@@ -41,6 +41,11 @@ class Probes:
         return max((failed_seconds(probes) for probes in self.hosts.values()), default=0.0)
 
     @property
+    def slowest(self) -> float:
+        """The longest that any question took, answered or not."""
+        return max((probe.end - probe.begin for probes in self.hosts.values() for probe in probes), default=0.0)
+
+    @property
     def asked(self) -> int:
         return sum(len(probes) for probes in self.hosts.values())
 

@@ -15,6 +15,7 @@ from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.plan.pause import no_job_starts
 from shoal.plan.rotate_slurm import rotate_slurm
+from shoal.plan.rotate_wireguard import rotate_wireguard
 from shoal.plan.rotating import Rotated, Rotating, Rotation, apply_all, raise_failed
 from shoal.plan.tailscale import rotate_tailscale
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, munge_file
@@ -84,6 +85,12 @@ ROTATIONS: Mapping[str, Rotation] = {
     "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
     "slurm": Rotation(
         "key of auth/slurm", lambda spec: spec.auth == "slurm", "write `auth: slurm` into the file", rotate_slurm
+    ),
+    "wireguard": Rotation(
+        "WireGuard keys",
+        lambda spec: spec.network.kind == "wireguard",
+        "it wants `network: wireguard` in the file",
+        rotate_wireguard,
     ),
     "tailscale": Rotation(
         "key in a tailnet",

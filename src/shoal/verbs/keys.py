@@ -29,6 +29,8 @@ class RotatedKey:
     failed_by_host: Mapping[str, float] = field(default_factory=dict)
     asked: int = 0
     """How often Slurm was asked to find that out."""
+    slowest_answer: float = 0.0
+    """The longest that one of these questions took, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -94,4 +96,5 @@ async def _rotate(context: Context, fleet: Fleet, name: str) -> RotatedKey:
         round(probes.failed_seconds, 3),
         {host: round(failed_seconds(found), 3) for host, found in probes.hosts.items()},
         probes.asked,
+        round(probes.slowest, 3),
     )

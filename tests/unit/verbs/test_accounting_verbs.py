@@ -204,10 +204,10 @@ async def test_a_host_that_does_not_answer_stops_no_status() -> None:
 
 
 def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
-    done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40)
+    done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40, 1.23)
     text = shown(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
     assert "munge: a new key on c1,n1" in text
-    assert "Slurm failed for 0.25 s (40 times asked)" in text
+    assert "Slurm failed for 0.25 s (40 times asked, the slowest answer took 1.2 s)" in text
     assert "n2 has the old key: run `shoal up` when it answers" in text
     again = shown(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
-    assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 times asked)" in again
+    assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 times asked" in again

@@ -10,15 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.plan.fake_world import World, lab
+from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
 from shoal.agent.fake import FakeAgent
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import Call, FakeProgram
+from shoal.network.wireguard import PEERS, PUBLIC_KEY
 from shoal.plan import pause, probe
 from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
+from shoal.plan.rotate_wireguard import MAKE_NEXT, MARK, PUT_IN_PLACE
 from shoal.roles.auth import KEY, NEXT
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
 from shoal.slurm.auth import JWKS
@@ -96,6 +98,7 @@ async def test_seconds_in_which_slurm_failed_are_told_by_host() -> None:
     assert key.failed_seconds == 1.5
     assert key.failed_by_host == {"c1": 1.5, "n1": 1.5, "n2": 1.5}
     assert key.asked >= 6
+    assert key.slowest_answer == 0.5
 
 
 async def test_no_job_starts_while_the_keys_change() -> None:
@@ -263,3 +266,67 @@ async def test_where_munge_signs_slurm_has_no_key_to_rotate() -> None:
     with pytest.raises(UsageError) as caught:
         await rotate(context_of(cluster()), "slurm")
     assert str(caught.value) == ("cluster reef has no key of auth/slurm\n  fix: write `auth: slurm` into the file")
+
+
+# ---- WireGuard
+
+
+def mesh(*, begun: bool = False) -> tuple[World, list[tuple[str, str]]]:
+    """A cluster over WireGuard, and what was done on which host, in order: what is asked in a shell, by its script."""
+    world = lab(LAB + "network: wireguard\n")
+    done: list[tuple[str, str]] = []
+    for number, (name, host) in enumerate(world.hosts.items(), 1):
+        key = {PUBLIC_KEY: FileFact(text=base64.b64encode(bytes([number] * 32)).decode() + "\n")}
+        files = {**world.agents[name].facts.files, **key}
+        agent = FakeAgent(replace(world.agents[name].facts, files=files, tun=True, modules=("wireguard",)))
+        world.agents[name] = agent
+
+        def shell(call: Call, name: str = name) -> bytes:
+            done.append((name, call.argv[2]))
+            return b"7: shoal0    inet 10.77.0.1/16 scope global shoal0\n"
+
+        host.answers = {
+            **host.answers,
+            ("python3",): agent.play,
+            pause.COMMAND: _paused,
+            probe.COMMAND: _probed,
+            ("test", "-e", MARK): b"" if begun else Result(1),
+            ("sh", "-c"): shell,
+        }
+    return world, done
+
+
+async def test_every_host_makes_its_new_wireguard_key_before_any_puts_it_in_place() -> None:
+    world, done = mesh()
+    [key] = (await rotate(context_of(world), "wireguard")).rotated
+    assert (key.key, key.hosts, key.finished) == ("wireguard", ("c1", "n1", "n2"), False)
+    scripts = [script for _, script in done]
+    assert scripts[:3] == [MAKE_NEXT] * 3
+    assert scripts[3] == f"touch {MARK}"
+    assert scripts[4:7] == [PUT_IN_PLACE] * 3
+    assert done[-1] == ("c1", f"rm -f {MARK}")
+    for agent in world.agents.values():
+        assert f"file {PEERS}" in agent.items
+
+
+async def test_a_rotation_of_wireguard_keys_that_was_killed_makes_no_further_keys() -> None:
+    world, done = mesh(begun=True)
+    [key] = (await rotate(context_of(world), "wireguard")).rotated
+    assert key.finished
+    assert MAKE_NEXT not in [script for _, script in done]
+    assert [script for _, script in done][:3] == [PUT_IN_PLACE] * 3
+
+
+async def test_no_private_key_is_ever_an_argument_or_leaves_its_host() -> None:
+    world, _ = mesh()
+    await rotate(context_of(world), "wireguard")
+    asked = [request for agent in world.agents.values() for request in agent.requests if request["op"] == "secret"]
+    assert asked == []
+    printed = [call for host in world.hosts.values() for call in host.argvs if "cat" in " ".join(call).split()]
+    assert all("wireguard.key" not in " ".join(call).split("cat ")[-1] for call in printed)
+
+
+async def test_a_cluster_without_wireguard_has_no_such_key() -> None:
+    with pytest.raises(UsageError) as caught:
+        await rotate(context_of(cluster()), "wireguard")
+    assert str(caught.value) == ("cluster reef has no WireGuard keys\n  fix: it wants `network: wireguard` in the file")
