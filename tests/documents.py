@@ -23,6 +23,7 @@ PROVE = "by test_prove.py: here as it stands; on two nodes with --export PYTHONP
 ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_run_as_they_stand"
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
+TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -61,6 +62,9 @@ COMMANDS = {
     "shoal restore latest --yes": BOOKS,
     "shoal keys rotate munge": BOOKS,
     "shoal keys rotate all": BOOKS,
+    "shoal keys rotate tailscale": TAILNET,
+    "shoal bench links": TAILNET,
+    "shoal bench links --hosts gpu01,gpu02 --seconds 5": TAILNET,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,
