@@ -74,7 +74,8 @@ def sshd_block() -> str:
         f"Match User {ACCOUNT}\n"
         f"    AuthorizedKeysFile {sshfs.KEYS}/{sshfs.ACCOUNT}\n"
         "    AuthenticationMethods publickey\n"
-        f"    ForceCommand {SERVER_PROGRAM} {sshfs.ROOT}\n"
+        # Several hosts come at a time; rsync puts a file in place when it is whole.
+        f"    ForceCommand {SERVER_PROGRAM} -no-lock {sshfs.ROOT}\n"
         "    DisableForwarding yes\n"
         "    PermitTTY no\n"
         "    PermitUserRC no\n"

@@ -53,5 +53,5 @@ def test_who_comes_to_copy_may_use_rsync_in_the_shares_directory_and_nothing_els
     lines = stage.sshd_block().splitlines()
     assert lines[0] == "Match User shoal-copy"
     inside = {line.strip() for line in lines[1:]}
-    assert {"ForceCommand /usr/bin/rrsync /srv/shoal-shares", "DisableForwarding yes", "PermitTTY no"} <= inside
+    assert {"ForceCommand /usr/bin/rrsync -no-lock /srv/shoal-shares", "DisableForwarding yes", "PermitTTY no"} <= inside
     assert f"AuthorizedKeysFile {sshfs.KEYS}/shoal-share" in inside

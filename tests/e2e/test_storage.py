@@ -1,0 +1,264 @@
+"""Shares and users on real hosts: the same files and people everywhere, a server that dies, and who is kept out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster, running
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: st-shares
+controller: {{provider: sandbox, memory: 768M}}
+nodesets:
+  fish: {{provider: sandbox, count: 2, memory: 512M, cgroups: true}}
+storage:
+  /home: {{kind: nfs}}
+  /data: {{kind: nfs, host: fish2, path: /shared/data}}
+  /apps: {{kind: sshfs, read_only: true}}
+  /scratch: {{kind: stage}}
+users:
+  alice: {{uid: 2001, groups: [team], keys: ["file:{keys}/alice.pub"]}}
+  bob: {{uid: 2002, groups: [team], keys: ["file:{keys}/bob.pub"]}}
+"""
+
+WRITER = """\
+import os, sys, time
+out = os.open("/data/written", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+for line in range(150):
+    os.write(out, b"%d\\n" % line)
+    os.fsync(out)
+    with open("/var/tmp/synced", "w") as note:
+        note.write(str(line))
+    time.sleep(0.05)
+"""
+"""Notes on the node's own disk which line the share has promised to keep."""
+
+
+SSH = "ssh -i /etc/shoal/storage/key -o UserKnownHostsFile=/etc/shoal/storage/known_hosts -o BatchMode=yes"
+"""As a host goes to another for a share."""
+
+
+class Lab(Cluster):
+    """The cluster with its people."""
+
+    keys: Path
+
+    def login(self, user: str, host: str, script: str) -> subprocess.CompletedProcess[str]:
+        """A shell script run by a person who logs in with their own key."""
+        options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "BatchMode=yes"]
+        line = [
+            "ssh",
+            "-q",
+            *options,
+            "-i",
+            str(self.keys / user),
+            f"{user}@{self.instances()[host].address}",
+            "bash -s",
+        ]
+        return subprocess.run(line, input=script, capture_output=True, text=True, timeout=120)
+
+    def says(self, user: str, host: str, script: str) -> str:
+        done = self.login(user, host, script)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def shell(self, host: str, script: str) -> str:
+        """The same as root."""
+        done = self.ssh(host, f"sh -c {shlex.quote(script)}")
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def address(self, host: str) -> str:
+        found = self.instances()[host].address
+        assert found
+        return found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    place = tmp_path_factory.mktemp("shares")
+    for user in ("alice", "bob"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / user], check=True)
+    with running(place, SPEC.format(keys=place)) as made:
+        made.__class__ = Lab
+        assert isinstance(made, Lab)
+        made.keys = place
+        yield made
+
+
+def test_people_have_the_same_numbers_everywhere_and_a_second_up_changes_nothing(lab: Lab) -> None:
+    [seen] = {
+        lab.on(host, "sh", "-c", "id alice; id bob; getent group team shoal-users")
+        for host in ("controller", "fish1", "fish2")
+    }
+    assert "uid=2001(alice) gid=2001(alice)" in seen and "(team)" in seen
+    again = lab.json("up")
+    assert again["whole"] and not again["changed"], again
+
+
+def test_a_persons_job_on_two_nodes_writes_into_her_home_as_herself(lab: Lab) -> None:
+    work = "srun -N2 sh -c 'echo hello > ~/from.$SLURMD_NODENAME; id -u; stat -c %a:%u ~'"
+    said = lab.says("alice", "controller", work)
+    assert sorted(said.split()) == ["2001", "2001", "700:2001", "700:2001"]
+    for host in ("controller", "fish1", "fish2"):
+        seen = lab.shell(host, "stat -c '%u %g %n' /home/alice/from.*").splitlines()
+        assert seen == ["2001 2001 /home/alice/from.fish1", "2001 2001 /home/alice/from.fish2"]
+    assert lab.login("bob", "controller", "cat /home/alice/from.fish1").returncode != 0
+    peek = lab.login("bob", "controller", "srun -w fish1 cat /home/alice/from.fish1")
+    assert peek.returncode != 0 and "Permission denied" in peek.stderr
+
+
+def test_a_node_lets_in_by_ssh_who_has_a_job_there(lab: Lab) -> None:
+    assert lab.login("alice", "fish1", "true").returncode != 0
+    lab.says("alice", "controller", "sbatch -w fish1 -o /dev/null --wrap 'sleep 600'")
+    lab.wait("her job runs", lambda: lab.says("alice", "controller", "squeue -h -o %T").strip() == "RUNNING")
+    assert "/job_" in lab.says("alice", "fish1", "cat /proc/self/cgroup")
+    assert lab.login("alice", "fish2", "true").returncode != 0
+    assert lab.login("bob", "fish1", "true").returncode != 0
+    lab.says("alice", "controller", "scancel -u alice")
+    assert lab.login("alice", "controller", "true").returncode == 0
+
+
+def test_a_server_that_is_killed_and_returns_has_all_that_was_synced_and_the_job_went_on(lab: Lab) -> None:
+    lab.says("alice", "controller", f"cat > writer.py <<'E'\n{WRITER}\nE")
+    job = lab.says("alice", "controller", "sbatch --parsable -w fish1 -o writer.out --wrap 'python3 writer.py'").strip()
+
+    def synced() -> int:
+        return int(lab.ssh("fish1", "cat /var/tmp/synced 2> /dev/null").stdout or -1)
+
+    lab.wait("it writes", lambda: synced() >= 20)
+    lab.fault("kill", "fish2")
+    promised = synced()
+    # Nothing that asks about the cluster touches the share.
+    assert lab.json("status", timeout=100)["nodes"]
+    assert "RUNNING" in lab.on("controller", "squeue", "-h", "-o", "%T", "-j", job)
+    assert lab.json("up", timeout=300)["created"] == ["fish2"]
+    ended = ("scontrol", "show", "job", job)
+    lab.wait("it ends", lambda: "JobState=COMPLETED" in lab.on("controller", *ended), 180)
+    written = lab.shell("fish2", "cat /data/written").split()
+    assert written[: promised + 1] == [str(line) for line in range(promised + 1)]
+    assert [int(line) for line in dict.fromkeys(written)] == list(range(150))
+    assert lab.shell("fish1", "cat /data/written").split() == written
+
+
+def test_a_share_that_is_copied_comes_before_a_job_and_its_results_go_back(lab: Lab, tmp_path: Path) -> None:
+    lab.shell("controller", "echo 20 > /scratch/number; mkdir -m 1777 /scratch/results")
+    work = "import os\nnumber = int(open('/scratch/number').read()) + 1\n"
+    work += "open('/scratch/results/' + os.uname().nodename, 'w').write(str(number))"
+    (tmp_path / "work.py").write_text(work + "\n")
+    run = [*lab.line("run", "-N2", "--wait"), "work.py"]
+    done = subprocess.run(run, cwd=tmp_path, env=lab.env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert lab.shell("controller", "cd /scratch/results && head -n1 *").split() == [
+        *("==>", "fish1", "<==", "21"),
+        *("==>", "fish2", "<==", "21"),
+    ]
+    refused = lab.ssh("fish1", f"{SSH} shoal-copy@{lab.address('controller')} id 2>&1")
+    assert refused.returncode != 0 and "uid=" not in refused.stdout
+
+
+def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
+    said = {share["where"]: share for share in lab.json("status")["shares"]}
+    assert list(said) == ["/home", "/data", "/apps", "/scratch"]
+    assert all(share["free_mb"] > 0 and not share["trouble"] for share in said.values())
+    told = [finding["what"] for finding in lab.json("check")["findings"]]
+    assert "/data on controller,fish1: mounted over SSH (sshfs)" in told
+    assert "/scratch on fish[1-2]: copied before a job and back after it (rsync)" in told
+    lab.shell("fish1", "umount -l /data")
+    told = lab.json("up")
+    assert told["whole"] and told["changed"] == ["fish1"]
+
+
+def test_a_share_is_read_by_nfs_by_members_alone_and_their_root_is_nobody_on_it(lab: Lab) -> None:
+    lab.shell("fish1", "DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends libnfs-utils")
+    lab.shell("fish2", "install -d -m 0755 /data/roots; echo theirs > /data/roots/file; echo open > /data/open")
+    at = f"nfs://{lab.address('fish2')}/shared/data"
+    as_root = "version=4&uid=0&gid=0"
+    # The server was started anew: until all that knew it before had their say it opens nothing.
+    lab.wait("it is open", lambda: lab.ssh("fish1", f"nfs-cat '{at}/open?{as_root}'").stdout == "open\n")
+    into = f"echo mine > /tmp/mine; nfs-cp /tmp/mine '{at}/WHERE?{as_root}' 2>&1"
+    assert lab.ssh("fish1", into.replace("WHERE", "roots/mine")).returncode != 0
+    lab.shell("fish1", into.replace("WHERE", "mine"))
+    assert lab.shell("fish2", "stat -c %u /data/mine; ls /data/roots") == "65534\nfile\n"
+    # An address that is no member's, with the firewall out of the way.
+    server, stranger = lab.address("fish2"), lab.address("fish1").rpartition(".")[0] + ".200"
+    device = lab.shell("fish1", f"ip -o route get {server}").split(" dev ")[1].split()[0]
+    lab.shell("fish2", "systemctl stop shoal-firewall")
+    try:
+        lab.shell("fish1", f"ip addr add {stranger}/32 dev {device}; ip route add {server} dev {device} src {stranger}")
+        refused = lab.ssh("fish1", f"timeout 60 nfs-cat '{at}/open?{as_root}' 2>&1")
+        assert refused.returncode not in (0, 124) and "NFS4ERR" in refused.stdout, refused.stdout
+    finally:
+        lab.ssh("fish1", f"ip route del {server}; ip addr del {stranger}/32 dev {device}")
+        lab.shell("fish2", "systemctl start shoal-firewall")
+    assert lab.shell("fish1", f"nfs-cat '{at}/open?{as_root}'") == "open\n"
+
+
+def test_a_members_root_is_no_root_over_ssh_either_and_gets_no_shell(lab: Lab) -> None:
+    lab.shell("fish1", "echo x > /data/by-root")
+    assert lab.shell("fish2", "stat -c %U /data/by-root") == "shoal-share\n"
+    assert lab.ssh("fish1", "chown root /data/by-root").returncode != 0
+    assert lab.ssh("fish1", "touch /data/roots/mine").returncode != 0
+    assert lab.ssh("fish1", "touch /apps/mine").returncode != 0
+    to = f"shoal-share@{lab.address('fish2')}"
+    shell = lab.ssh("fish1", f"{SSH} {to} id 2>&1")
+    assert shell.returncode != 0 and "uid=" not in shell.stdout, shell.stdout
+    listed = lab.shell("fish1", f"echo 'ls -1 /' | sftp -q -b - {SSH.removeprefix('ssh')} {to}")
+    assert "/data" in listed and "/etc" not in listed
+    # The key of one host from the address of another.
+    stolen = lab.shell("fish1", "cat /etc/shoal/storage/key")
+    thief = f"cat > /tmp/key && chmod 600 /tmp/key && ssh -i /tmp/key -o BatchMode=yes -o StrictHostKeyChecking=no {to}"
+    assert "Permission denied" in subprocess_input(lab, "controller", f"{thief} 2>&1; rm -f /tmp/key", stolen)
+
+
+def subprocess_input(lab: Lab, host: str, script: str, stdin: str) -> str:
+    target = lab.instances()[host]
+    options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-i", str(target.identity)]
+    line = ["ssh", "-q", *options, f"root@{target.address}", script]
+    return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_from_outside_the_cluster_no_port_of_a_share_answers(lab: Lab) -> None:
+    for port in (2049, 111):
+        with pytest.raises(OSError):
+            socket.create_connection((lab.address("fish2"), port), timeout=3).close()
+
+
+def test_no_secret_of_a_share_is_readable_by_others(lab: Lab) -> None:
+    for host in ("controller", "fish1", "fish2"):
+        found = lab.shell(
+            host, "find /etc/shoal /etc/ssh/shoal-keys -type f -perm /044 -exec grep -l 'PRIVATE KEY' {} +; true"
+        )
+        assert found == ""
+        assert lab.shell(host, "stat -c '%a %U' /etc/shoal/storage/key").split() in (["600", "root"],)
+
+
+def test_who_leaves_is_locked_and_keeps_every_file_and_may_return(lab: Lab) -> None:
+    lab.says("bob", "controller", "echo kept > kept")
+    text = lab.file.read_text()
+    lab.file.write_text(re.sub(r"  bob:.*\n", "", text).replace("  /apps: {kind: sshfs, read_only: true}\n", ""))
+    assert lab.json("up")["whole"]
+    assert lab.login("bob", "controller", "true").returncode != 0
+    assert lab.shell("controller", "cat /home/bob/kept; stat -c %u /home/bob") == "kept\n2002\n"
+    mounts = lab.on("fish1", "cat", "/proc/mounts")
+    assert " /home/alice " in mounts and " /home/bob " not in mounts and " /apps " not in mounts
+    assert not lab.json("up")["changed"]
+    lab.file.write_text(text)
+    assert lab.json("up")["whole"]
+    assert lab.says("bob", "controller", "cat kept") == "kept\n"
+
+
+def test_after_a_reboot_everything_is_back_by_itself(lab: Lab) -> None:
+    lab.fault("reboot", "fish1")
+    lab.wait("it is back", lambda: lab.answers("fish1"))
+    for place in ("/home/alice/from.fish1", "/data/open"):
+        lab.wait(f"{place} is there", lambda place=place: lab.ssh("fish1", f"timeout 20 cat {place}").returncode == 0)
+    assert not lab.json("up")["changed"]
