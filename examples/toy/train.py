@@ -120,7 +120,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="replicated, or in pieces")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=128, help="images in a step, over all ranks")
-    parser.add_argument("--lr", type=float, default=0.04, help="the highest learning rate")
+    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", help="where to save; by default in the job's directory, or here")
     return parser.parse_args()
