@@ -64,7 +64,7 @@ COMMANDS = {
     "shoal keys rotate all": BOOKS,
     "shoal keys rotate tailscale": TAILNET,
     "shoal bench links": TAILNET,
-    "shoal bench links --hosts gpu01,gpu02 --seconds 5": TAILNET,
+    "shoal bench links --hosts gpu01,gpu02 --seconds 2": TAILNET,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

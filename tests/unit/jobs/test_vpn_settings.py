@@ -9,7 +9,7 @@ import pytest
 from tests.unit.jobs.job_clusters import SHIPPED, resolved
 
 from shoal.jobs.script import sbatch_script
-from shoal.network import tailscale
+from shoal.network import tailscale, wireguard
 
 
 def variables(folder: Path, address_line: str, **options: object) -> dict[str, str]:
@@ -27,7 +27,7 @@ def variables(folder: Path, address_line: str, **options: object) -> dict[str, s
     return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("interface", ["shoal0", tailscale.INTERFACE])
+@pytest.mark.parametrize("interface", [wireguard.INTERFACE, tailscale.INTERFACE])
 def test_over_a_vpn_its_interface_is_used_with_many_sockets_and_without_infiniband(
     tmp_path: Path, interface: str
 ) -> None:
