@@ -24,6 +24,7 @@ ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_r
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
 TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"
+SITES = "as it stands, on two sites joined by WireGuard, by test_the_command_of_the_page_spans_the_sites"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -65,6 +66,7 @@ COMMANDS = {
     "shoal keys rotate tailscale": TAILNET,
     "shoal bench links": TAILNET,
     "shoal bench links --hosts gpu01,gpu02 --seconds 2": TAILNET,
+    "shoal run -N3 --switches 2 --wait train.py": SITES,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

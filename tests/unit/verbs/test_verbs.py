@@ -508,7 +508,7 @@ async def test_check_finds_nothing_on_a_cluster_that_is_up() -> None:
     before = {name: len(agent.requests) for name, agent in world.agents.items()}
     assert await check(context) == []
     for name, agent in world.agents.items():
-        assert {request["op"] for request in agent.requests[before[name] :]} <= {"facts", "check", "exit"}
+        assert {request["op"] for request in agent.requests[before[name] :]} <= {"facts", "check", "reach", "exit"}
 
 
 async def test_check_says_all_that_is_wrong_the_worst_first() -> None:

@@ -1,0 +1,218 @@
+"""Two sites on separate subnets, the far one behind NAT, joined by nothing but WireGuard.
+
+The tests share one cluster and run in the order of this file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.documents import ROOT, commands
+from tests.e2e.cluster import Cluster, running
+from tests.e2e.torch_env import give_torch
+
+from shoal.agent.program.reach import reach
+
+pytestmark = pytest.mark.sandbox
+
+SPEC = """\
+cluster: wg-sites
+network: wireguard
+controller: {provider: sandbox, memory: 1G}
+nodesets:
+  near: {provider: sandbox, count: 1, memory: 1G}
+  far: {provider: sandbox, count: 2, memory: 1G, site: b}
+"""
+DDP = """\
+import socket
+import torch
+import torch.distributed as dist
+from shoal.train import init, parallelize
+
+run = init()
+torch.manual_seed(run.env.rank)
+model = parallelize(torch.nn.Linear(8, 8), "ddp")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+weights = [torch.empty(8, 8) for _ in range(run.env.world_size)]
+dist.all_gather(weights, next(model.parameters()).detach())
+assert all(torch.equal(weights[0], other) for other in weights)
+print(socket.gethostname(), "has the same weights")
+"""
+HOSTS = ("controller", "near1", "far1", "far2")
+SRUN = ("timeout", "60", "srun", "--immediate=30")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("wireguard"), SPEC) as made:
+        yield made
+
+
+def names(text: str) -> list[str]:
+    return sorted(text.split())
+
+
+def works(cluster: Cluster, node: str) -> bool:
+    return cluster.ssh("controller", f"timeout 20 srun --immediate=10 -w {node} hostname").stdout == f"{node}\n"
+
+
+def sessions(cluster: Cluster) -> dict[str, tuple[int, int, int]]:
+    """The controller's sessions by the peer's address: the last handshake, and the bytes received and sent."""
+    found = {}
+    for line in cluster.on("controller", "wg", "show", "shoal0", "dump").splitlines()[1:]:
+        _, _, _, allowed, handshake, received, sent, _ = line.split("\t")
+        found[allowed.partition("/")[0]] = (int(handshake), int(received), int(sent))
+    return found
+
+
+def since(cluster: Cluster, host: str) -> str:
+    """When the network of a host came up."""
+    return cluster.on(host, "systemctl", "show", "-p", "ActiveEnterTimestampMonotonic", "shoal-wireguard")
+
+
+def test_a_second_up_changes_nothing_and_every_pair_connects(cluster: Cluster) -> None:
+    again = cluster.json("up")
+    assert (again["changed"], again["unready"]) == ([], [])
+    assert [finding for finding in cluster.json("check")["findings"] if finding["level"] == "error"] == []
+
+
+def test_names_and_nodes_are_on_the_network(cluster: Cluster) -> None:
+    told = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
+    for number, host in enumerate(HOSTS, 1):
+        assert f"10.77.0.{number} " in told
+        assert cluster.on(host, "getent", "ahostsv4", host).split()[0] == f"10.77.0.{number}"
+    assert "NodeAddr=10.77.0.3" in cluster.on("controller", "scontrol", "show", "node", "far1")
+
+
+def test_jobs_run_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
+    inside = cluster.on("controller", *SRUN, "-N2", "hostname")
+    assert names(inside) == ["far1", "far2"]
+    assert names(cluster.on("far1", *SRUN, "-w", "near1", "hostname")) == ["near1"]
+    refused = cluster.ssh("controller", "timeout 30 srun -N3 hostname")
+    assert refused.returncode != 0
+    assert "no site has 3 nodes; a job that may span sites says how many: --switches=2" in refused.stderr
+    across = cluster.on("controller", *SRUN, "-N3", "--switches=2", "hostname")
+    assert names(across) == ["far1", "far2", "near1"]
+
+
+def test_the_command_of_the_page_spans_the_sites(cluster: Cluster) -> None:
+    [[command]] = commands(ROOT / "docs/network.md")
+    (cluster.file.parent / "train.py").write_text("import socket\nprint('I am', socket.gethostname())\n")
+    environment = {**cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=cluster.file.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert all(f"I am {host}" in done.stdout for host in ("near1", "far1", "far2"))
+
+
+@pytest.mark.matrix
+def test_a_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
+    packages = give_torch(cluster.name)
+    (cluster.file.parent / "ddp.py").write_text(DDP)
+    for words, hosts in (((), {"far1", "far2"}), (("--switches", "2"), {"near1", "far1", "far2"})):
+        nodes = ("-N", str(len(hosts)), *words, "--export", f"PYTHONPATH={packages}")
+        done = subprocess.run(
+            cluster.line("run", *nodes, "--wait", "ddp.py"),
+            cwd=cluster.file.parent, env=cluster.env, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert {host for host in HOSTS if f"{host} has the same weights" in done.stdout} == hosts, done.stdout
+
+
+def test_each_host_has_a_key_of_its_own_that_nobody_else_can_read(cluster: Cluster) -> None:
+    key, peers = "/etc/shoal/wireguard.key", "/etc/shoal/wireguard-peers.conf"
+    found = {host: cluster.on(host, "sh", "-c", f"stat -c '%a %U' {key}; cat {key} {peers}") for host in HOSTS}
+    private = {host: text.splitlines()[1] for host, text in found.items()}
+    assert len(set(private.values())) == len(HOSTS)
+    for host, text in found.items():
+        assert text.splitlines()[0] == "600 root"
+        assert not any(private[other] in text for other in HOSTS if other != host)
+
+
+def test_slurm_listens_on_the_network_alone_and_nobody_outside_reaches_it(cluster: Cluster) -> None:
+    listening = {
+        "controller": cluster.on("controller", "ss", "-ltnH", "sport = :6817"),
+        "far1": cluster.on("far1", "ss", "-ltnH", "sport = :6818"),
+    }
+    assert listening["controller"].split()[3] == "10.77.0.1:6817"
+    assert listening["far1"].split()[3] == "10.77.0.3:6818"
+    # This machine is on the bridges of both sites and is no member.
+    addresses = [str(target.address) for target in cluster.instances().values()]
+    targets: list[list[object]] = [[address, port] for address in addresses for port in (6817, 6818, 60001)]
+    assert set(reach(targets, 3.0)) == {"silent"}
+    assert reach([[address, 22] for address in addresses], 60.0) == ["open"] * len(addresses)
+
+
+def test_a_host_that_moves_to_another_address_is_followed(cluster: Cluster) -> None:
+    target = cluster.instances()["near1"]
+    assert target.address
+    site = target.address.rpartition(".")[0]
+    old, new = target.address, f"{site}.200"
+    # Else the kernel takes the second address away with the first.
+    cluster.on("near1", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/eth0/promote_secondaries")
+    cluster.on("near1", "ip", "address", "add", f"{new}/24", "dev", "eth0")
+    move = "ip address {} {}/24 dev eth0; ip route replace default via {}.1; ping -c1 -w60 controller"
+    try:
+        assert at(cluster, new, move.format("delete", old, site)) == 0
+        assert f"{new}:51820" in cluster.on("controller", "wg", "show", "shoal0", "endpoints")
+        assert works(cluster, "near1")
+    finally:
+        at(cluster, new, move.format("add", old, site))
+    cluster.on("near1", "ip", "address", "delete", f"{new}/24", "dev", "eth0")
+    cluster.on("near1", "ping", "-c1", "-w60", "controller")
+
+
+def at(cluster: Cluster, address: str, command: str) -> int:
+    """A command on the host that has this address; its status."""
+    options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10"]
+    identity = str(cluster.instances()["near1"].identity)
+    return subprocess.run(["ssh", "-q", *options, "-i", identity, f"root@{address}", command], timeout=120).returncode
+
+
+def test_members_come_and_go_and_the_others_keep_their_sessions(cluster: Cluster) -> None:
+    stay = ("controller", "near1", "far1", "far2")
+    old, up_since = sessions(cluster), {host: since(cluster, host) for host in stay}
+    cluster.edit("far: {provider: sandbox, count: 2", "far: {provider: sandbox, count: 3")
+    assert cluster.json("up", timeout=600)["whole"]
+    assert names(cluster.on("controller", *SRUN, "-N3", "hostname")) == ["far1", "far2", "far3"]
+    more = sessions(cluster)
+    assert more.keys() == {*old, "10.77.0.5"}
+    cluster.edit("far: {provider: sandbox, count: 3", "far: {provider: sandbox, count: 2")
+    assert cluster.json("up", timeout=600)["removed"] == ["far3"]
+    less = sessions(cluster)
+    assert less.keys() == old.keys()
+    for address, (handshake, received, sent) in old.items():
+        # A session that is begun anew has counters that begin anew.
+        assert less[address][0] >= handshake
+        assert less[address][1] >= more[address][1] >= received
+        assert less[address][2] >= more[address][2] >= sent
+    assert {host: since(cluster, host) for host in stay} == up_since
+
+
+def test_a_site_that_is_cut_off_comes_back_by_itself(cluster: Cluster) -> None:
+    for host in ("far1", "far2"):
+        cluster.fault("cut", host)
+    try:
+        assert works(cluster, "near1")
+        assert cluster.ssh("controller", "ping -c1 -W2 far1").returncode != 0
+    finally:
+        for host in ("far1", "far2"):
+            cluster.fault("heal", host)
+    for host in ("far1", "far2"):
+        cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
+
+
+def test_a_host_that_reboots_comes_back_by_itself(cluster: Cluster) -> None:
+    cluster.fault("reboot", "far1")
+    cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
+    assert cluster.json("up")["changed"] == []
