@@ -6,7 +6,6 @@ MLflow takes minutes to install: here a program stands in for it, and `test_mlfl
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import Cluster, kill, running
 from tests.e2e.tracking_checks import (
     address,
     check_jobs_report,
@@ -152,14 +151,11 @@ def test_a_torch_that_the_drivers_are_too_old_for_is_told_when_it_is_built_and_n
 
 def test_a_build_that_is_killed_is_finished_by_the_next_one(cluster: Cluster) -> None:
     (cluster.file.parent / "bowl.txt").write_text(INDEX + "sprat\n")
-    process = cluster.background("env", "build", "bowl")
     wheels = Layout(cache_dir(), cluster.name).shared / "environments" / "wheels"
     before = set(wheels.iterdir())
-    cluster.wait("it has begun", lambda: set(wheels.iterdir()) != before or process.poll() is not None, 120)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout:
-        process.stdout.close()
+    process = cluster.background("env", "build", "bowl")
+    cluster.wait("it has begun", lambda: set(wheels.iterdir()) != before or process.poll() is not None)
+    kill(process)
     [made] = cluster.json("env", "build", "bowl")["made"]
     assert made["packages"] == ["sprat==1.0"]
     assert cluster.on("fish1", f"{made['path']}/bin/sprat-says") == "sprat 1.0\n"
