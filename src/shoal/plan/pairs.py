@@ -105,4 +105,6 @@ def _fix(spec: Spec, port: int) -> str:
         )
     if spec.network.kind == "lan":
         return f"open TCP port {port} between the hosts, or join them by `network: wireguard`"
+    if spec.network.kind == "tailscale":
+        return f"look at `tailscale ping` on the two, and let the rules of the tailnet open TCP port {port} to members"
     return f"open TCP port {port} between the hosts on the network {spec.network.kind}"

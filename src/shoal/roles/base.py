@@ -6,7 +6,8 @@ from shoal.agent.document import Block, Directory, Document, File, Group, Item, 
 from shoal.agent.facts import Facts
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
-from shoal.network.wireguard import INTERFACE
+from shoal.network.tailscale import INTERFACE as TAILSCALE
+from shoal.network.wireguard import INTERFACE as WIREGUARD
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
 from shoal.roles.part import Kept
@@ -16,7 +17,7 @@ from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
-INTERFACES = {"wireguard": INTERFACE}
+INTERFACES = {"wireguard": WIREGUARD, "tailscale": TAILSCALE}
 """The interface of a network of our own, by its kind."""
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_NEXT = "/etc/munge/munge.key.next"

@@ -142,6 +142,15 @@ def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
     assert cluster.conf.controller_address == "100.64.0.1"
 
 
+def test_members_are_let_in_by_the_tailnet_alone() -> None:
+    other = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
+    cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {})
+    [rules] = [i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == "file /etc/shoal/firewall.nft"]
+    assert isinstance(rules, File)
+    assert "elements = { 100.64.0.1, 100.64.0.2 }" in str(rules.content)
+    assert 'iifname "tailscale0" ip saddr @members4 tcp dport' in str(rules.content)
+
+
 # ---- what is found
 
 
