@@ -153,6 +153,7 @@ def test_slurm_listens_on_the_network_alone_and_nobody_outside_reaches_it(cluste
     assert reach([[address, 22] for address in addresses], 60.0) == ["open"] * len(addresses)
 
 
+@pytest.mark.matrix
 def test_a_host_that_moves_to_another_address_is_followed(cluster: Cluster) -> None:
     target = cluster.instances()["near1"]
     assert target.address

@@ -16,6 +16,7 @@ from shoal.verbs.status import Status
 
 if TYPE_CHECKING:
     from shoal.verbs.shares import ShareState
+    from shoal.verbs.wireguard import WireGuardView
 
 NOTABLE = 0.5
 """Seconds by which a clock must be off to be named."""
@@ -47,6 +48,8 @@ def show_services(console: Console, status: Status) -> None:
         within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
         containers = f"; {compress(clocks.containers)}: their machine's" if clocks.containers else ""
         lines.append(f"clocks: {', '.join(filter(None, (within, told)))}{containers}")
+    if status.wireguard:
+        lines.append(wireguard_line(status.wireguard))
     if status.tailnet:
         lines += tailnet_lines(status.tailnet)
     if status.tracking:
@@ -59,6 +62,22 @@ def show_services(console: Console, status: Status) -> None:
         console.print()
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def wireguard_line(view: WireGuardView) -> str:
+    """`wireguard: heard from 3 members recently`, or who was not heard from."""
+    if view.problem:
+        return f"wireguard: [red]{escape(printable(view.problem))}[/]"
+    heard = len(view.heard) - len(view.quiet)
+    if not view.quiet:
+        return f"wireguard: [green]heard from {heard} member{'s' if heard != 1 else ''} recently[/]"
+    quiet = ", ".join(f"{name} ({_ago(view.heard[name])})" for name in view.quiet)
+    rest = f"; {heard} other{'s were' if heard != 1 else ' was'} heard from recently" if heard else ""
+    return f"wireguard: [yellow]not heard from {quiet}[/]{rest}"
+
+
+def _ago(seconds: int | None) -> str:
+    return "never" if seconds is None else f"{seconds // 60} min"
 
 
 def accounting_line(accounting: AccountingHealth) -> str:

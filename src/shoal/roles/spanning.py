@@ -7,8 +7,8 @@ from shoal.slurm.spanning import PLUGIN
 from shoal.slurm.versions import Version, packaged
 from shoal.spec.model import Spec
 
-DISTRIBUTIONS = (("debian", "12"), ("debian", "13"))
-"""Whose slurmctld is known to bring the plugin with it."""
+DISTRIBUTIONS = (("debian", "12"), ("debian", "13"), ("debian", ""))
+"""Whose slurmctld is known to bring the plugin with it. Debian's sid has no version number."""
 ARCHITECTURES = ("x86_64", "aarch64")
 
 
@@ -27,7 +27,8 @@ def can_span(spec: Spec, facts: Facts | None, version: Version | None) -> bool:
     package = facts.packages.get("slurmctld")
     ships = packaged(facts.os_id, facts.os_version)
     new = package is None or package.installed is None
-    return new and (facts.os_id, facts.os_version) in DISTRIBUTIONS and ships is not None and ships == version
+    known = (facts.os_id, facts.os_version) in DISTRIBUTIONS
+    return new and known and ships is not None and ships.release == version.release
 
 
 def _plugin(arch: str) -> str:

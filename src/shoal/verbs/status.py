@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.verbs.health import Clocks, TrackingHealth
     from shoal.verbs.shares import ShareState
     from shoal.verbs.tailnet import TailnetView
+    from shoal.verbs.wireguard import WireGuardView
 
 PATIENCE = 30.0
 """Seconds until a command of Slurm's must have answered."""
@@ -49,6 +50,7 @@ class Status:
     tracking: TrackingHealth | None = None
     shares: tuple[ShareState, ...] = ()
     tailnet: TailnetView | None = None
+    wireguard: WireGuardView | None = None
     accounting: AccountingHealth | None = None
 
 
@@ -58,6 +60,7 @@ async def status(context: Context) -> Status:
     from shoal.verbs.health import clocks, present, tracking_health
     from shoal.verbs.shares import share_states
     from shoal.verbs.tailnet import tailnet_members, tailnet_view
+    from shoal.verbs.wireguard import wireguard_view
 
     async with await context.fleet(await present(context)) as fleet:
         host = await fleet.host(context.controller.name)
@@ -70,6 +73,7 @@ async def status(context: Context) -> Status:
             shares = await share_states(context.spec, fleet)
             tracking, times = await tracking_health(host, context.spec), await looking
             tailnet = await tailnet_view(context, host)
+            wireguard = await wireguard_view(context.spec, host)
             accounting = await accounting_health(fleet, context.spec)
         finally:
             looking.cancel()
@@ -90,6 +94,7 @@ async def status(context: Context) -> Status:
         tracking=tracking,
         shares=shares,
         tailnet=tailnet_members(context, tailnet, found),
+        wireguard=wireguard,
         accounting=accounting,
     )
 
