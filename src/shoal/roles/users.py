@@ -9,8 +9,9 @@ from shoal.agent.document import Block, Command, Directory, Document, File, Grou
 from shoal.agent.facts import Facts
 from shoal.roles.confinement import confinement
 from shoal.roles.part import How, Part
+from shoal.roles.share_server import host_keys
+from shoal.roles.shares import Served, homes_of, reload_sshd, sshd_file, text_of, way_of
 from shoal.roles.stage import Stage
-from shoal.roles.storage import Served, homes_of, host_keys, reload_sshd, sshd_file, text_of, way_of
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec

@@ -26,7 +26,7 @@ FSTAT, FSETSTAT, OPENDIR, READDIR, REMOVE, MKDIR, RMDIR = 8, 10, 11, 12, 13, 14,
 RENAME, SYMLINK, STATUS, HANDLE, NAME, EXTENDED = 18, 20, 101, 102, 104, 200
 WITH_HANDLE = (CLOSE, READ, WRITE, FSTAT, FSETSTAT, READDIR)
 OK, NO_SUCH_FILE, FAILURE = 0, 2, 4
-CREATE, TRUNCATE, EXCLUSIVE = 0x08, 0x10, 0x20
+APPEND, CREATE, TRUNCATE, EXCLUSIVE = 0x04, 0x08, 0x10, 0x20
 FSYNC, RENAMES = b"fsync@openssh.com", b"posix-rename@openssh.com"
 HANDLES = (FSYNC, b"fstatvfs@openssh.com")
 MOST_UNSYNCED = 64 << 20
@@ -40,7 +40,9 @@ class Opened:
     """A file or directory that sshfs has open."""
 
     def __init__(self, request: bytes, handle: bytes) -> None:
-        self.request = request
+        self.kind = request[4]
+        self.path = string_at(request, 9)
+        self.flags = struct.unpack_from(">I", request, 13 + len(self.path))[0] if self.kind == OPEN else 0
         self.handle = handle
         """The server's name for it; ours does not change when the server's does."""
         self.answers = 0
@@ -179,6 +181,8 @@ class Session:
     def _keep(self, request: bytes, kind: int, code: int | None) -> None:
         at = handle_at(request)
         if at is None:
+            if code == OK:
+                self._renamed(request)
             return
         name = request[at + 4 : at + 8]
         found = self.opened.get(name)
@@ -197,6 +201,19 @@ class Session:
         elif request[4] == EXTENDED and FSYNC in request[:40]:
             number = struct.unpack_from(">I", request, 5)[0]
             self._synced(found, self.marks.pop(number, 0) if code == OK else 0)
+
+    def _renamed(self, request: bytes) -> None:
+        """A file that is open keeps open under its new name."""
+        at = 9
+        if request[4] == EXTENDED and string_at(request, 9) == RENAMES:
+            at = 13 + len(RENAMES)
+        elif request[4] != RENAME:
+            return
+        old = string_at(request, at)
+        new = string_at(request, at + 4 + len(old))
+        for file in self.opened.values():
+            if file.path == old or file.path.startswith(old + b"/"):
+                file.path = new + file.path[len(old) :]
 
     def _synced(self, file: Opened, count: int) -> None:
         self.unsynced -= sum(map(len, file.unsynced[:count]))
@@ -246,7 +263,7 @@ class Session:
 
     def _reopen(self, server: subprocess.Popen[bytes], incoming: Iterator[bytes], name: bytes, file: Opened) -> None:
         """Open a file again, and write again what the server may have forgotten."""
-        answer = exchange(server, incoming, bytes([file.request[4]]), reopening(file.request))
+        answer = exchange(server, incoming, bytes([file.kind]), reopening(file))
         if answer[4] != HANDLE:
             with self.state:
                 self.opened.pop(name, None)  # somebody removed it; what is asked of it now fails
@@ -255,8 +272,8 @@ class Session:
         for _ in range(file.answers):
             exchange(server, incoming, bytes([READDIR]), string(file.handle))
         for request in file.unsynced:
-            size = struct.unpack_from(">I", request, 9)[0]
-            exchange(server, incoming, bytes([WRITE]), string(file.handle) + request[13 + size :])
+            rest = request[13 + len(string_at(request, 9)) :]
+            exchange(server, incoming, bytes([WRITE]), string(file.handle) + rest)
 
     def _ask_again(self, epoch: int) -> None:
         """All that has no answer yet, once more, and then what sshfs asks next."""
@@ -275,13 +292,14 @@ class Session:
                     self._write(request)
 
 
-def reopening(request: bytes) -> bytes:
-    """The rest of a request that opens the same file and neither makes nor empties it."""
-    path_end = 13 + struct.unpack_from(">I", request, 9)[0]
-    if request[4] == OPENDIR:
-        return request[9:path_end]
-    flags = struct.unpack_from(">I", request, path_end)[0] & ~(CREATE | TRUNCATE | EXCLUSIVE)
-    return request[9:path_end] + struct.pack(">II", flags, 0)
+def reopening(file: Opened) -> bytes:
+    """The rest of a request that opens the same file and neither makes nor empties it.
+
+    Nor does it append: what is written a second time must come to the place where it was the first time.
+    """
+    if file.kind == OPENDIR:
+        return string(file.path)
+    return string(file.path) + struct.pack(">II", file.flags & ~(APPEND | CREATE | TRUNCATE | EXCLUSIVE), 0)
 
 
 def repeatable(request: bytes) -> bytes:
@@ -349,6 +367,11 @@ def framed(body: bytes) -> bytes:
 
 def string(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
+
+
+def string_at(packet: bytes, at: int) -> bytes:
+    size = struct.unpack_from(">I", packet, at)[0]
+    return packet[at + 4 : at + 4 + size]
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -14,6 +14,9 @@ from shoal.storage import sshfs
 ACCOUNT = "shoal-copy"
 """Another name of the shares' account, by which sshd knows who comes to copy."""
 PROGRAM = "/usr/local/lib/shoal/stage"
+DIRECTORY = "/etc/shoal/copying"
+"""What the account needs to get to the servers: the host's key, which only root can read elsewhere, and theirs."""
+KEY, KNOWN_HOSTS = f"{DIRECTORY}/key", f"{DIRECTORY}/known_hosts"
 LIST = "/etc/shoal/stage"
 SUDOERS = "/etc/sudoers.d/shoal-stage"
 SERVER_PROGRAM = "/usr/bin/rrsync"
@@ -21,7 +24,7 @@ SERVER_PROGRAM = "/usr/bin/rrsync"
 
 _HEADER = "# Written by shoal; changes here are lost.\n"
 _SSH = (
-    f"ssh -i {sshfs.KEY} -o UserKnownHostsFile={sshfs.KNOWN_HOSTS} -o GlobalKnownHostsFile=/dev/null "
+    f"ssh -i {KEY} -o UserKnownHostsFile={KNOWN_HOSTS} -o GlobalKnownHostsFile=/dev/null "
     "-o StrictHostKeyChecking=yes -o IdentitiesOnly=yes -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 )
 
@@ -42,7 +45,9 @@ def copied(some: Iterable[Copied]) -> str:
 
 
 def program() -> str:
-    """`stage in` before a job, `stage out` after it. Whoever runs it, it works as root, with the host's key."""
+    """`stage in` before a job, `stage out` after it. Whoever runs it, the shares' account copies, as on servers:
+    what users put in the way of root's rsync could lead it anywhere.
+    """
     return f"""\
 #!/bin/sh
 {_HEADER}set -u
@@ -50,12 +55,14 @@ case ${{1-}} in in | out) ;; *) echo "usage: $0 in|out" >&2; exit 2 ;; esac
 [ "$(id -u)" = 0 ] || exec sudo -n "$0" "$1"
 exec 9> /run/shoal-stage.lock
 flock 9
-copy() {{ rsync -rltO --update -e '{_SSH}' "$@" < /dev/null; }}
+as="setpriv --reuid={sshfs.ACCOUNT} --regid={sshfs.ACCOUNT} --clear-groups --no-new-privs"
+umask 0
+copy() {{ $as rsync -rltO --update --chmod=ugo=rwX -e '{_SSH}' "$@" < /dev/null; }}
 status=0
 while read -r where server mode; do
     there={ACCOUNT}@$server:$where/
     case $1.$mode.$where in
-        in.*./*) copy --perms --chmod=ugo=rwX "$there" "$where/" || status=1 ;;
+        in.*./*) copy "$there" "$where/" || status=1 ;;
         out.rw./*) copy "$where/" "$there" || status=1 ;;
     esac
 done < {LIST}

@@ -15,7 +15,7 @@ from shoal.agent.facts import Facts
 from shoal.errors import ShoalError
 from shoal.hostlist import compress
 from shoal.plan.connections import Connections
-from shoal.roles.storage import RECORD, Served, shares, text_of
+from shoal.roles.shares import RECORD, Served, shares, text_of
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
 from shoal.storage.ways import WORDS, way

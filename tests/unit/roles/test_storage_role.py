@@ -12,8 +12,9 @@ from shoal.agent.facts import Account, Facts, FileFact
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.in_force import InForce
 from shoal.roles.part import Part
+from shoal.roles.shares import RECORD
 from shoal.roles.stage import Stage
-from shoal.roles.storage import RECORD, Storage
+from shoal.roles.storage import Storage
 from shoal.roles.users import Users
 from shoal.storage import nfs, sshfs
 
@@ -202,11 +203,11 @@ def test_what_the_file_no_longer_names_is_unmounted_and_served_no_more() -> None
     before = {"n2": "automount /old\nautomount /data\n", "c1": "mount /srv/shoal-shares/old\nserves nfs\nserves ssh\n"}
     cluster = cluster_of(HEAD + "storage: {/data: {host: n1}}\n", before, n1=WHOLE)
     there = items(cluster, "n2")
-    assert there["mount /old"] == Mount("/old", mounted=False, automount=True)
+    assert there["mount /old"] == Mount("/old", fstype="none", mounted=False, automount=True)
     assert there["mount /data"].mounted  # type: ignore[attr-defined]
     assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /data"]
     gone = items(cluster, "c1")
-    assert gone["mount /srv/shoal-shares/old"] == Mount("/srv/shoal-shares/old", mounted=False)
+    assert gone["mount /srv/shoal-shares/old"] == Mount("/srv/shoal-shares/old", fstype="none", mounted=False)
     assert gone[f"file {nfs.GANESHA_UNIT}"] == File(nfs.GANESHA_UNIT)
     assert gone[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"] == File(f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
 

@@ -15,7 +15,7 @@ import pytest
 from shoal.storage import patient_sftp as sftp
 
 SERVER = "/usr/lib/openssh/sftp-server"
-READ, WRITE, CREATE, EXCLUSIVE = 1, 2, 8, 0x20
+READ, WRITE, APPEND, CREATE, EXCLUSIVE = 1, 2, 4, 8, 0x20
 
 pytestmark = pytest.mark.skipif(not os.path.exists(SERVER), reason="needs OpenSSH's sftp-server")
 
@@ -173,7 +173,32 @@ def test_what_was_done_before_the_loss_and_is_asked_again_has_succeeded(share: S
 def test_a_file_that_had_to_be_new_may_be_there_the_second_time() -> None:
     request = sftp.framed(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/x") + struct.pack(">II", 0x2A, 0))
     assert struct.unpack_from(">I", sftp.repeatable(request), 15)[0] == 0x2A & ~EXCLUSIVE
-    assert struct.unpack_from(">I", sftp.reopening(request), 6)[0] == WRITE
+    assert struct.unpack_from(">I", sftp.reopening(sftp.Opened(request, b"")), 6)[0] == WRITE
+
+
+def test_what_is_appended_is_there_once_and_in_its_place(share: Share, tmp_path: Path) -> None:
+    handle = share.open(tmp_path / "log", WRITE | CREATE | APPEND)
+    for line in range(40):
+        assert share.write(handle, line * 3, b"%02d\n" % line) == sftp.OK
+        if line % 10 == 5:
+            share.lose()
+    assert share.sync(handle) == sftp.OK
+    assert (tmp_path / "log").read_bytes() == b"".join(b"%02d\n" % line for line in range(40))
+
+
+@pytest.mark.parametrize("kind", [sftp.RENAME, sftp.EXTENDED])
+def test_a_file_that_was_renamed_while_it_was_open_goes_on_under_its_new_name(
+    share: Share, tmp_path: Path, kind: int
+) -> None:
+    handle = share.open(tmp_path / "new", WRITE | CREATE)
+    assert share.write(handle, 0, b"one\n") == sftp.OK
+    names = sftp.string(os.fsencode(tmp_path / "new")) + sftp.string(os.fsencode(tmp_path / "whole"))
+    assert share.status(kind, (sftp.string(sftp.RENAMES) if kind == sftp.EXTENDED else b"") + names) == sftp.OK
+    (tmp_path / "new").write_text("somebody else's")
+    share.lose()
+    assert share.write(handle, 4, b"two\n") == share.sync(handle) == sftp.OK
+    assert (tmp_path / "whole").read_text() == "one\ntwo\n"
+    assert (tmp_path / "new").read_text() == "somebody else's"
 
 
 def test_a_file_that_somebody_removed_meanwhile_is_an_error_and_no_wait(share: Share, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,11 @@ def run(tmp_path: Path, way: str, *, failing: str = "") -> tuple[int, list[str]]
     )
     (tmp_path / "rsync").chmod(0o755)
     text = stage.program().replace(stage.LIST, f"{tmp_path}/list").replace("/run/shoal-stage", f"{tmp_path}/stage")
-    text = text.replace('[ "$(id -u)" = 0 ]', "true").replace("copy() {", f"PATH={tmp_path}:$PATH\ncopy() {{")
+    text = (
+        re.sub('as="setpriv.*"', "as=", text)
+        .replace('[ "$(id -u)" = 0 ]', "true")
+        .replace("copy() {", f"PATH={tmp_path}:$PATH\ncopy() {{")
+    )
     done = subprocess.run(["sh", "-s", way], input=text, text=True, capture_output=True)
     calls = tmp_path / "calls"
     return done.returncode, calls.read_text().splitlines() if calls.exists() else []
@@ -44,6 +49,11 @@ def test_any_other_word_is_refused(tmp_path: Path, word: str) -> None:
     assert run(tmp_path, word) == (2, [])
 
 
+def test_no_root_copies_what_users_can_put_links_into() -> None:
+    assert "--reuid=shoal-share" in stage.program() and "copy() { $as rsync" in stage.program()
+    assert stage.program().count("rsync") == 1
+
+
 def test_users_may_run_the_two_commands_as_root_and_nothing_else() -> None:
     [line] = [line for line in stage.sudoers("team").splitlines() if not line.startswith("#")]
     assert line == f"%team ALL=(root) NOPASSWD: {stage.PROGRAM} in, {stage.PROGRAM} out"
@@ -53,5 +63,9 @@ def test_who_comes_to_copy_may_use_rsync_in_the_shares_directory_and_nothing_els
     lines = stage.sshd_block().splitlines()
     assert lines[0] == "Match User shoal-copy"
     inside = {line.strip() for line in lines[1:]}
-    assert {"ForceCommand /usr/bin/rrsync -no-lock /srv/shoal-shares", "DisableForwarding yes", "PermitTTY no"} <= inside
+    assert {
+        "ForceCommand /usr/bin/rrsync -no-lock /srv/shoal-shares",
+        "DisableForwarding yes",
+        "PermitTTY no",
+    } <= inside
     assert f"AuthorizedKeysFile {sshfs.KEYS}/shoal-share" in inside

@@ -11,7 +11,7 @@ from shoal.agent.facts import FileFact
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
 from shoal.plan.connections import Connections
-from shoal.roles.storage import RECORD
+from shoal.roles.shares import RECORD
 from shoal.verbs import shares
 from shoal.verbs.shares import ShareState, parse_quotas, parse_room, share_probes, share_states, share_ways
 

@@ -51,7 +51,9 @@ def make_mount(item: Item, world: World) -> str:
     same = recorded(item, path) == text
     if not item["mounted"] or not same:
         if is_mounted(where):
-            must(["umount", "--", where], f"could not unmount {where}; end what uses it (fuser -vm {where})")
+            # A directory that is shown in a second place: who has files of it open keeps them.
+            lazy = ["--lazy"] if item["fstype"] == "none" else []
+            must(["umount", *lazy, "--", where], f"could not unmount {where}; end what uses it (fuser -vm {where})")
         if has_systemd() and os.path.exists(path):
             run(["systemctl", "disable", "--", unit])
     if not has_systemd():
