@@ -63,8 +63,10 @@ def firewall_unit() -> str:
     )
 
 
-def opening(firewall: str, members: Iterable[str], ports: Iterable[str]) -> str:
+def opening(firewall: str, members: Iterable[str], ports: Iterable[str], udp: int | None = None) -> str:
     """How Slurm's ports are opened to the members in a firewall that is not ours, as commands for the host.
+
+    `udp` is a port that is opened to all: that of WireGuard, which answers nobody whom it does not know.
 
     A packet must pass every chain: what ours accepts, another one may still drop.
     """
@@ -72,8 +74,10 @@ def opening(firewall: str, members: Iterable[str], ports: Iterable[str]) -> str:
     if firewall == "ufw":
         wanted = ",".join(ports).replace("-", ":")
         commands = [f"ufw allow proto tcp from {address} to any port {wanted}" for address in addresses]
+        commands += [f"ufw allow {udp}/udp"] if udp else []
     elif firewall == "firewalld":
         commands = [f"firewall-cmd --permanent --zone=trusted --add-source={address}" for address in addresses]
+        commands += [f"firewall-cmd --permanent --add-port={udp}/udp"] if udp else []
         commands.append("firewall-cmd --reload")
     else:
         chain, guarded = firewall.partition(" ")[2], ", ".join(ports)
@@ -83,6 +87,7 @@ def opening(firewall: str, members: Iterable[str], ports: Iterable[str]) -> str:
             for family, some in families.items()
             if some and chain.partition(" ")[0] in ("inet", family)
         ]
+        commands += [f"nft 'insert rule {chain} udp dport {udp} accept'"] if udp else []
     return " && ".join(commands)
 
 

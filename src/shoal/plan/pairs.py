@@ -42,6 +42,10 @@ async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
     sites = {name: members[name].site for name in facts}
     addresses = to_try(facts, sites, reached_addresses(fleet))
 
+    def ports(name: str) -> tuple[int, ...]:
+        # Where somebody most likely answers. The port that we came by may be a router's.
+        return tuple(dict.fromkeys((SSH_PORT, members[name].port or SSH_PORT, spec.network.port)))
+
     async def look(name: str) -> dict[str, str]:
         tries = [
             (other, address)
@@ -49,12 +53,11 @@ async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
             for address in some
             if other != name and worth_trying(facts[name], sites[name], sites[other], address)
         ]
-        ports = [(members[other].port or SSH_PORT, spec.network.port) for other, _ in tries]
-        targets = [(address, port) for (_, address), both in zip(tries, ports, strict=True) for port in both]
+        targets = [(address, port) for other, address in tries for port in ports(other)]
         answers = iter(await (await fleet.agent(name)).reach(targets, LOOK_SECONDS))
         found: dict[str, str] = {}
         for other, address in tries:
-            said = (next(answers), next(answers))
+            said = [next(answers) for _ in ports(other)]
             # Between sites a refusal may be a router's.
             if "open" in said or ("refused" in said and sites[name] == sites[other]):
                 found.setdefault(other, address)

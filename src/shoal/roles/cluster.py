@@ -211,6 +211,7 @@ def _pmix(
 
 def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[str, str]) -> Iterator[Finding]:
     """Hosts where another firewall refuses what it was not told to let in: our own opens nothing in it."""
+    udp = spec.network.port if spec.network.kind == "wireguard" else None
     for name, fact in facts.items() if spec.firewall else ():
         other = FIREWALLD if fact.services.get(FIREWALLD) == "active" else fact.firewall
         if other:
@@ -218,8 +219,8 @@ def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[
                 "warning",
                 "another firewall refuses what it was not told to let in, and the members may not reach Slurm's ports",
                 other,
-                f"run `{opening(other, addresses.values(), PORTS)}` on it, and set `firewall: false`: that firewall "
-                "guards the ports then",
+                f"run `{opening(other, addresses.values(), PORTS, udp)}` on it, and set `firewall: false`: that "
+                "firewall guards the ports then",
                 host=name,
             )
 

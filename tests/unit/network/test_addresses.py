@@ -44,3 +44,11 @@ def test_ipv4_is_preferred_where_both_would_do() -> None:
         "b": facts(("eth0", "2001:db8::2", 64), ("eth0", "10.0.0.2", 24)),
     }
     assert lan_addresses(hosts, {}) == {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+
+def test_our_own_network_is_not_what_the_next_one_is_built_on() -> None:
+    hosts = {
+        "a": facts(("shoal0", "10.77.0.1", 16), ("eth0", "10.0.0.1", 24)),
+        "b": facts(("shoal0", "10.77.0.2", 16), ("eth0", "10.1.0.2", 24)),
+    }
+    assert lan_addresses(hosts, {}) == {"a": "10.0.0.1", "b": "10.1.0.2"}

@@ -61,3 +61,16 @@ ACCEPT = "tcp dport { 6817, 6818, 60001-63000 } accept'"
 )
 def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands: list[str]) -> None:
     assert opening(firewall, BOTH, PORTS) == " && ".join(commands)
+
+
+@pytest.mark.parametrize(
+    ("firewall", "command"),
+    [
+        ("ufw", "ufw allow 51820/udp"),
+        ("firewalld", "firewall-cmd --permanent --add-port=51820/udp && firewall-cmd --reload"),
+        ("nft inet filter input", "nft 'insert rule inet filter input udp dport 51820 accept'"),
+    ],
+)
+def test_another_firewall_also_lets_wireguard_in(firewall: str, command: str) -> None:
+    assert opening(firewall, ["10.77.0.1"], PORTS, 51820).endswith(command)
+    assert "51820" not in opening(firewall, ["10.77.0.1"], PORTS)
