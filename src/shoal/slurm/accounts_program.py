@@ -95,33 +95,53 @@ def write(path: str, value: Data | dict[str, Words]) -> None:
 
 def current(cluster: str) -> Data:
     """What Slurm has now: settings of QOS, accounts and users in accounts, and each user's default account."""
-    fields = ["Account", "User", "ParentName", *ASSOCIATION.values()]
+    # All three at once: sacctmgr waits more than it works.
+    everything = [
+        Question("assoc", ["cluster=" + cluster, "wopl"], ["Account", "User", "ParentName", *ASSOCIATION.values()]),
+        Question("qos", [], ["Name", *QOS.values()]),
+        Question("user", [], ["User", "DefaultAccount"]),
+    ]
+    associations, found_qos, found_users = [question.rows() for question in everything]
     accounts: Data = {}
     users: dict[tuple[str, str], Data] = {}
-    for row in show("assoc", "cluster=" + cluster, "wopl", fields=fields):
+    for row in associations:
         settings = {name: row[shown] for name, shown in ASSOCIATION.items()}
         if row["User"]:
             users[row["User"], row["Account"]] = settings
         else:
             accounts[row["Account"]] = {"parent": row["ParentName"], "settings": settings}
-    qos = {
-        row["Name"]: {name: row[shown] for name, shown in QOS.items()}
-        for row in show("qos", fields=["Name", *QOS.values()])
-    }
-    defaults = {row["User"]: row["DefaultAccount"] for row in show("user", fields=["User", "DefaultAccount"])}
+    qos = {row["Name"]: {name: row[shown] for name, shown in QOS.items()} for row in found_qos}
+    defaults = {row["User"]: row["DefaultAccount"] for row in found_users}
     return {"accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
 
 
-def show(kind: str, *words: str, fields: Words) -> list[dict[str, str]]:
-    text = sacctmgr("-n", "-P", "show", kind, *words, "format=" + ",".join(fields))
-    return [dict(zip(fields, line.split("|"))) for line in text.splitlines() if line.count("|") >= len(fields) - 1]
+class Question:
+    """A question to sacctmgr, asked at once; the answer is waited for when it is wanted."""
+
+    def __init__(self, kind: str, words: Words, fields: Words) -> None:
+        self.fields = fields
+        self.words = ["-n", "-P", "show", kind, *words, "format=" + ",".join(fields)]
+        self.process = start(self.words)
+
+    def rows(self) -> list[dict[str, str]]:
+        lines = finish(self.words, self.process).splitlines()
+        enough = len(self.fields) - 1
+        return [dict(zip(self.fields, line.split("|"))) for line in lines if line.count("|") >= enough]
 
 
 def sacctmgr(*words: str) -> str:
-    done = subprocess.run(["sacctmgr", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"sacctmgr {' '.join(words)}: {' '.join(done.stdout.split()) or done.returncode}")
-    return done.stdout
+    return finish([*words], start([*words]))
+
+
+def start(words: Words) -> subprocess.Popen[str]:
+    return subprocess.Popen(["sacctmgr", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(words: Words, process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate()
+    if process.returncode:
+        sys.exit(f"sacctmgr {' '.join(words)}: {' '.join(text.split()) or process.returncode}")
+    return text
 
 
 def differences(wanted: Data, ours: dict[str, Words], found: Data) -> list[Words]:

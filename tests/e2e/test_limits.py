@@ -1,0 +1,52 @@
+"""Every limit that the file can say, set and taken away again, on each release of Slurm: sacctmgr's words differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import running
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+LIMITS = (
+    "max_jobs: 5, max_submit: 9, max_time: 1-00:00:00, max_gpus: 2, max_cpus: 4, max_nodes: 1, "
+    "group_jobs: 7, group_gpus: 2, group_cpus: 8, gpu_hours: 100"
+)
+SPEC = """\
+cluster: ac-limits
+controller: {provider: sandbox, memory: 1G, image: IMAGE, compute: true, gpus: 2}
+accounting:
+  accounts:
+    lab: {users: [ann, bob], fairshare: 3, qos: [normal, fast], default_qos: fast, description: A lab (of two), LIMITS}
+    sub: {parent: lab, users: {cat: {fairshare: 2, default_qos: normal, qos: [normal], LIMITS}, ann: {}}}
+  qos:
+    fast: {priority: 10, max_gpus_per_user: 1, LIMITS}
+    slow: {}
+"""
+LATER = """\
+accounting:
+  accounts:
+    lab: {users: [ann]}
+    sub: {users: [cat]}
+  qos:
+    fast: {max_time: infinite}
+"""
+ASSOCIATIONS = "sacctmgr -nP show assoc wopl format=account,user,share,grptres,grpjobs,grptresmins,maxtres,maxjobs,qos"
+QOS = "sacctmgr -nP show qos format=name,priority,maxtrespu,maxwall,grptres,maxjobspu,grptresmins"
+
+
+@pytest.mark.parametrize("image", ["debian12", "debian13"])
+def test_every_limit_is_set_once_and_taken_away_when_it_is_not_in_the_file(tmp_path: Path, image: str) -> None:
+    text = SPEC.replace("LIMITS", LIMITS).replace("IMAGE", image)
+    with running(tmp_path, text) as cluster:
+        assert cluster.json("up")["unchanged"]
+        assert "fast|10|gres/gpu=1|1-00:00:00|cpu=8,gres/gpu=2|5|gres/gpu=6000" in cluster.on(
+            "controller", *QOS.split()
+        )
+        cluster.file.write_text(text.split("accounting:")[0] + LATER)
+        assert cluster.json("up")["changed"] == ["controller"]
+        assert cluster.json("up")["unchanged"]
+        found = cluster.on("controller", *ASSOCIATIONS.split()).split()
+        assert found[2:] == ["lab||1||||||", "lab|ann|1||||||", "sub||1||||||", "sub|cat|1||||||"]
+        assert cluster.on("controller", *QOS.split()).split() == ["normal|0|||||", "fast|0|||||"]
