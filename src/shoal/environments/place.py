@@ -132,10 +132,12 @@ def unpack_command(path: str, archive: str = "-") -> list[str]:
 
 _LIST = rf"""
 for mark in "$1"/*/{MARK}; do
-    [ -e "$mark" ] || continue
     path=${{mark%/{MARK}}}
-    age=$(( $(date +%s) - $(stat -c %Y "$mark") ))
-    busy=$(cat /proc/[0-9]*/maps /proc/[0-9]*/cmdline 2> /dev/null | tr '\0' '\n' | grep -cF "$path/" || true)
+    stamp=$(stat -c %Y "$mark" 2> /dev/null) || continue  # another one cleans here, too
+    age=$(($(date +%s) - stamp))
+    # By a variable: among arguments it would be found in those of the one who looks.
+    busy=$(cat /proc/[0-9]*/maps /proc/[0-9]*/cmdline 2> /dev/null | tr '\0' '\n' |
+        inside="$path/" awk 'index($0, ENVIRON["inside"]) {{ n++ }} END {{ print n + 0 }}')
     echo "${{path##*/}} $age $busy"
 done
 """

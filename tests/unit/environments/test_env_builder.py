@@ -150,3 +150,15 @@ def test_an_environment_that_a_process_uses_is_busy(place: Place) -> None:
         kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
         assert kept[made["id"]].busy
         process.communicate()
+
+
+def test_who_looks_is_not_taken_for_one_who_uses_it(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "ab12").mkdir()
+    (tmp_path / "ab12" / builder.MARK).write_text("{}")
+    for _ in range(20):
+        [kept] = parse_kept(place.run(kept_command(str(tmp_path))))
+        assert (kept.id, kept.busy) == ("ab12", False)
+
+
+def test_a_directory_without_environments_has_none(place: Place, tmp_path: Path) -> None:
+    assert parse_kept(place.run(kept_command(str(tmp_path)))) == []
