@@ -53,7 +53,8 @@ def _nfs_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterato
         yield Service("nfs-server")
         yield Command(EXPORTFS, ("exportfs", "-ra"), on_change=True)
         return
-    conf = nfs.ganesha_conf(address, exported)
+    newer = nfs.knows_io_flusher(facts.os_id, facts.os_version)
+    conf = nfs.ganesha_conf(address, exported, io_flusher=newer)
     before = text_of(facts, nfs.GANESHA_CONF)
     # A new list of members is taken while it runs; what stands before it is read at the start only.
     restart = before.partition("EXPORT {")[0] != conf.partition("EXPORT {")[0]

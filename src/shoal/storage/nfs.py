@@ -48,8 +48,12 @@ def nfs_conf(address: str) -> str:
     )
 
 
-def ganesha_conf(address: str, some: Sequence[Export]) -> str:
-    """The same for nfs-ganesha. Clients without a kernel's NFS (libnfs) speak 4.0, so that is served here too."""
+def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = False) -> str:
+    """The same for nfs-ganesha. Clients without a kernel's NFS (libnfs) speak 4.0, so that is served here too.
+
+    `io_flusher`: a release that does not start where it may not become one, as in a container, unless it is told to.
+    """
+    flusher = "    Allow_Set_Io_Flusher_Fail = true;\n" if io_flusher else ""
     blocks = [
         f"{_HEADER}NFS_CORE_PARAM {{\n"
         f"    Bind_addr = {address};\n"
@@ -58,6 +62,7 @@ def ganesha_conf(address: str, some: Sequence[Export]) -> str:
         "    Enable_NLM = false;\n"
         "    Enable_RQUOTA = false;\n"
         "    Enable_UDP = false;\n"
+        f"{flusher}"
         "}\n"
         "NFSv4 {\n"
         "    Minor_Versions = 0, 1, 2;\n"
@@ -93,6 +98,15 @@ def ganesha_conf(address: str, some: Sequence[Export]) -> str:
             "}\n"
         )
     return "".join(blocks)
+
+
+def knows_io_flusher(os_id: str, os_version: str) -> bool:
+    """Whether the host's ganesha is of release 5 or later. An older one refuses a setting that it does not know."""
+    first = {"debian": 13.0, "ubuntu": 25.0}.get(os_id, 0.0)
+    try:
+        return float(os_version) >= first
+    except ValueError:
+        return True  # a release that has no number yet
 
 
 def ganesha_unit() -> str:

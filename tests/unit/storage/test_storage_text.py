@@ -44,6 +44,13 @@ def test_ganesha_answers_on_one_address_and_lets_in_members_only() -> None:
     assert text.count("{") == text.count("}")
 
 
+def test_a_newer_ganesha_is_told_to_start_in_a_container_and_an_older_one_knows_nothing_of_it() -> None:
+    assert "Allow_Set_Io_Flusher_Fail = true;" in nfs.ganesha_conf("10.0.0.1", [], io_flusher=True)
+    assert "Flusher" not in nfs.ganesha_conf("10.0.0.1", [])
+    releases = [("debian", "12"), ("debian", "13"), ("debian", ""), ("ubuntu", "24.04"), ("ubuntu", "26.04")]
+    assert [nfs.knows_io_flusher(*release) for release in releases] == [False, True, True, False, True]
+
+
 def test_our_unit_for_ganesha_wants_neither_rpcbind_nor_statd() -> None:
     unit = nfs.ganesha_unit()
     assert "rpcbind" not in unit and "lock" not in unit
