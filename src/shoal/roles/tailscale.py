@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.agent.document import Command, Directory, Document, File, Packages, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
-from shoal.network.tailscale import SOON, Tailnet, read_status, tailnet_name, up_flags
+from shoal.network.tailscale import INTERFACE, SOON, Tailnet, read_status, tailnet_name, up_flags
 from shoal.roles.part import How, Part
 from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
@@ -111,12 +111,20 @@ def daemon(facts: Facts) -> Document:
     flags = () if facts.tun else USERSPACE
     return (
         File(FLAGS, f"# Written by shoal: this host has no TUN.\nFLAGS={' '.join(flags)}\n" if flags else None),
-        File(
-            DROP_IN,
-            f"# Written by shoal; changes here are lost.\n[Service]\nEnvironmentFile={FLAGS}\n" if flags else None,
-            restarts=(DAEMON,),
-        ),
+        File(DROP_IN, _drop_in(facts.tun), restarts=(DAEMON,)),
         Service(DAEMON, command=("/usr/sbin/tailscaled", *state, *flags)),
+    )
+
+
+def _drop_in(tun: bool) -> str:
+    """Slurm's daemons start at boot when the host has its address: slurmctld takes who does not answer for lost."""
+    there = f"ip -o address show dev {INTERFACE} | grep -q inet"
+    wait = f'test ! -e {JOINED} || timeout 60 sh -c "until {there}; do sleep 0.2; done" || true'
+    own = f"ExecStartPost=/bin/sh -c '{wait}'\n" if tun else f"EnvironmentFile={FLAGS}\n"
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        "[Unit]\nBefore=slurmctld.service slurmd.service\n\n"
+        f"[Service]\n{own}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -112,9 +113,22 @@ def test_a_host_without_tun_gets_a_daemon_with_a_network_stack_of_its_own() -> N
     document = prepared(replace(facts(tailscale={}), tun=False))
     files = {item.path: item.content for item in document if isinstance(item, File)}
     assert "FLAGS=--tun=userspace-networking --socks5-server=localhost:1055\n" in str(files[FLAGS])
-    assert f"EnvironmentFile={FLAGS}\n" in str(files[DROP_IN])
+    assert f"EnvironmentFile={FLAGS}\n" in str(files[DROP_IN]) and "ExecStartPost" not in str(files[DROP_IN])
     [service] = [item for item in document if isinstance(item, Service)]
     assert "--tun=userspace-networking" in service.command
+
+
+def test_slurm_waits_at_boot_for_the_address_of_a_host_that_has_joined(tmp_path: Path) -> None:
+    files = {item.path: item.content for item in prepared(facts(tailscale={})) if isinstance(item, File)}
+    assert files[FLAGS] is None
+    unit = tmp_path / "tailscaled.service"
+    unit.write_text(f"[Service]\nExecStart=/bin/true\n{files[DROP_IN]}")
+    assert "\nBefore=slurmctld.service slurmd.service\n" in unit.read_text()
+    [line] = [line for line in unit.read_text().splitlines() if line.startswith("ExecStartPost=")]
+    assert "$" not in line and "%" not in line, "systemd would take it for its own"
+    words = shlex.split(line.removeprefix("ExecStartPost="))
+    assert words[:2] == ["/bin/sh", "-c"] and len(words) == 3
+    assert subprocess.run(words).returncode == 0, "a host that has not joined has nothing to wait for"
 
 
 def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> None:
