@@ -217,3 +217,9 @@ def test_a_host_that_reboots_comes_back_by_itself(cluster: Cluster) -> None:
     cluster.fault("reboot", "far1")
     cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
     assert cluster.json("up")["changed"] == []
+
+
+def test_a_hub_that_reboots_is_found_again_by_hosts_that_it_cannot_call(cluster: Cluster) -> None:
+    cluster.fault("reboot", "controller")
+    for host in ("near1", "far1"):
+        cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
