@@ -127,6 +127,8 @@ def test_all_jobs_are_told_also_while_slurmdbd_is_away(cluster: Cluster) -> None
     wait_for_records(cluster, [job], "FAILED")
     cluster.on(CONTROLLER, "systemctl", "restart", "slurmctld")
     cluster.on(CONTROLLER, "systemctl", "stop", "slurmdbd")
+    # It may end of that if it was about to start; it tries again then, and goes by what it has saved.
+    cluster.wait("slurmctld answers", lambda: cluster.ssh(CONTROLLER, "scontrol ping").returncode == 0)
     try:
         told = {one["record"]["id"]: one["record"] for one in cluster.json("jobs", "--all")["jobs"]}
     finally:

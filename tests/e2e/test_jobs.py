@@ -337,7 +337,7 @@ def test_a_profiler_that_the_nodes_lack_is_said_before_the_job_is_queued(cluster
 
 def test_a_profiler_leaves_its_report_beside_the_logs_and_they_say_where(cluster: Jobs) -> None:
     """A stand-in for nsys on both nodes: what counts here is where things lie."""
-    fake = '#!/bin/sh\nshift; out=${2#--output=}; echo trace > "${out%\\%q*}$RANK.0.nsys-rep"; shift 2; exec "$@"\n'
+    fake = '#!/bin/sh\nshift 5; out=${1#--output=}; echo trace > "${out%\\%q*}$RANK.0.nsys-rep"; shift; exec "$@"\n'
     for node in ("fish1", "fish2"):
         cluster.on(node, "sh", "-c", 'printf %s "$0" > /usr/local/bin/nsys; chmod 755 /usr/local/bin/nsys', fake)
     result = cluster.json("run", "--wait", "-N2", "--profile", "nsys", "hello.py")

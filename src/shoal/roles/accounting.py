@@ -25,6 +25,7 @@ SQL = "/etc/shoal/slurmdbd.sql"
 LOGIN = "/etc/shoal/slurmdbd.cnf"
 SLURMDBD_CONF = "/etc/slurm/slurmdbd.conf"
 SLURMDBD_DROP_IN = "/etc/systemd/system/slurmdbd.service.d/shoal.conf"
+SLURMCTLD_DROP_IN = "/etc/systemd/system/slurmctld.service.d/shoal.conf"
 MARIADB_CONF = "/etc/mysql/mariadb.conf.d/90-shoal.cnf"
 PROGRAMS = "/usr/local/lib/shoal"
 DATABASE_PROGRAM = f"{PROGRAMS}/accounting-database"
@@ -40,7 +41,7 @@ ANSWERS = f"exec 3<>/dev/tcp/127.0.0.1/{text.SLURMDBD_PORT}"
 
 
 class AccountingPart(Part):
-    files: Mapping[str, How] = {SACCTMGR_CONF: "there"}
+    files: Mapping[str, How] = {SACCTMGR_CONF: "there", SLURMCTLD_DROP_IN: "there"}
     services = ("mariadb", "slurmdbd", TIMER)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
@@ -51,12 +52,30 @@ class AccountingPart(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if has_database(cluster.spec, member):
-            return {Stage.SERVICES: database(cluster, member), Stage.NODES: accounts(cluster)}
-        mark = cluster.facts[member.name].files.get(SACCTMGR_CONF)
-        return {Stage.SERVICES: without_database()} if mark and mark.there else {}
+            services = (*patience(cluster, member), *database(cluster, member))
+            return {Stage.SERVICES: services, Stage.NODES: accounts(cluster)}
+        gone = without_database() if _there(cluster, member, SACCTMGR_CONF) else ()
+        return {Stage.SERVICES: (*patience(cluster, member), *gone)}
 
     def farewell(self) -> Document:
-        return without_database()
+        return (File(SLURMCTLD_DROP_IN), *without_database())
+
+
+def patience(cluster: Cluster, member: Member) -> Document:
+    """slurmctld ends at its start when slurmdbd goes away just then; with accounting it tries again by itself."""
+    if "controller" not in member.roles:
+        return ()
+    if cluster.spec.accounting is not None:
+        return (
+            Directory("/etc/systemd/system/slurmctld.service.d"),
+            File(SLURMCTLD_DROP_IN, text.slurmctld_drop_in()),
+        )
+    return (File(SLURMCTLD_DROP_IN),) if _there(cluster, member, SLURMCTLD_DROP_IN) else ()
+
+
+def _there(cluster: Cluster, member: Member, path: str) -> bool:
+    found = cluster.facts[member.name].files.get(path)
+    return found is not None and found.there
 
 
 def database_host(spec: Spec) -> str | None:

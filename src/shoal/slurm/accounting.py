@@ -83,6 +83,19 @@ def slurmdbd_drop_in() -> str:
     )
 
 
+def slurmctld_drop_in() -> str:
+    """slurmctld comes back by itself, also when slurmdbd is slow to start."""
+    return (
+        "# Written by shoal; changes here are lost.\n"
+        "[Unit]\n"
+        "StartLimitIntervalSec=0\n"
+        "\n"
+        "[Service]\n"
+        "Restart=on-failure\n"
+        "RestartSec=3\n"
+    )
+
+
 def mariadb_conf(memory_mb: int) -> str:
     """MariaDB's settings: no port at all, and what slurmdbd wants, by the memory of the host."""
     return (
