@@ -232,7 +232,7 @@ def test_a_host_without_tun_joins_with_a_network_stack_of_its_own(reef: Reef) ->
     # Slurm on that host has no way to the others, and `up` would wait for it in vain.
     joining = reef.cluster.background("up")
     try:
-        read_until(joining, "network keys")
+        read_until(joining, "preparation")
     finally:
         kill(joining)
     status = json.loads(reef.lent.shell("gpu02", "tailscale status --json"))

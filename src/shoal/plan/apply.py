@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.agent.client import ItemEvent, Report
+from shoal.agent.client import Report
 from shoal.errors import SlurmError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
@@ -96,7 +96,7 @@ async def _converge(
             async def converge(
                 name: str, stage: Stage = stage, secrets: dict[str, bytes] = secrets, phase: Phase = phase
             ) -> Report:
-                return await _apply_stage(fleet, plans[name], stage, secrets, phase)
+                return await fleet.converge(name, plans[name].document(stage), secrets, phase)
 
             reports = await fleet.each(due, converge, on_done=ending(phase))
         changed += [name for name, report in reports.items() if report.changed]
@@ -107,18 +107,6 @@ async def _converge(
 def ending(phase: Phase) -> Callable[[Outcome[Any]], None]:
     """Tells a phase of every host that has finished it."""
     return lambda outcome: phase.done(outcome.name, outcome.error.cause if outcome.error else "")
-
-
-async def _apply_stage(fleet: Fleet, host: HostPlan, stage: Stage, secrets: dict[str, bytes], phase: Phase) -> Report:
-    agent = await fleet.agent(host.name)
-
-    def tell(event: ItemEvent) -> None:
-        if event.text:
-            phase.say(host.name, event.text)
-
-    report = await agent.apply(host.document(stage), secrets, tell)
-    report.raise_failed(host.name, "shoal up")
-    return report
 
 
 async def _wait_until_empty(

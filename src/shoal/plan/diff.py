@@ -90,7 +90,7 @@ async def make_plan(
     # On a login host the file is only read by commands.
     costs = {goal.now.controller.name: _conf_cost(goal.now, ends_jobs)}
     hosts = tuple(
-        HostPlan(name, stages[name], _changes(name, report, costs.get(name, Cost.NOTHING)))
+        HostPlan(name, stages[name], changes_of(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
     after = tuple(
@@ -251,7 +251,8 @@ def _slurm_conf(cluster: Cluster) -> str | None:
     return fact.files[SLURM_CONF].text if SLURM_CONF in fact.files else None
 
 
-def _changes(name: str, report: Report, conf_cost: Cost) -> tuple[Change, ...]:
+def changes_of(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> tuple[Change, ...]:
+    """What a dry run found to do on a host; `conf_cost` is what a new slurm.conf costs there."""
     return tuple(
         Change(name, item.key, _action(item), _cost(item.key, item.action, conf_cost), item.diff)
         for item in report.items
@@ -273,7 +274,7 @@ def _later_changes(
     when = f"once {compress(goal.leaving)} is empty"
     return tuple(
         replace(change, action=f"{change.action}, {when}")
-        for change in _changes(host.name, report, cost)
+        for change in changes_of(host.name, report, cost)
         if change.what not in done
     )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from shoal.agent.client import AgentSession
+from shoal.agent.client import AgentSession, ItemEvent, Report
+from shoal.agent.document import Document
 from shoal.hosts.api import Connector, Target
 from shoal.plan.connections import Connections
+from shoal.plan.progress import Phase
 
 
 class Fleet(Connections):
@@ -22,6 +24,22 @@ class Fleet(Connections):
         if name not in self._agents:
             self._agents[name] = await AgentSession.open(await self.host(name))
         return self._agents[name]
+
+    async def converge(
+        self, name: str, document: Document, secrets: Mapping[str, bytes], phase: Phase, again: str = "shoal up"
+    ) -> Report:
+        """Bring a host to what the document says; the phase tells how far it is.
+
+        Raises AgentFailed for what cannot be brought about. `again` is the command to run once that is mended.
+        """
+
+        def tell(event: ItemEvent) -> None:
+            if event.text:
+                phase.say(name, event.text)
+
+        report = await (await self.agent(name)).apply(document, secrets, tell)
+        report.raise_failed(name, again)
+        return report
 
     async def close(self) -> None:
         await asyncio.gather(*(agent.close() for agent in self._agents.values()), return_exceptions=True)

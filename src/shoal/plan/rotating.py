@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.client import ItemEvent
 from shoal.agent.document import Document
 from shoal.errors import ShoalError
 from shoal.plan.fleet import Fleet
@@ -52,12 +51,7 @@ async def apply_all(now: Rotating, documents: Mapping[str, Document], secrets: M
     """On all hosts at the same time. One that fails ends the run, once the others are done."""
 
     async def one(name: str) -> None:
-        def tell(event: ItemEvent) -> None:
-            if event.text:
-                now.phase.say(name, event.text)
-
-        report = await (await now.fleet.agent(name)).apply(documents[name], secrets, tell)
-        report.raise_failed(name, "shoal keys rotate")
+        await now.fleet.converge(name, documents[name], secrets, now.phase, "shoal keys rotate")
 
     await now.fleet.each(documents, one)
     raise_failed(now)

@@ -32,9 +32,7 @@ async def rotate_tailscale(spec: Spec, fleet: Fleet, controller: str, hosts: Seq
     secrets = await secrets_for(documents.values(), {}, {SECRET: spec.network.auth_key}, fleet)
 
     async def one(name: str) -> None:
-        agent = await fleet.agent(name)
-        report = await agent.apply(documents[name], secrets, lambda event: phase.say(name, event.text))
-        report.raise_failed(name, AGAIN)
+        await fleet.converge(name, documents[name], secrets, phase, AGAIN)
         old, new = read_status(before[name].tailscale), read_status((await _look(fleet, name)).tailscale)
         if not new.running:
             found = new.problem or new.state

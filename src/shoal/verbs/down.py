@@ -89,10 +89,7 @@ async def release(
         with context.progress.phase("hosts released", len(lent)) as phase:
 
             async def say_farewell(name: str) -> Report:
-                agent = await fleet.agent(name)
-                report = await agent.apply(farewell(), {}, lambda event: phase.say(name, event.text))
-                report.raise_failed(name, again)
-                return report
+                return await fleet.converge(name, farewell(), {}, phase, again)
 
             done = await fleet.each(fleet.targets, say_farewell, on_done=ending(phase))
         return tuple(done), dict(fleet.failures)
