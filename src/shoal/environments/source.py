@@ -38,40 +38,46 @@ def read_source(environment: Environment, base: Path) -> Source:
         return Source("\n".join(_dependencies(path)) + "\n")
     if kind == "lock" and path.suffix == ".toml":
         return Source("\n".join(_locked_packages(path)) + "\n", locked=True)
-    lines = list(_lines(path, ()))
-    constraints = [
-        line for found in lines if (match := _CONSTRAINT.match(found)) for line in _lines(base / match[1], ())
-    ]
-    wanted = [line for line in lines if not _CONSTRAINT.match(line)]
+    constraints: list[str] = []
+    wanted = list(_lines(path, (), constraints))
     if kind == "lock":
         _refuse_unpinned(path, wanted)
     return Source("\n".join(wanted) + "\n", "".join(f"{line}\n" for line in constraints), kind == "lock")
 
 
-def _lines(path: Path, seen: tuple[Path, ...]) -> Iterator[str]:
-    """The lines that mean something, those of files that it includes among them."""
+def _lines(path: Path, seen: tuple[Path, ...], constraints: list[str]) -> Iterator[str]:
+    """The lines that mean something, those of files that it includes among them. Constraints go to their own list."""
     joined = re.sub(r"\\\n\s*", " ", _read(path))
     for raw in joined.splitlines():
         line = re.sub(r"(^|\s)#.*", "", raw).strip()
         if not line:
             continue
-        if match := _INCLUDE.match(line):
+        limits = _CONSTRAINT.match(line)
+        if match := limits or _INCLUDE.match(line):
             inner = path.parent / match[1]
             if inner in (*seen, path):
                 raise UsageError(f"{path} includes itself", hint=f"delete `{printable(line)}`")
-            yield from _lines(inner, (*seen, path))
+            found = list(_lines(inner, (*seen, path), constraints))
+            if limits:
+                constraints += found
+            else:
+                yield from found
             continue
-        if _PASSWORD.search(line):
-            raise UsageError(
-                f"{path} has an address with a password in it",
-                hint="leave it out, and put it into pip.conf on the hosts",
-            )
-        if _LOCAL.match(line):
-            raise UsageError(
-                f"{path} names {printable(line)}, which the hosts do not have",
-                hint="name packages that pip can download; your own code goes with `shoal run`",
-            )
+        _refuse_private(path, line)
         yield line
+
+
+def _refuse_private(path: Path, line: str) -> None:
+    """What the hosts must not see, or cannot."""
+    if _PASSWORD.search(line):
+        raise UsageError(
+            f"{path} has an address with a password in it", hint="leave it out, and put it into pip.conf on the hosts"
+        )
+    if _LOCAL.match(line):
+        raise UsageError(
+            f"{path} names {printable(line)}, which the hosts do not have",
+            hint="name packages that pip can download; your own code goes with `shoal run`",
+        )
 
 
 def _dependencies(path: Path) -> list[str]:
@@ -82,8 +88,7 @@ def _dependencies(path: Path) -> list[str]:
             f"{path} has no list of dependencies under [project]", hint="add one, or use `requirements` or `lock`"
         )
     for line in found:
-        if _PASSWORD.search(line):
-            raise UsageError(f"{path} has an address with a password in it", hint="leave it out")
+        _refuse_private(path, line)
     return sorted(found)
 
 

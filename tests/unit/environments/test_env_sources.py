@@ -33,8 +33,17 @@ def test_a_file_that_is_included_is_part_of_it(tmp_path: Path) -> None:
     assert source(tmp_path, "requirements") == Source("packaging\nsix\n", "six<2\n")
 
 
-def test_a_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("-r file\n")
+def test_files_are_found_beside_the_one_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "file").write_text("-r er/base.txt\nsix\n")
+    (tmp_path / "deep" / "er" / "base.txt").write_text("-c limits.txt\npackaging\n")
+    (tmp_path / "deep" / "er" / "limits.txt").write_text("six<2\n")
+    assert source(tmp_path, "requirements", "deep/file") == Source("packaging\nsix\n", "six<2\n")
+
+
+@pytest.mark.parametrize("option", ["-r", "-c"])
+def test_a_file_that_includes_itself_is_refused(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").write_text(f"{option} file\n")
     assert "includes itself" in refused(tmp_path, "requirements")
 
 
@@ -93,6 +102,14 @@ def test_a_project_gives_its_dependencies(tmp_path: Path) -> None:
 def test_a_project_without_dependencies_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     assert words in refused(tmp_path, "pyproject", "pyproject.toml")
+
+
+@pytest.mark.parametrize("line", ["mine @ file:///x.whl", "mine @ https://me:hunter2@packages.example.org/x.whl"])
+def test_a_project_is_refused_what_a_requirements_file_is(tmp_path: Path, line: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "x"\ndependencies = ["{line}"]\n')
+    (tmp_path / "file").write_text(f"{line}\n")
+    said = refused(tmp_path, "pyproject", "pyproject.toml")
+    assert said.replace("pyproject.toml", "file") == refused(tmp_path, "requirements") and "hunter2" not in said
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
