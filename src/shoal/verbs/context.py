@@ -73,6 +73,11 @@ class Context:
         return members(self.known)
 
     @property
+    def shares(self) -> bool:
+        """Whether it has storage that its hosts share."""
+        return self.known.shares if isinstance(self.known, Recalled) else bool(self.known.storage)
+
+    @property
     def controller(self) -> Member:
         return self.members[0]
 
@@ -182,7 +187,7 @@ def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
         return recalled
     context = open_context(file, cluster)  # if anything is wrong, this says what
     name, text = _named(context.file, cluster)
-    keep(state_directory(), name, text, context.cluster, context.members)
+    keep(state_directory(), name, text, Recalled(context.cluster, context.members, context.shares))
     return context
 
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ class Recalled:
 
     cluster: str
     members: tuple[Member, ...]
+    shares: bool = False
+    """It has storage that its hosts share."""
 
 
 def recall(directory: Path, name: str, text: str) -> Recalled | None:
@@ -34,15 +35,16 @@ def recall(directory: Path, name: str, text: str) -> Recalled | None:
     try:
         kept = json.loads(_place(directory, name).read_text(encoding="utf-8"))
         if kept["of"] == _of(text):
-            return Recalled(kept["cluster"], tuple(_member(values) for values in kept["members"]))
+            return Recalled(kept["cluster"], tuple(_member(values) for values in kept["members"]), kept["shares"])
     except (OSError, ValueError, TypeError, KeyError):
         pass  # none yet, or one that somebody else wrote
     return None
 
 
-def keep(directory: Path, name: str, text: str, cluster: str, members: Sequence[Member]) -> None:
-    """Keep the hosts of a spec that was found good. Where that is not possible, it is read the next time."""
-    values = {"of": _of(text), "cluster": cluster, "members": [_values(member) for member in members]}
+def keep(directory: Path, name: str, text: str, known: Recalled) -> None:
+    """Keep this of a spec that was found good. Where that is not possible, it is read the next time."""
+    members = [_values(member) for member in known.members]
+    values = {"of": _of(text), "cluster": known.cluster, "members": members, "shares": known.shares}
     place = _place(directory, name)
     fresh = place.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):

@@ -156,7 +156,7 @@ async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundl
     nodes, partitions = await reached.slurm
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
     root, place = job_root(job, context.cluster), environment.path if environment else ""
-    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, bool(context.spec.storage))
+    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
 
 

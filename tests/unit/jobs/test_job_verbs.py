@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from shoal.hosts.local import LocalHost
 from shoal.jobs.logs import LogLine
 from shoal.jobs.profilers import lacks_profiler
 from shoal.spec.load import load_text
+from shoal.storage.stage import PROGRAM
 from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import jobs
 from shoal.verbs.logs import follow, logs
+from shoal.verbs.recall import Recalled
 from shoal.verbs.run import SUBMIT, dry_run, run
 
 SPEC = """
@@ -138,6 +141,15 @@ async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
     submitted = await run(reef.context, job(nodes=2), tree)
     assert reef.submitted["script"] == shown.script == submitted.script
     assert (submitted.id, submitted.world_size, submitted.code) == ("17", 4, shown.tree.hash)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+async def test_a_job_needs_nothing_of_the_spec_but_what_is_recalled(tree: Path, shares: bool) -> None:
+    reef = Reef()
+    members = reef.context.members
+    context = replace(reef.context, known=Recalled("reef", members, shares), file=tree / "no-such-file.yaml")
+    submitted = await run(context, job(nodes=2), tree)
+    assert (PROGRAM in submitted.script) is shares
 
 
 async def test_every_node_gets_the_code_once(tree: Path) -> None:

@@ -38,6 +38,14 @@ def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(("storage", "shares"), [("", False), ("storage: {/data: {kind: nfs}}\n", True)])
+def test_whether_it_has_shares_is_recalled(file: Path, storage: str, shares: bool) -> None:
+    file.write_text(MIXED + storage)
+    read, recalled = open_hosts(file), open_hosts(file)
+    assert isinstance(recalled.known, Recalled)
+    assert read.shares is recalled.shares is shares
+
+
 def test_a_file_that_has_changed_is_read(file: Path) -> None:
     open_hosts(file)
     file.write_text(MIXED.replace("n[1-2]", "n[1-3]"))
