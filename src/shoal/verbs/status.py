@@ -20,7 +20,7 @@ from shoal.slurm.state import (
     parse_partitions,
 )
 from shoal.slurm.versions import Version
-from shoal.verbs.context import Context
+from shoal.verbs.context import Context, computing
 
 if TYPE_CHECKING:
     from shoal.verbs.accounting_health import AccountingHealth
@@ -79,7 +79,7 @@ async def status(context: Context) -> Status:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
     found = tuple(parse_nodes(nodes))
-    wanted = [member.name for member in context.members if "compute" in member.roles]
+    wanted = computing(context)
     known = {node.name for node in found}
     return Status(
         cluster=context.cluster,

@@ -17,7 +17,7 @@ from shoal.plan.prepare import preparations, prepare
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
-from shoal.verbs.context import Context, cannot_make, telling
+from shoal.verbs.context import Context, cannot_make, computing, telling
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
                 context.spec, observed, fleet, reached_addresses(fleet), stock.orphans, on_done=ending(phase)
             )
         _refuse_job_loss(planned, allow_job_loss)
-        nodes = [member.name for member in context.members if "compute" in member.roles]
-        applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience or Patience())
+        nodes, patience = computing(context), patience or Patience()
+        applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience)
         lost = await _unconnected(context, fleet, observed) if applied.changed else []
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
