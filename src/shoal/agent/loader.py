@@ -15,20 +15,8 @@ PACKAGE = "shoal.agent.program"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
     *("quick", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
-    *(
-        "packages",
-        "accounts",
-        "files",
-        "secrets",
-        "supervise",
-        "supervised",
-        "services",
-        "mounts",
-        "kernel",
-        "commands",
-        "tailscale",
-    ),
-    *("reach", "facts", "converge", "main"),
+    *("packages", "accounts", "files", "secrets", "supervise", "supervised", "services", "mounts", "kernel"),
+    *("commands", "tailscale", "reach", "facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew

@@ -101,6 +101,11 @@ def last_lines(text: str, count: int = 20) -> str:
     return "\n".join(text.strip().splitlines()[-count:])
 
 
+def has_settled(pid: str, seconds: float) -> bool:
+    """Whether a daemon has been up long enough. On a busy host it may take long to get to what it dies of."""
+    return seconds > 0.3 and (seconds > 10 or not at_work(pid))
+
+
 def at_work(leader: str) -> bool:
     """Whether a process, or one of its session, has something to do now: it runs, or waits for a CPU or a disk.
 

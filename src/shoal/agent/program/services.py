@@ -8,7 +8,7 @@ from shoal.agent.program.complaints import advice, log_size, taken_port, telling
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.files import put_back
 from shoal.agent.program.ports import listens
-from shoal.agent.program.running import at_work, last_lines, must, run
+from shoal.agent.program.running import has_settled, last_lines, must, run
 from shoal.agent.program.supervise import SERVICE_LOGS
 from shoal.agent.program.supervised import check_supervised, make_supervised, supervised
 from shoal.agent.program.systemd import has_systemd, show_units
@@ -183,11 +183,6 @@ def see_it_stay_up(name: str) -> None:
             return
         time.sleep(0.03)
         settled = has_settled(pid, time.monotonic() - begun)
-
-
-def has_settled(pid: str, seconds: float) -> bool:
-    """Whether a daemon has been up long enough. On a busy host it may take long to get to what it dies of."""
-    return seconds > 0.3 and (seconds > 10 or not at_work(pid))
 
 
 def unit_log(name: str, said: str = "") -> str:

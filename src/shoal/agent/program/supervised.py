@@ -9,7 +9,7 @@ import time
 from shoal.agent.program.disk import read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.quick import loads, signal
-from shoal.agent.program.running import ENVIRONMENT, at_work, last_lines, run
+from shoal.agent.program.running import ENVIRONMENT, has_settled, last_lines, run
 from shoal.agent.program.supervise import SERVICE_LOGS, SUPERVISED, process_start
 from shoal.agent.program.wire import Item
 from shoal.agent.program.world import Change, World, settle
@@ -68,7 +68,7 @@ def stays_up(name: str) -> bool:
                 return False
             continue
         first = first or found["child"]
-        settled = seconds > 0.3 and (seconds > 10 or not at_work(str(first)))
+        settled = has_settled(str(first), seconds)
         if found["child"] != first or not process_start(first):
             return False
         if settled:
