@@ -39,7 +39,7 @@ def _size(megabytes: int) -> str:
 
 
 def show_services(console: Console, status: Status) -> None:
-    """The clocks, the tracking server and the shares where there are some."""
+    """The clocks, and of what else the cluster has, how it does."""
     clocks, lines = status.clocks, []
     if clocks and clocks.ahead:
         off = {name: ahead for name, ahead in clocks.ahead.items() if abs(ahead) > NOTABLE}
