@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.facts import Address, Facts
+from shoal.agent.facts import Facts
 from shoal.network.addresses import candidates, lan_addresses
 
 OVERHEAD = 80
@@ -123,15 +123,9 @@ def _path_mtu(me: End, other: End, hub: End | None) -> int:
 def with_port(text: str, port: int) -> str:
     """An endpoint as WireGuard writes it: `address:port`, and an IPv6 address in brackets."""
     bare = text.strip("[]")
-    if ":" in bare and "]:" not in text and bare.count(":") > 1:
+    if bare.count(":") > 1 and "]:" not in text:
         return f"[{bare}]:{port}"
     return text if ":" in text else f"{text}:{port}"
-
-
-def own_address(facts: Facts, reached: str) -> Address | None:
-    """The address of a host's own that others try first: the one we reached it by, else its first."""
-    own = candidates(facts)
-    return next((address for address in own if address.address == reached), own[0] if own else None)
 
 
 def to_try(facts: Mapping[str, Facts], sites: Mapping[str, str], reached: Mapping[str, str]) -> dict[str, list[str]]:

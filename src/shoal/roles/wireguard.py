@@ -114,10 +114,10 @@ def _ends(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, End]:
     """All members as one of them sees them. One that does not answer is known by what was written before."""
     controller = cluster.facts.get(cluster.controller.name)
     written = {**peers_in(_text(controller, PEERS)), **known}
-    sites = {member.name: member for member in cluster.members}
+    members = {member.name: member for member in cluster.members}
     ends = {}
     for name, address in cluster.addresses.items():
-        member, facts = sites.get(name), cluster.facts.get(name)
+        member, facts = members.get(name), cluster.facts.get(name)
         key = _text(facts, PUBLIC_KEY) if facts else written[name].public_key if name in written else ""
         ends[name] = End(
             name=name,

@@ -6,12 +6,11 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.spec.network import WIREGUARD_PORT, WIREGUARD_SUBNET
+from shoal.spec.network import Network
 from shoal.spec.problem import Problem, nearest
 from shoal.spec.words import show
 
 OWN = {"wireguard": ("subnet", "port", "hub"), "tailscale": ("auth_key", "login_server", "tags")}
-_DEFAULTS: Mapping[str, object] = {"subnet": WIREGUARD_SUBNET, "port": WIREGUARD_PORT, "tags": ()}
 
 
 def network_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Problem]:
@@ -22,7 +21,7 @@ def network_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[
     kind = network.get("kind")
     for owner, fields in OWN.items():
         for field in fields if owner != kind else ():
-            if network.get(field) not in (None, _DEFAULTS.get(field)):
+            if network.get(field) not in (None, Network.model_fields[field].default):
                 yield Problem(("network", field), f"`{field}` is of {owner} alone", "", f"delete it, or use {owner}")
     hub = network.get("hub")
     if isinstance(hub, str) and hub not in hosts:
