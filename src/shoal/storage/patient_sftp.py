@@ -137,7 +137,10 @@ class Session:
     def _answer_ourselves(self, number: int) -> None:
         with self.state:
             self.waiting.pop(number, None)
-        self._tell(framed(bytes([STATUS]) + struct.pack(">II", number, FAILURE) + string(b"stale") + string(b"")))
+            self.sent.discard(number)
+            self.repeated.discard(number)
+        if number < OURS:
+            self._tell(framed(bytes([STATUS]) + struct.pack(">II", number, FAILURE) + string(b"stale") + string(b"")))
 
     # ---- from the server to sshfs
 
@@ -200,7 +203,8 @@ class Session:
                 self._sync_most()
         elif request[4] == EXTENDED and FSYNC in request[:40]:
             number = struct.unpack_from(">I", request, 5)[0]
-            self._synced(found, self.marks.pop(number, 0) if code == OK else 0)
+            count = self.marks.pop(number, 0)
+            self._synced(found, count if code == OK else 0)
 
     def _renamed(self, request: bytes) -> None:
         """A file that is open keeps open under its new name."""
@@ -266,7 +270,8 @@ class Session:
         answer = exchange(server, incoming, bytes([file.kind]), reopening(file))
         if answer[4] != HANDLE:
             with self.state:
-                self.opened.pop(name, None)  # somebody removed it; what is asked of it now fails
+                if self.opened.pop(name, None):  # somebody removed it; what is asked of it now fails
+                    self._synced(file, len(file.unsynced))
             return
         file.handle = answer[13:]
         for _ in range(file.answers):
