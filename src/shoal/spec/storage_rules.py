@@ -71,7 +71,8 @@ def user_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(("users", name, at), f"two users with one {key}", str(number), f"`{seen[number]}` has it")
             seen.setdefault(number, name)
     for name, user in users.items():
-        for index, group in enumerate(user.get("groups") or ()) if isinstance(user, Mapping) else ():
-            if group in users:
+        groups = user.get("groups") if isinstance(user, Mapping) else None
+        for index, group in enumerate(groups if isinstance(groups, list) else ()):
+            if isinstance(group, str) and group in users:
                 fix = "a user's own group is that user's alone; make one of another name"
                 yield Problem(("users", name, "groups", index), "the group of a user", show(group), fix)

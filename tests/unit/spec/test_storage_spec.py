@@ -75,6 +75,15 @@ CASES: dict[str, tuple[str, str]] = {
         "5:37 users.alice.groups[0]: the group of a user, found \"bob\", a user's own group is that user's alone; "
         "make one of another name",
     ),
+    "groups that are no list": (
+        "users: {alice: {uid: 2001, groups: 5}}",
+        "5:36 users.alice.groups: not a list, found 5, write [a, b], or one `- a` a line",
+    ),
+    "a group that is no word": (
+        "users: {alice: {uid: 2001, groups: [[team]]}}",
+        "5:37 users.alice.groups[0]: not a group name, found a list, use a lower-case letter, then lower-case letters, "
+        "digits, `_` and `-`",
+    ),
     "a key with options": (
         "users: {alice: {uid: 2001, keys: ['no-pty ssh-ed25519 AAAA']}}",
         '5:35 users.alice.keys[0]: not a public key, found "no-pty ssh-ed25519 AAAA", write file:PATH, or the key '
