@@ -28,7 +28,6 @@ EVERYBODY = "shoal-users"
 DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
-PAM_LINE = "ssh only to own jobs"
 FIRST_GROUP, SYSTEM_IDS = 3000, 1000
 
 
