@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from datetime import datetime
 
-from shoal.jobs.record import JobRecord
+from shoal.jobs.record import JobRecord, split_records
 from shoal.slurm.accounting import JOBCOMP
 
 NEWEST = 1000
@@ -28,22 +28,15 @@ def jobcomp_command() -> tuple[str, ...]:
     return ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {NEWEST}")
 
 
-def sacct_command(since: float | None = None) -> tuple[str, ...]:
-    """The same question for slurmdbd: every job from `since` on, or of all time."""
-    begin = f"uts{since:.0f}" if since is not None else "uts1"
-    words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", begin, "-o", ",".join(SACCT_FIELDS))
+def sacct_command() -> tuple[str, ...]:
+    """The same question for slurmdbd: every job of all time."""
+    words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS))
     return ("sacct", *words)
 
 
 def parse_jobcomp(text: str) -> list[JobRecord]:
     """What the file says, oldest first. A job that was queued again has several lines; the last one counts."""
-    records: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("JobId="):
-            records.append(line)
-        elif records and line.strip():
-            records[-1] += "\n" + line  # a name with a newline in it
-    return _last(_from_jobcomp(record) for record in records)
+    return _last(_from_jobcomp(record) for record in split_records(text))
 
 
 def parse_sacct(text: str) -> list[JobRecord]:
@@ -65,7 +58,8 @@ def merged(first: Iterable[JobRecord], second: Iterable[JobRecord]) -> list[JobR
 
 
 def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
-    """Each job once. Numbers begin anew on a controller that lost its state, so the start tells jobs apart as well."""
+    """Each job once, with its last run. A number that comes again after a job had ended is another job's: numbers begin
+    anew on a controller that lost its state."""
     kept: dict[str, JobRecord] = {}
     ended: list[JobRecord] = []
     for record in records:

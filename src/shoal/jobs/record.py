@@ -75,13 +75,18 @@ def show_command(job: str = "") -> tuple[str, ...]:
 
 def parse_records(text: str) -> list[JobRecord]:
     """The answer to `show_command`, oldest job first."""
+    return sorted((_record(record) for record in split_records(text)), key=_order)
+
+
+def split_records(text: str) -> list[str]:
+    """The text of each job, which begins with `JobId=`."""
     records: list[str] = []
     for line in text.splitlines():
         if line.startswith("JobId="):
             records.append(line)
         elif records and line.strip():
             records[-1] += "\n" + line  # a name with a newline in it
-    return sorted((_record(record) for record in records), key=_order)
+    return records
 
 
 def _record(text: str) -> JobRecord:

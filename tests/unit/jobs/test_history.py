@@ -49,7 +49,6 @@ def test_nothing_in_the_file_is_no_jobs() -> None:
 
 def test_slurmdbd_is_asked_for_all_users_and_every_run() -> None:
     assert {"-a", "-D", "-X", "uts1"} <= set(sacct_command())
-    assert "uts1700000000" in sacct_command(1.7e9)
 
 
 def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:
