@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.slurm.model import AccountingConf
 from shoal.slurm.read import HEADER
-from shoal.spec.accounting import Accounting, Limits, Qos, Share
+from shoal.spec.accounting import Account, Accounting, Limits, Qos, Share
 from shoal.spec.words import minutes
 
 SLURMDBD_PORT = 6819
@@ -71,36 +71,22 @@ def slurmdbd_conf(hostname: str, auth: str = "munge") -> str:
 
 def slurmdbd_drop_in() -> str:
     """slurmdbd comes back by itself, also when MariaDB is slow to start."""
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
-        "Wants=mariadb.service\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        "Restart=on-failure\n"
-        "RestartSec=3\n"
-    )
+    return _comes_back("Wants=mariadb.service\n")
 
 
 def slurmctld_drop_in() -> str:
     """slurmctld comes back by itself, also when slurmdbd is slow to start."""
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        "Restart=on-failure\n"
-        "RestartSec=3\n"
-    )
+    return _comes_back()
+
+
+def _comes_back(wants: str = "") -> str:
+    return f"{HEADER}[Unit]\n{wants}StartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
 
 
 def mariadb_conf(memory_mb: int) -> str:
     """MariaDB's settings: no port at all, and what slurmdbd wants, by the memory of the host."""
     return (
-        "# Written by shoal; changes here are lost.\n"
-        "[mariadbd]\n"
+        f"{HEADER}[mariadbd]\n"
         "skip-networking\n"
         f"innodb_buffer_pool_size={buffer_mb(memory_mb)}M\n"
         "innodb_log_file_size=64M\n"
@@ -129,7 +115,7 @@ def database_sql() -> str:
 
 def database_login() -> str:
     """How the client of MariaDB logs in as slurmdbd does, to see whether that works."""
-    return f"# Written by shoal; changes here are lost.\n[client]\nuser=slurm\npassword={PASSWORD_WORD}\n"
+    return f"{HEADER}[client]\nuser=slurm\npassword={PASSWORD_WORD}\n"
 
 
 def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge") -> str:
@@ -160,8 +146,7 @@ def accounts_program() -> str:
 
 def backup_service(program: str) -> str:
     return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
+        f"{HEADER}[Unit]\n"
         "Description=Backup of the accounting database\n"
         "After=mariadb.service\n"
         "\n"
@@ -176,8 +161,7 @@ def backup_service(program: str) -> str:
 def backup_timer() -> str:
     """Every night, or at the next boot when the host was off."""
     return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
+        f"{HEADER}[Unit]\n"
         "Description=Daily backup of the accounting database\n"
         "\n"
         "[Timer]\n"
@@ -193,8 +177,7 @@ def backup_timer() -> str:
 def jobcomp_rotation() -> str:
     """logrotate's rule for the file of ended jobs. slurmctld keeps it open and appends, so it is copied."""
     return (
-        "# Written by shoal; changes here are lost.\n"
-        f"{JOBCOMP} {{\n"
+        f"{HEADER}{JOBCOMP} {{\n"
         "  su slurm slurm\n"
         "  size 64M\n"
         "  rotate 4\n"
@@ -235,7 +218,7 @@ def wanted_accounts(cluster: str, accounting: Accounting) -> str:
     return json.dumps(wanted, indent=1) + "\n"
 
 
-def _parents_first(accounting: Accounting) -> Iterator[tuple[str, Any]]:
+def _parents_first(accounting: Accounting) -> Iterator[tuple[str, Account]]:
     waiting = dict(accounting.accounts)
     while waiting:
         for name in [name for name, account in waiting.items() if account.parent not in waiting]:
