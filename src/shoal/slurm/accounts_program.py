@@ -179,11 +179,11 @@ def differences(wanted: Data, ours: dict[str, Words], found: Data) -> list[Words
 
 def removals(wanted: Data, ours: dict[str, Words], found: Data, where: str) -> list[Words]:
     kept = names(wanted)
-    commands = []
-    for name in ours["users"]:
-        user, _, account = name.partition("@")
-        if name not in kept["users"] and (user, account) in found["users"] and account in kept["accounts"]:
-            commands.append(["delete", "user", user, "account=" + account, where])
+    pairs = [(user, account) for user, _, account in (name.partition("@") for name in ours["users"])]
+    left = [pair for pair in pairs if "@".join(pair) not in kept["users"] and pair in found["users"]]
+    # Slurm does not take a user out of the default account while there is another.
+    left.sort(key=lambda pair: found["defaults"].get(pair[0]) == pair[1])
+    commands = [["delete", "user", user, "account=" + account, where] for user, account in left]
     gone = [name for name in ours["accounts"] if name not in kept["accounts"] and name in found["accounts"]]
     # An account takes those inside it with it, so the innermost goes first.
     for name in sorted(gone, key=lambda name: -depth(name, found["accounts"])):

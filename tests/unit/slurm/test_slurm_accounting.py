@@ -223,8 +223,10 @@ def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None
     later = want("accounting: {accounts: {lab: {users: [ann]}}}\n")
     commands = [" ".join(command) for command in differences(later, names(want()), there)]
     assert "modify user ann where cluster=reef set defaultaccount=lab" in commands
-    assert commands[-3:] == [
+    assert [command for command in commands if command.startswith("delete")] == [
+        "delete user ann account=sub cluster=reef",
         "delete user bob account=lab cluster=reef",
+        "delete user cat account=sub cluster=reef",
         "delete account sub cluster=reef",
         "delete qos fast",
     ]
@@ -236,6 +238,20 @@ def test_an_account_goes_after_those_inside_it() -> None:
     commands = [" ".join(command) for command in differences(later, names(want()), found())]
     gone = [command for command in commands if command.startswith("delete account")]
     assert gone == ["delete account sub cluster=reef", "delete account lab cluster=reef"]
+
+
+def test_a_user_who_goes_leaves_the_default_account_last() -> None:
+    there = found()
+    there["defaults"]["ann"] = "lab"
+    later = want("accounting: {accounts: {lab: {users: [bob]}}}\n")
+    commands = [" ".join(command) for command in differences(later, names(want()), there)]
+    assert [command for command in commands if "user ann" in command] == [
+        "delete user ann account=sub cluster=reef",
+        "delete user ann account=lab cluster=reef",
+    ]
+    assert commands.index("delete user ann account=lab cluster=reef") < commands.index(
+        "delete account sub cluster=reef"
+    )
 
 
 def test_slurms_own_qos_is_never_deleted() -> None:
