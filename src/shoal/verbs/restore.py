@@ -63,7 +63,15 @@ async def restore(context: Context, wanted: str) -> RestoreResult:
             await _wait_for_slurmdbd(host, context.cluster)
             # It has the accounts of the other database in mind; it reads them when it starts, and jobs run on.
             controller = await fleet.host(context.controller.name)
-            await controller.run(("sh", "-c", "systemctl restart slurmctld || scontrol reconfigure"), timeout=120)
+            again = await controller.run(
+                ("sh", "-c", "systemctl restart slurmctld || scontrol reconfigure"), timeout=120
+            )
+            if again.status != 0:
+                raise SlurmError(
+                    f"{chosen.name} is restored, but slurmctld on {controller.name} did not start again: "
+                    f"{again.error_text.strip()}",
+                    hint="run `shoal up`",
+                )
             phase.done(name)
         after = await _backups(host)
     return RestoreResult(context.cluster, name, after, chosen.name, _newest_of(after, "restore"))

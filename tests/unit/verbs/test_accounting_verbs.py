@@ -141,6 +141,20 @@ async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
     assert "what was there until now is in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
 
 
+async def test_a_slurmctld_that_does_not_start_again_after_the_restore_is_told() -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=LIST)
+    answer(made, DATABASE_PROGRAM, "restore", with_=b"")
+    answer(made, "env", with_=b"reef\n")
+    answer(made, "sh", with_=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
+    with pytest.raises(SlurmError) as caught:
+        await restore(context_of(made), "latest")
+    assert str(caught.value) == (
+        "slurm_acct_db-2-daily.sql.gz is restored, but slurmctld on c1 did not start again: "
+        "Job for slurmctld.service failed.\n  fix: run `shoal up`"
+    )
+
+
 async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_records() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
