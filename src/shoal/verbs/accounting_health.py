@@ -1,4 +1,4 @@
-"""How accounting does: whether its two daemons run, whether slurmctld still has records to send, the newest backup."""
+"""How accounting does: whether its two daemons run, and when the newest backup was made."""
 
 from __future__ import annotations
 
