@@ -72,15 +72,18 @@ def finish_jobs(session: Session, result: JobsResult) -> None:
 def finish_logs(session: Session, result: LogsResult, rank: int | None, timestamps: bool) -> None:
     from shoal.cli.render_jobs import show_lines
 
-    lines = tuple(line for line in result.lines if rank in (None, line.rank))
     if not session.json:
-        show_lines(session.console, lines, timestamps)
-    _finish_log(session, result, {**plain(result), "lines": lines})
+        show_lines(session.console, _of_rank(result, rank), timestamps)
+    finish_follow(session, result, rank)
 
 
 def finish_follow(session: Session, result: LogsResult, rank: int | None) -> None:
-    lines = tuple(line for line in result.lines if rank in (None, line.rank))
-    _finish_log(session, result, {**plain(result), "lines": lines})
+    """The lines have been shown as they came."""
+    _finish_log(session, result, {**plain(result), "lines": _of_rank(result, rank)})
+
+
+def _of_rank(result: LogsResult, rank: int | None) -> tuple[LogLine, ...]:
+    return tuple(line for line in result.lines if rank in (None, line.rank))
 
 
 def _finish_log(session: Session, result: LogsResult, value: dict[str, Any], *, well: bool = False) -> None:

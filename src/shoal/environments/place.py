@@ -181,17 +181,23 @@ def remove_command(directory: str, ids: Collection[str]) -> list[str]:
     return ["sh", "-c", _REMOVE, "sh", directory, *ids]
 
 
-_REMOVE_WHEELS = r"""
+_SWEEP = r"""
 set -eu
 cd "$1/wheels" 2> /dev/null || exit 0
-kept=" $2 "
-for name in *; do
-    case $kept in *" $name "*) continue ;; esac
-    [ ! -e "$name" ] || rm -rf "./$name"
-done
+exec 9> ../.lock
+flock -n 9 || exit 0  # somebody builds from them
+sweep() {
+    for path in "$1"/*; do
+        name=${path##*/}
+        case " $2 " in *" ${name%.tar} "*) continue ;; esac
+        rm -rf "$path"
+    done
+}
+sweep ../wheels "$2"
+sweep ../archives "$3"
 """
 
 
-def remove_wheels_command(directory: str, kept: Collection[str]) -> list[str]:
-    """Take away the wheels of sources that no environment in force was made from."""
-    return ["sh", "-c", _REMOVE_WHEELS, "sh", directory, " ".join(kept)]
+def sweep_command(directory: str, sources: Collection[str], ids: Collection[str]) -> list[str]:
+    """Take away the wheels and the archives of all but these. What is there stays while somebody builds."""
+    return ["sh", "-c", _SWEEP, "sh", directory, " ".join(sources), " ".join(ids)]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from shoal.agent.client import Ask
 from shoal.agent.document import Document, File, Service
 from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.plan.pause import no_job_starts
-from shoal.plan.rotate_slurm import rotate_slurm
+from shoal.plan.rotate_slurm import digests, rotate_slurm
 from shoal.plan.rotate_wireguard import rotate_wireguard
 from shoal.plan.rotating import Rotated, Rotating, Rotation, apply_all, raise_failed
 from shoal.plan.tailscale import rotate_tailscale
@@ -25,9 +24,9 @@ async def rotate_munge(now: Rotating) -> Rotated:
     """One new munge key for all hosts at once. Daemons keep running: they ask munged for every message."""
     fleet, controller = now.fleet, now.controller
     agent = await fleet.agent(controller)
-    digests = await _digests(now)
-    key, following = digests[controller]
-    unfinished = following is not None or any(found != key for found, _ in digests.values())
+    known = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    key, following = known[controller]
+    unfinished = following is not None or any(found != key for found, _ in known.values())
     if unfinished and following is None:
         secret = await agent.secret(MUNGE_KEY)  # the controller has the new key, some others have not
     else:
@@ -48,23 +47,10 @@ async def rotate_in_tailnet(now: Rotating) -> Rotated:
     return Rotated(now.hosts)
 
 
-async def _digests(now: Rotating) -> dict[str, tuple[str | None, str | None]]:
-    """The digests of the key and of the one to come, by host."""
-
-    async def look(name: str) -> tuple[str | None, str | None]:
-        facts = await (await now.fleet.agent(name)).facts(Ask(files={MUNGE_KEY: "hash", MUNGE_KEY_NEXT: "hash"}))
-        found = [facts.files[path].sha256 if path in facts.files else None for path in (MUNGE_KEY, MUNGE_KEY_NEXT)]
-        return found[0], found[1]
-
-    found = await now.fleet.each(now.hosts, look)
-    raise_failed(now)
-    return found
-
-
 async def _verify(now: Rotating, digest: str) -> None:
     """Every host has the key, and every host's munged takes what the controller's made."""
-    digests = await _digests(now)
-    other = [name for name, (found, _) in digests.items() if found != digest]
+    known = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    other = [name for name, (found, _) in known.items() if found != digest]
     if other:
         raise ShoalError(f"{compress(other)} still has another munge key", hint="run `shoal keys rotate munge` again")
     credential = (await (await now.fleet.host(now.controller)).run(("munge", "-n"), timeout=30)).stdout

@@ -10,15 +10,16 @@ import hashlib
 
 from shoal.agent.client import Ask
 from shoal.agent.document import Document
-from shoal.errors import ShoalError, SlurmError, TimedOut
+from shoal.errors import HostError, ShoalError, SlurmError, TimedOut
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.plan.nodes import NOT_READY
 from shoal.plan.rotating import Rotated, Rotating, apply_all, raise_failed
-from shoal.roles.accounting import database_host
+from shoal.roles.accounting import has_database
 from shoal.roles.auth import DIGITS, KEY, KEY_SECRET, NEXT, NEXT_SECRET, key_files
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.spec.members import members as members_of
+from shoal.spec.model import Spec
 
 PATIENCE = 90.0
 """Seconds for all slurmd to have read the file anew."""
@@ -27,7 +28,7 @@ PATIENCE = 90.0
 async def rotate_slurm(now: Rotating) -> Rotated:
     """Every stage can be done twice: what a killed run left is gone through again, with the key it had made."""
     agent = await now.fleet.agent(now.controller)
-    unfinished = (await _digests(now))[now.controller][1] is not None
+    unfinished = (await digests(now, KEY, NEXT))[now.controller][1] is not None
     following = await agent.secret(NEXT, make=DIGITS, text=True)
     secrets = {KEY_SECRET: await agent.secret(KEY), NEXT_SECRET: following}
     old, new = (hashlib.sha256(secrets[name]).hexdigest() for name in (KEY_SECRET, NEXT_SECRET))
@@ -45,14 +46,14 @@ async def rotate_slurm(now: Rotating) -> Rotated:
 async def _everywhere(now: Rotating, document: Document, secrets: dict[str, bytes]) -> None:
     """The files on all hosts, and then all daemons with them."""
     await apply_all(now, dict.fromkeys(now.hosts, document), secrets)
-    logins = [member.name for member in members_of(now.spec) if "login" in member.roles]
-    books = database_host(now.spec)
-    restarts = {**dict.fromkeys(logins, "sackd"), **({books: "slurmdbd"} if books else {})}
+    restarts = {name: daemons for name, daemons in _restarts(now.spec).items() if name in now.hosts}
 
     async def restart(name: str) -> None:
-        await (await now.fleet.host(name)).run(("systemctl", "restart", restarts[name]), timeout=120)
+        result = await (await now.fleet.host(name)).run(("systemctl", "restart", *restarts[name]), timeout=120)
+        if result.status != 0:
+            raise HostError(name, f"{' and '.join(restarts[name])} did not restart: {result.error_text.strip()}")
 
-    await now.fleet.each([name for name in restarts if name in now.hosts], restart)
+    await now.fleet.each(restarts, restart)
     raise_failed(now)
     controller = await now.fleet.host(now.controller)
     before = await _starts(controller)
@@ -68,6 +69,19 @@ async def _everywhere(now: Rotating, document: Document, secrets: dict[str, byte
             hint="run the same command again",
         )
     await _wait_for_nodes(now, controller, before)
+
+
+def _restarts(spec: Spec) -> dict[str, tuple[str, ...]]:
+    """The daemons that read the file only when they start, by host."""
+    found: dict[str, tuple[str, ...]] = {}
+    for member in members_of(spec):
+        daemons = (
+            *(("sackd",) if "login" in member.roles else ()),
+            *(("slurmdbd",) if has_database(spec, member) else ()),
+        )
+        if daemons:
+            found[member.name] = daemons
+    return found
 
 
 async def _starts(controller: Host) -> dict[str, str]:
@@ -98,7 +112,7 @@ async def _wait_for_nodes(now: Rotating, controller: Host, before: dict[str, str
 
 async def _verify(now: Rotating, digest: str) -> None:
     """Every host has the key and no other, and slurmctld takes what each of them signs."""
-    other = [name for name, found in (await _digests(now)).items() if found != (digest, None)]
+    other = [name for name, found in (await digests(now, KEY, NEXT)).items() if found != (digest, None)]
     if other:
         raise ShoalError(f"{compress(other)} still has another key", hint="run `shoal keys rotate slurm` again")
 
@@ -116,10 +130,12 @@ async def _verify(now: Rotating, digest: str) -> None:
     raise_failed(now)
 
 
-async def _digests(now: Rotating) -> dict[str, tuple[str | None, str | None]]:
+async def digests(now: Rotating, key: str, following: str) -> dict[str, tuple[str | None, str | None]]:
+    """The digests of the files with the key and with the one to come, by host."""
+
     async def look(name: str) -> tuple[str | None, str | None]:
-        facts = await (await now.fleet.agent(name)).facts(Ask(files={KEY: "hash", NEXT: "hash"}))
-        found = [facts.files[path].sha256 if path in facts.files else None for path in (KEY, NEXT)]
+        facts = await (await now.fleet.agent(name)).facts(Ask(files={key: "hash", following: "hash"}))
+        found = [facts.files[path].sha256 if path in facts.files else None for path in (key, following)]
         return found[0], found[1]
 
     found = await now.fleet.each(now.hosts, look)

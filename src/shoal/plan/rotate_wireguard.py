@@ -7,25 +7,25 @@ in place: from then on a run which was killed is finished by the next, and `shoa
 from __future__ import annotations
 
 import asyncio
+import time
 
 from shoal.errors import HostError
-from shoal.network.wireguard import INTERFACE, PRIVATE_KEY, PUBLIC_KEY
+from shoal.network.wireguard import INTERFACE, MARK, NEXT_KEY, PRIVATE_KEY, PUBLIC_KEY
 from shoal.plan.diff import wanted
 from shoal.plan.observe import observe
-from shoal.plan.pairs import reached_addresses
+from shoal.plan.pairs import ANSWERS, LOOK_SECONDS, reached_addresses
 from shoal.plan.pause import no_job_starts
 from shoal.plan.rotating import Rotated, Rotating, apply_all, raise_failed
 from shoal.roles.stage import Stage
 from shoal.roles.wireguard import WireGuard
+from shoal.slurm.conf import SLURMCTLD_PORT
 
-NEXT = f"{PRIVATE_KEY}.next"
-MARK = "/etc/shoal/wireguard.rotating"
 PATIENCE = 60
 """Seconds until every host must have reached the controller with its new key."""
 
-MAKE_NEXT = f"set -eu; umask 077; test -s {NEXT} || {{ wg genkey > {NEXT}.new; mv {NEXT}.new {NEXT}; }}"
+MAKE_NEXT = f"set -eu; umask 077; test -s {NEXT_KEY} || {{ wg genkey > {NEXT_KEY}.new; mv {NEXT_KEY}.new {NEXT_KEY}; }}"
 PUT_IN_PLACE = (
-    f"set -eu; umask 077; test ! -s {NEXT} || mv {NEXT} {PRIVATE_KEY}; "
+    f"set -eu; umask 077; test ! -s {NEXT_KEY} || mv {NEXT_KEY} {PRIVATE_KEY}; "
     f"wg pubkey < {PRIVATE_KEY} > {PUBLIC_KEY}.new; mv {PUBLIC_KEY}.new {PUBLIC_KEY}"
 )
 """The interface goes on with the old key until it is told to read the files."""
@@ -39,14 +39,13 @@ async def rotate_wireguard(now: Rotating) -> Rotated:
             await _everywhere(now, MAKE_NEXT)
             await _shell(now, now.controller, f"touch {MARK}")
         await _everywhere(now, PUT_IN_PLACE)
-        await _tell_everybody(now)
-        await _verify(now)
+        await _verify(now, await _tell_everybody(now))
     await _shell(now, now.controller, f"rm -f {MARK}")
     return Rotated(now.hosts, unfinished)
 
 
-async def _tell_everybody(now: Rotating) -> None:
-    """What `shoal up` does about the network, on all hosts at the same time."""
+async def _tell_everybody(now: Rotating) -> str:
+    """What `shoal up` does about the network, on all hosts at the same time; the controller's address on it."""
     observed = await observe(now.fleet, now.spec)
     raise_failed(now)
     cluster = wanted(now.spec, observed, reached_addresses(now.fleet)).now
@@ -56,24 +55,27 @@ async def _tell_everybody(now: Rotating) -> None:
         if member.name in now.hosts
     }
     await apply_all(now, documents, {})
+    return cluster.addresses[now.controller]
 
 
-async def _verify(now: Rotating) -> None:
+async def _verify(now: Rotating, address: str) -> None:
     """Every interface has its host's new key, and every host reaches the controller through it."""
     key = f'test "$(wg show {INTERFACE} public-key)" = "$(cat {PUBLIC_KEY})"'
-    address = (await _shell(now, now.controller, f"ip -4 -o address show dev {INTERFACE}")).split(" inet ")[-1]
-    address = address.partition("/")[0].strip()
+
+    async def through(name: str) -> bool:
+        if (await (await now.fleet.host(name)).run(("sh", "-c", key), timeout=60)).status != 0:
+            return False
+        [said] = await (await now.fleet.agent(name)).reach([(address, SLURMCTLD_PORT)], LOOK_SECONDS)
+        return said in ANSWERS
 
     async def reach(name: str) -> None:
-        for _ in range(PATIENCE):
-            try:
-                await _shell(now, name, f"{key} && ping -c 1 -W 1 {address} > /dev/null")
-            except HostError:
-                await asyncio.sleep(0.5)
-                continue
-            now.phase.done(name)
-            return
-        raise HostError(name, "does not reach the controller with its new key", hint="run the same command again")
+        end = time.monotonic() + PATIENCE
+        while not await through(name):
+            if time.monotonic() > end:
+                again = "run the same command again"
+                raise HostError(name, "does not reach the controller with its new key", hint=again)
+            await asyncio.sleep(0.5)
+        now.phase.done(name)
 
     await now.fleet.each(now.hosts, reach)
     raise_failed(now)

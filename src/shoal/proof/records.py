@@ -211,7 +211,7 @@ def _tensors(lines: list[dict[str, Any]], moment: str, path: Path) -> dict[str, 
     data = path.read_bytes() if path.exists() else b""
     at = 0
     for model, line in enumerate(line for line in lines if line["moment"] == moment):
-        for name, _, sharded, count in line["parts"]:
+        for name, sharded, count in line["parts"]:
             values = array("d")
             values.frombytes(data[at : at + 8 * count])
             at += 8 * count

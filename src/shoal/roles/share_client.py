@@ -25,16 +25,17 @@ def using(cluster: Cluster, member: Member) -> Iterator[Item]:
     ways = {share: way_of(cluster, share, member.name) for share in others}
     if "nfs" in ways.values():
         yield from no_rpcbind(facts)
+    servers = sshfs.known_hosts(_server_keys(cluster, member))
     if not {"sshfs", "stage"}.isdisjoint(ways.values()):
         yield Directory("/etc/shoal")
         yield Directory(sshfs.DIRECTORY, mode=0o700)
-        yield File(sshfs.KNOWN_HOSTS, sshfs.known_hosts(_server_keys(cluster, member)))
+        yield File(sshfs.KNOWN_HOSTS, servers)
         yield Directory("/usr/local/lib/shoal")
     if "sshfs" in ways.values():
         yield File(sshfs.TRANSPORT, _transport(), mode=0o755)
     copies = [share for share, kind in ways.items() if kind == "stage" and not share.homes]
     if copies:
-        yield from _copies(cluster, member, copies)
+        yield from _copies(cluster, copies, servers)
     for share, kind in ways.items():
         address = cluster.addresses.get(share.server)
         if address is None:
@@ -54,7 +55,7 @@ def using(cluster: Cluster, member: Member) -> Iterator[Item]:
             yield Mount(share.where, what, "fuse.sshfs", sshfs.mount_options(read_only=read_only), automount=True)
 
 
-def _copies(cluster: Cluster, member: Member, copies: list[Served]) -> Iterator[Item]:
+def _copies(cluster: Cluster, copies: list[Served], servers: str) -> Iterator[Item]:
     """Local directories, and the program that fills them before a job and brings back what it left."""
     yield from shares_account(cluster)
     for share in copies:
@@ -68,7 +69,7 @@ def _copies(cluster: Cluster, member: Member, copies: list[Served]) -> Iterator[
     yield Directory(stage.DIRECTORY, owner=sshfs.ACCOUNT, group=sshfs.ACCOUNT, mode=0o700)
     give = ("install", "-o", sshfs.ACCOUNT, "-g", sshfs.ACCOUNT, "-m", "0600", sshfs.KEY, stage.KEY)
     yield Command("give the key to who copies", give, unless=("cmp", "-s", sshfs.KEY, stage.KEY))
-    yield File(stage.KNOWN_HOSTS, sshfs.known_hosts(_server_keys(cluster, member)))
+    yield File(stage.KNOWN_HOSTS, servers)
     yield File(stage.LIST, stage.copied(some))
     yield File(stage.PROGRAM, stage.program(), mode=0o755)
     yield File(stage.SUDOERS, stage.sudoers("shoal-users"), mode=0o440, accepted_by=("visudo", "-c", "-f", "-"))

@@ -35,7 +35,7 @@ def serving(cluster: Cluster, member: Member) -> Iterator[Item]:
     if by_nfs:
         yield from _nfs_server(cluster, member, by_nfs)
     over_ssh = [share for share in mine if not share.homes]
-    if over_ssh and clients_over_ssh(cluster, mine):
+    if over_ssh and _clients_over_ssh(cluster, mine):
         yield from _ssh_server(cluster, member, over_ssh)
 
 
@@ -108,7 +108,7 @@ def _anybody_copies(cluster: Cluster, mine: list[Served]) -> bool:
     return any(way_of(cluster, share, name) == "stage" for share in mine for name in names)
 
 
-def clients_over_ssh(cluster: Cluster, mine: list[Served]) -> bool:
+def _clients_over_ssh(cluster: Cluster, mine: list[Served]) -> bool:
     """Whether any host needs SSH for these shares. One that does not answer may, if one did before."""
     silent = any(member.name not in cluster.facts for member in cluster.members)
     if silent and any(SERVES_SSH in text_of(cluster.facts[share.server], RECORD).splitlines() for share in mine):
@@ -129,8 +129,8 @@ def host_keys(cluster: Cluster, server: str, path: str) -> list[sshfs.HostKey]:
         if name == server:
             continue
         facts = cluster.facts.get(name)
-        key = sshfs.plain_key(text_of(facts, sshfs.PUBLIC_KEY)) if facts else ""
-        if not key and facts is None and name in before:
+        key = sshfs.plain_key(text_of(facts, sshfs.PUBLIC_KEY))
+        if facts is None and name in before:
             key = before[name].key
         if key:
             keys.append(sshfs.HostKey(name, address, key))

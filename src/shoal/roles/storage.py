@@ -13,18 +13,17 @@ from shoal.roles.share_server import (
     FOREIGN_EXPORTS,
     NOT_FOR_US,
     RPCBIND,
-    clients_over_ssh,
     foreign_exports,
     no_nfs_server,
     no_ssh_server,
     serving,
 )
-from shoal.roles.shares import COPIES, RECORD, SERVES_NFS, SERVES_SSH, Served, shares, text_of, way_of
+from shoal.roles.shares import COPIES, RECORD, SERVES_NFS, SERVES_SSH, shares, text_of
 from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
-from shoal.storage import nfs, sshfs
+from shoal.storage import nfs, sshfs, stage
 from shoal.storage.ways import FILESYSTEMS, served_by_kernel, way
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ class Storage(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         served, used = tuple(serving(cluster, member)), tuple(using(cluster, member))
-        mounts = [item for item in (*served, *used) if isinstance(item, Mount)]
-        clearing = tuple(_clearing(cluster, member, mounts))
+        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used)))
         return {Stage.SERVICES: (*clearing, *served), Stage.NODES: used}
 
     def farewell(self) -> Document:
@@ -107,18 +105,18 @@ class Storage(Part):
         return tuple(dict.fromkeys(_findings(cluster)))
 
 
-def _clearing(cluster: Cluster, member: Member, mounts: list[Mount]) -> Iterator[Item]:
+_SIGNS = {SERVES_NFS: (nfs.EXPORTS, nfs.GANESHA_CONF), SERVES_SSH: (sshfs.SSHD_CONF,), COPIES: (stage.LIST,)}
+"""Files by which a host serves or copies."""
+
+
+def _clearing(facts: Facts, items: Document) -> Iterator[Item]:
     """What an earlier file had asked for and this one does not, taken away; then the record of what is to be there."""
-    facts = cluster.facts[member.name]
     lines = text_of(facts, RECORD).splitlines()
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
-    wanted = [("automount" if mount.automount else "mount", mount.where) for mount in mounts]
-    others = [share for share in shares(cluster.spec) if share.server != member.name and not share.homes]
-    copies = any(way_of(cluster, share, member.name) == "stage" for share in others)
-    mine = [share for share in shares(cluster.spec) if share.server == member.name]
-    kept = [kind for kind in (SERVES_NFS, SERVES_SSH) if _serves(cluster, mine, kind)]
-    kept += [COPIES] if copies else []
-    if not before and not wanted and not lines and not kept:
+    wanted = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
+    files = {item.path for item in items if isinstance(item, File)}
+    kept = [line for line, signs in _SIGNS.items() if not files.isdisjoint(signs)]
+    if not wanted and not lines and not kept:
         return
     for kind, where in before:
         if (kind, where) not in wanted:
@@ -127,17 +125,11 @@ def _clearing(cluster: Cluster, member: Member, mounts: list[Mount]) -> Iterator
         yield from no_nfs_server()
     if SERVES_SSH in lines and SERVES_SSH not in kept:
         yield from no_ssh_server()
-    if COPIES in lines and not copies:
+    if COPIES in lines and COPIES not in kept:
         yield from no_copies()
     text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in wanted), *kept))
     yield Directory("/etc/shoal")
     yield File(RECORD, f"# Written by shoal; changes here are lost.\n{text}" if text else None)
-
-
-def _serves(cluster: Cluster, mine: list[Served], kind: str) -> bool:
-    if kind == SERVES_NFS:
-        return any(share.share.kind == "nfs" for share in mine)
-    return any(not share.homes for share in mine) and clients_over_ssh(cluster, mine)
 
 
 _FAREWELL = r"""

@@ -15,7 +15,9 @@ from shoal.network.wireguard import (
     FOLDER,
     HUB_RULES,
     MAKE_KEYS,
+    MARK,
     MODULE,
+    NEXT_KEY,
     PEERS,
     PRIVATE_KEY,
     PUBLIC_KEY,
@@ -88,9 +90,10 @@ class WireGuard(Part):
         }
 
     def farewell(self) -> Document:
+        keys = (PUBLIC_KEY, PRIVATE_KEY, NEXT_KEY, MARK)
         return (
             Service(SERVICE, enabled=False, running=False),
-            *(File(path) for path in (UNIT, APPLY, PEERS, HUB_RULES, PUBLIC_KEY, PRIVATE_KEY)),
+            *(File(path) for path in (UNIT, APPLY, PEERS, HUB_RULES, *keys)),
             *own_name_back(),
         )
 

@@ -13,7 +13,7 @@ The lines, by `kind`:
     model   parallel, batch_norm, dropout: how it is spread, and the layers whose result depends on how it is
     step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples
     loss    source, step, loss, samples: what the script said, and how many samples it had seen since the last one
-    tensors what is in rank-R.start or rank-R.end: name, shape, sharded, count
+    tensors what is in rank-R.start or rank-R.end: name, sharded, count
 
 Numbers that are compared are written as `float.hex` does, which loses no bit.
 """
@@ -59,8 +59,6 @@ class Part:
     """One rank's part of a parameter."""
 
     name: str
-    shape: Sequence[int]
-    """Of the whole parameter."""
     sharded: bool
     """The parts of all ranks, one after the other, are the parameter; otherwise each rank has all of it."""
     values: bytes
@@ -160,7 +158,7 @@ class Recorder:
         with (self.settings.directory / f"rank-{self.rank}.{moment}").open("ab") as file:
             for part in parts:
                 file.write(part.values)
-                described.append([part.name, list(part.shape), part.sharded, len(part.values) // 8])
+                described.append([part.name, part.sharded, len(part.values) // 8])
         self._line("tensors", moment=moment, parts=described)
 
     def _line(self, kind: str, **values: Any) -> None:

@@ -138,7 +138,7 @@ class Watch:
         for name, parameter in self._model.named_parameters():
             local, sharded = _local(parameter)
             plain = name.replace("_checkpoint_wrapped_module.", "")
-            yield Part(plain, tuple(parameter.shape), sharded, _bytes(local.double()))
+            yield Part(plain, sharded, _bytes(local.double()))
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -17,7 +17,7 @@ from shoal.environments.place import (
     parse_kept,
     parse_names,
     remove_command,
-    remove_wheels_command,
+    sweep_command,
 )
 from shoal.environments.source import Source, read_source
 from shoal.errors import CommandFailed, HostError, UsageError
@@ -82,7 +82,7 @@ async def list_environments(context: Context) -> list[Listed]:
 
 
 async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
-    """Take away environments that have no name any more and that no job uses, and the wheels they came from."""
+    """Take away environments that have no name any more and that no job uses, their wheels and archives with them."""
     wanted = chosen(context, ())
     builders = {one.directory: one.builder for one in wanted.values()}
     async with await context.connections() as fleet:
@@ -91,11 +91,7 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         jobs = {
             note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
         }
-        current = {
-            made.id: name
-            for (directory, name), made in (await in_force(controller, wanted.values())).items()
-            if name in wanted and wanted[name].directory == directory
-        }
+        current = {made.id: made.name for made in await _current(controller, wanted)}
         kept = await _kept(fleet, sorted(builders))
         reasons = _reasons([one for found in kept.values() for one in found], current, jobs)
         old = {
@@ -105,15 +101,22 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         }
         if not dry_run:
             await _remove(fleet, old)
-            sources = [made.source for made in (await in_force(controller, wanted.values())).values()]
+            now = await _current(controller, wanted)
+            sources, used = {made.source for made in now}, {*reasons, *(made.id for made in now)}
             for directory, builder in builders.items():
                 host = await fleet.host(builder)
-                await host.run(remove_wheels_command(directory, sources), timeout=LONG_PATIENCE)
+                await must(host, sweep_command(directory, sources, used), b"", f"clear {directory}", LONG_PATIENCE)
         gone: dict[str, tuple[str, ...]] = {}
         for (name, _), ids in old.items():
             gone[name] = tuple(dict.fromkeys((*gone.get(name, ()), *ids)))
         removed = {name: ids for name, ids in gone.items() if ids and name not in fleet.failures}
         return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
+
+
+async def _current(controller: Host, wanted: Mapping[str, Placed]) -> list[Made]:
+    """What the names of the spec stand for now."""
+    found = await in_force(controller, wanted.values())
+    return [found[place] for name, one in wanted.items() if (place := (one.directory, name)) in found]
 
 
 async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[Kept]]:

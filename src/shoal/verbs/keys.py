@@ -61,9 +61,7 @@ def _chosen(context: Context, what: str) -> list[str]:
     if what not in ROTATIONS:
         raise UsageError(f"there is no key {what!r}", hint=f"use one of {', '.join((*ROTATIONS, ALL))}")
     if not ROTATIONS[what].used(context.spec):
-        raise UsageError(
-            f"cluster {context.cluster} has no {ROTATIONS[what].what}", hint=ROTATIONS[what].instead or "leave it out"
-        )
+        raise UsageError(f"cluster {context.cluster} has no {ROTATIONS[what].what}", hint=ROTATIONS[what].instead)
     return [what]
 
 

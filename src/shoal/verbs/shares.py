@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.agent.facts import Facts
 from shoal.errors import ShoalError
@@ -48,17 +48,18 @@ async def _state(share: Served, fleet: Connections) -> ShareState:
     known = ShareState(share.where, share.share.kind, share.server)
     look = 'df -Pm -- "$1"; ! command -v repquota > /dev/null || repquota -u -O csv -- "$1" 2> /dev/null || true'
     if share.server not in fleet.targets:
-        return ShareState(known.where, known.kind, known.server, trouble="its host is not made yet")
+        return replace(known, trouble="its host is not made yet")
     try:
         async with asyncio.timeout(PATIENCE):
             host = await fleet.host(share.server)
             said = await host.run(("sh", "-c", look, "sh", share.path), timeout=PATIENCE)
     except (TimeoutError, ShoalError):
-        return ShareState(known.where, known.kind, known.server, trouble=f"{share.server} does not answer")
+        return replace(known, trouble=f"{share.server} does not answer")
     room = parse_room(said.text)
     if room is None:
-        return ShareState(known.where, known.kind, known.server, trouble=f"not on {share.server} yet; run `shoal up`")
-    return ShareState(known.where, known.kind, known.server, *room, quotas=parse_quotas(said.text))
+        return replace(known, trouble=f"not on {share.server} yet; run `shoal up`")
+    total, free = room
+    return replace(known, total_mb=total, free_mb=free, quotas=parse_quotas(said.text))
 
 
 def parse_room(text: str) -> tuple[int, int] | None:

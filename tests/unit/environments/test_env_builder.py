@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from tests.small_wheels import small_wheel, torch_like
 
 from shoal.environments import builder
-from shoal.environments.place import kept_command, parse_kept, remove_command, remove_wheels_command, unpack_command
+from shoal.environments.place import kept_command, parse_kept, remove_command, sweep_command, unpack_command
 
 
 class Place:
@@ -137,9 +138,37 @@ def test_what_is_removed_is_gone_whole_and_its_wheels_with_it(place: Place) -> N
     kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
     assert made["id"] in kept and not kept[made["id"]].busy
     place.run(remove_command(str(place.shared), [made["id"]]))
-    place.run(remove_wheels_command(str(place.shared), [other["source"]]))
+    place.run(sweep_command(str(place.shared), [other["source"]], []))
     assert not Path(made["path"]).exists() and Path(other["path"]).exists()
     assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
+
+
+def test_an_archive_goes_with_its_environment_and_nothing_while_somebody_builds(tmp_path: Path, place: Place) -> None:
+    there = (
+        "archives/ab12.tar",
+        "archives/cd34.tar",
+        "archives/cd34.tar.new",
+        "wheels/s1/a.whl",
+        "wheels/s2.new/b.whl",
+    )
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def left() -> list[str]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+        return sorted(str(path.relative_to(tmp_path)) for path in files)
+
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        place.run(sweep_command(str(tmp_path), ["s1"], ["ab12"]))
+        assert left() == sorted(there)
+    for _ in range(2):
+        place.run(sweep_command(str(tmp_path), ["s1"], ["ab12"]))
+        assert left() == ["archives/ab12.tar", "wheels/s1/a.whl"]
+    place.run(sweep_command(str(tmp_path), [], []))
+    assert left() == []
+    place.run(sweep_command(str(tmp_path / "nowhere"), [], []))
 
 
 def test_an_environment_that_a_process_uses_is_busy(place: Place) -> None:

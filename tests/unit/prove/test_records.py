@@ -39,12 +39,12 @@ def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
     for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
         made = recording(tmp_path, rank, 2)
         made.model("fsdp", ["norm"], [])
-        made.tensors("start", [Part("w", (3,), True, values(*shard)), Part("b", (1,), False, values(0.5))])
+        made.tensors("start", [Part("w", True, values(*shard)), Part("b", False, values(0.5))])
         made.saw(samples)
         made.step(0.1, 1.0, 4.0)
         made.loss("progress", 1, loss)
         made.metrics({"accuracy": 1.0, "train_loss": 9.0}, 1)
-        made.tensors("end", [Part("w", (3,), True, values(*shard)), Part("b", (1,), False, values(0.5))])
+        made.tensors("end", [Part("w", True, values(*shard)), Part("b", False, values(0.5))])
     run = read_run(tmp_path)
     assert what_is_missing(run, 2) is None
     assert (run.world_size, run.steps, run.source, run.tellers) == (2, 1, "progress", (0, 1))

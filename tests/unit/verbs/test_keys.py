@@ -59,9 +59,9 @@ async def _probed(program: FakeProgram) -> int:
     return 0
 
 
-def cluster(old: bytes = b"old", **keys: bytes) -> World:
+def cluster(old: bytes = b"old", text: str = LAB, **keys: bytes) -> World:
     """A lab whose hosts have a munge key: `old`, or what `keys` gives them."""
-    world = lab()
+    world = lab(text)
     for name, host in world.hosts.items():
         agent = KeyAgent(world.agents[name].facts, secrets={MUNGE_KEY: keys.get(name, old)})
         world.agents[name] = agent
@@ -205,9 +205,9 @@ def test_a_comma_in_a_number_is_a_point() -> None:
 # ---- auth/slurm
 
 
-def slurm_cluster(**keys: bytes) -> tuple[World, list[list[str]]]:
+def slurm_cluster(text: str = LAB, **keys: bytes) -> tuple[World, list[list[str]]]:
     """A cluster with `auth: slurm`, and, for the node n1, the keys of every slurm.jwks it was given, signer first."""
-    world = cluster()
+    world = cluster(text=text)
     world.spec = world.spec.model_copy(update={"auth": "slurm"})
     given: list[list[str]] = []
     starts = {"count": 0}
@@ -260,6 +260,30 @@ async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the
     assert key.finished
     assert {agent.secrets[KEY] for agent in world.agents.values()} == {b"begun\n"}
     assert given[-1] == ["@KEY@"]
+
+
+BOOKS_AT_THE_DOOR = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\naccounting: {host: door}\n"
+
+
+async def test_a_login_host_that_has_the_database_restarts_both_daemons_with_the_key() -> None:
+    world, _ = slurm_cluster(BOOKS_AT_THE_DOOR)
+    restart = ("systemctl", "restart", "sackd", "slurmdbd")
+    world.hosts["door"].answers = {**world.hosts["door"].answers, restart: b""}
+    await rotate(context_of(world), "slurm")
+    assert world.hosts["door"].argvs.count(restart) == 3
+
+
+async def test_a_daemon_that_does_not_restart_with_the_key_is_told() -> None:
+    world, given = slurm_cluster(BOOKS_AT_THE_DOOR)
+    failed = Result(1, stderr=b"Job for slurmdbd.service failed.\n")
+    world.hosts["door"].answers = {**world.hosts["door"].answers, ("systemctl", "restart"): failed}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "slurm")
+    assert str(caught.value) == (
+        "the rotation is not finished: door: sackd and slurmdbd did not restart: Job for slurmdbd.service failed.\n"
+        "  fix: run the same command again"
+    )
+    assert given == [["@KEY@", "@NEXT@"]]
 
 
 async def test_where_munge_signs_slurm_has_no_key_to_rotate() -> None:
