@@ -1,0 +1,1 @@
+"""Machines that come and go with the jobs: what runs on the controller beside slurmctld."""

@@ -1,0 +1,1 @@
+"""Simulated clouds: HTTP servers that keep to the shapes, delays and errors of the providers, for tests and trials."""
