@@ -12,6 +12,7 @@ caller looks for the order's token in `rented` before it orders again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -50,6 +51,20 @@ Scope = Literal["offer", "zone", "region", "provider"]
 
 
 @dataclass(frozen=True)
+class Billing:
+    """How a provider turns time into money: in whole steps, of which every one begun counts."""
+
+    step: int = 1
+    """Seconds: 60 bills by the minute, 3600 by the started hour."""
+    least: int = 0
+    """So many seconds are billed at least."""
+
+    def seconds(self, elapsed: float) -> int:
+        """What is billed for a machine that was there so long."""
+        return max(self.least, math.ceil(max(0.0, elapsed) / self.step) * self.step)
+
+
+@dataclass(frozen=True)
 class Abilities:
     """What a provider's machines and its API can do."""
 
@@ -70,6 +85,7 @@ class Abilities:
     """The provider itself ends a machine at `Order.lifetime`."""
     stopped_bills: bool = True
     """A machine that shut itself down goes on costing money until it is deleted."""
+    billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
     """How our boot script gets there."""
     boot_seconds: int = 600
