@@ -41,6 +41,10 @@ if [ -n "$SHOAL_VPN" ]; then
     export NCCL_SOCKET_IFNAME="=$SHOAL_VPN" GLOO_SOCKET_IFNAME=$SHOAL_VPN TP_SOCKET_IFNAME=$SHOAL_VPN
     export NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4
 fi
+# What `shoal bench links` measured here says better how many sockets fill a link.
+if [ -r /etc/shoal/nccl.env ]; then
+    set -a && . /etc/shoal/nccl.env && set +a
+fi
 """.strip().splitlines()
 
 

@@ -12,12 +12,18 @@ LINKS = "/var/lib/shoal/links.json"
 """On the controller: the last measurement. `shoal up` reads it as a fact."""
 NEAR = "near-"
 """How the names of switches begin that come of a measurement: no site's name has a hyphen."""
+NCCL = "/etc/shoal/nccl.env"
+"""On a node: what the measurement of its links says for NCCL. Jobs read it."""
 PROGRAM = Path(__file__).with_name("links_program.py")
 
 SPLIT = 4.0
 """Links that are so many times slower than the next faster ones lie between groups, not inside one."""
 PLENTY = 5000.0
 """Million bits a second. Links that carry so much never keep hosts apart, however fast others are."""
+MANY = 16
+"""Connections that NCCL opens at most between two ranks over a link that one does not fill: four threads of four."""
+GAIN = 1.2
+"""Many connections must carry so many times what one carries, or one is enough."""
 NO_LINK = 0.001
 """Counts as the speed of a link over which nothing came."""
 
@@ -34,6 +40,8 @@ class Link:
     """The median round trip of a byte over TCP."""
     mbit: float | None = None
     """Million bits a second that reached the target over one connection."""
+    mbit_many: float | None = None
+    """The same over `MANY` connections at once."""
     problem: str = ""
 
 
@@ -118,6 +126,29 @@ def switches(text: str, names: Iterable[str]) -> dict[str, str]:
     """The switch that each host is at by a measurement, named after the first host there; {} where all are near."""
     found = groups(read_links(text), names)
     return {name: NEAR + group[0] for group in found for name in group} if len(found) > 1 else {}
+
+
+def sockets(text: str, name: str, names: Iterable[str]) -> int | None:
+    """How many connections fill the links from a host to others by a measurement: one, or `MANY`. None without one.
+
+    The slowest link counts: the others wait for it.
+    """
+    others = set(names)
+    found = [
+        (link.mbit, link.mbit_many)
+        for link in read_links(text)
+        if link.source == name and link.target in others and link.mbit and link.mbit_many
+    ]
+    if not found:
+        return None
+    one, many = min(found)
+    return MANY if many >= one * GAIN else 1
+
+
+def nccl_settings(connections: int) -> str:
+    """The variables by which NCCL opens so many connections, as lines for a shell."""
+    each = round(connections**0.5)
+    return f"NCCL_SOCKET_NTHREADS={each}\nNCCL_NSOCKS_PERTHREAD={each}\n"
 
 
 def merged(before: Iterable[Link], now: Iterable[Link], names: Iterable[str]) -> tuple[Link, ...]:

@@ -3,7 +3,8 @@
 It reads requests from its standard input, one JSON object a line, answers each with one, and ends with its input:
 
     {"op": "listen", "address", "first", "last", "token"}              {"port"} or {"problem"}
-    {"op": "measure", "address", "port", "token", "seconds", "pings"}  {"rtt_ms", "mbit"} or {"problem"}
+    {"op": "measure", "address", "port", "token", "seconds", "pings", "many"}
+                                                                       {"rtt_ms", "mbit", "mbit_many"} or {"problem"}
 """
 
 # Hosts may have a Python as old as 3.8, where a time-out of a socket is no TimeoutError yet.
@@ -63,7 +64,7 @@ def listen(request: dict[str, Any]) -> dict[str, Any]:
         except OSError as error:
             problem = error
             continue
-        server.listen(4)
+        server.listen(64)
         token = request["token"].encode()
         threading.Thread(target=serve, args=(server, token), daemon=True).start()
         return {"port": port}
@@ -71,16 +72,20 @@ def listen(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(server: socket.socket, token: bytes) -> None:
-    """Answer those who know the token, one after another."""
+    """Answer those who know the token, all at once: a pair may use many connections."""
     while True:
         peer, _ = server.accept()
-        with peer:
-            try:
-                peer.settimeout(PATIENCE)
-                if exactly(peer, len(token)) == token:
-                    answer(peer)
-            except OSError:
-                pass  # it says so at its own end
+        threading.Thread(target=greet, args=(peer, token), daemon=True).start()
+
+
+def greet(peer: socket.socket, token: bytes) -> None:
+    with peer:
+        try:
+            peer.settimeout(PATIENCE)
+            if exactly(peer, len(token)) == token:
+                answer(peer)
+        except OSError:
+            pass  # it says so at its own end
 
 
 def answer(peer: socket.socket) -> None:
@@ -111,12 +116,42 @@ def answer(peer: socket.socket) -> None:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The round trip in milliseconds, and how many million bits a second go there."""
+    """The round trip in milliseconds, and how many million bits a second go there over one connection and over many."""
+    trips, alone = flow(request, request["pings"])
+    found = {"rtt_ms": sorted(trips)[len(trips) // 2] * 1000, "mbit": alone}
+    if request.get("many"):
+        found["mbit_many"] = together(request, request["many"])
+    return found
+
+
+def together(request: dict[str, Any], many: int) -> float:
+    """What goes there over many connections at once. A problem of one of them is a problem of all."""
+    rates: list[float] = []
+    problems: list[OSError] = []
+
+    def one() -> None:
+        try:
+            rates.append(flow(request, 0)[1])
+        except OSError as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(many)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return sum(rates)
+
+
+def flow(request: dict[str, Any], pings: int) -> tuple[list[float], float]:
+    """One connection: the round trips in seconds, then how many million bits a second went there."""
     with socket.create_connection((request["address"], request["port"]), PATIENCE) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.sendall(request["token"].encode() + struct.pack("!Id", request["pings"], request["seconds"]))
+        peer.sendall(request["token"].encode() + struct.pack("!Id", pings, request["seconds"]))
         trips = []
-        for _ in range(request["pings"]):
+        for _ in range(pings):
             begin = time.perf_counter()
             peer.sendall(b".")
             exactly(peer, 1)
@@ -124,7 +159,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         size, seconds = pour(peer, request["seconds"])
         # What still waits to be sent is thrown away: the next pair must not meet it.
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return {"rtt_ms": sorted(trips)[len(trips) // 2] * 1000, "mbit": size * 8 / seconds / 1e6}
+    return trips, size * 8 / seconds / 1e6
 
 
 def pour(peer: socket.socket, seconds: float) -> tuple[int, float]:

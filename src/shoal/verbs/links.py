@@ -12,7 +12,7 @@ from typing import Any
 from shoal.agent.document import File
 from shoal.errors import AgentFailed, HostError, ShoalError, TimedOut, UsageError
 from shoal.hosts.api import Process
-from shoal.network.links import LINKS, PROGRAM, Link, Pair, groups, links_text, merged, read_links, rounds
+from shoal.network.links import LINKS, MANY, PROGRAM, Link, Pair, groups, links_text, merged, read_links, rounds
 from shoal.network.names import addresses_in
 from shoal.plan.apply import ending
 from shoal.plan.fleet import Fleet
@@ -135,8 +135,9 @@ async def _play(
 async def _measure(one: Player, other: Player, seconds: float) -> Link:
     """One direction. A host that goes away in the middle is a link with a problem, and stops no other pair."""
     request = {"op": "measure", "address": other.address, "port": other.port, "token": other.token}
+    request |= {"seconds": seconds, "pings": PINGS, "many": MANY}
     try:
-        answer = await _ask(one.name, one.process, {**request, "seconds": seconds, "pings": PINGS}, seconds + PATIENCE)
+        answer = await _ask(one.name, one.process, request, 2 * seconds + PATIENCE)
     except HostError as error:
         return Link(one.name, other.name, problem=error.message)
     return Link(one.name, other.name, **answer)

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.network.links import Link, groups, links_text, merged, read_links, rounds, switches
+from shoal.network.links import (
+    MANY,
+    Link,
+    groups,
+    links_text,
+    merged,
+    nccl_settings,
+    read_links,
+    rounds,
+    sockets,
+    switches,
+)
 
 
 def mesh(speeds: dict[str, float]) -> list[Link]:
@@ -91,3 +102,29 @@ def test_a_new_measurement_replaces_what_it_measured_and_forgets_hosts_that_left
 def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
     assert read_links(text) == ()
     assert switches(text, "ab") == {}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "connections"),
+    [
+        ({"b": (900.0, 905.0)}, 1),
+        ({"b": (90.0, 700.0)}, MANY),
+        ({"b": (9000.0, 9000.0), "c": (50.0, 400.0)}, MANY),  # the others wait for the slowest
+        ({"b": (50.0, 51.0), "c": (9000.0, 20000.0)}, 1),
+        ({"elsewhere": (50.0, 400.0)}, None),
+    ],
+)
+def test_the_slowest_link_decides_how_many_sockets_nccl_opens(
+    speeds: dict[str, tuple[float, float]], connections: int | None
+) -> None:
+    links = [Link("a", other, 1.0, one, many) for other, (one, many) in speeds.items()]
+    assert sockets(links_text(links), "a", "abc") == connections
+
+
+def test_links_that_were_measured_over_one_connection_alone_say_nothing_about_many() -> None:
+    assert sockets(links_text(mesh({"ab": 100})), "a", "ab") is None
+
+
+def test_sixteen_sockets_are_four_threads_of_four() -> None:
+    assert nccl_settings(MANY) == "NCCL_SOCKET_NTHREADS=4\nNCCL_NSOCKS_PERTHREAD=4\n"
+    assert nccl_settings(1) == "NCCL_SOCKET_NTHREADS=1\nNCCL_NSOCKS_PERTHREAD=1\n"

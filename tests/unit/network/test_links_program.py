@@ -94,6 +94,14 @@ def test_a_refused_link_and_a_wrong_token_are_problems_and_end_nothing(players: 
     assert other.measure(port)["mbit"] > 1
 
 
+def test_many_connections_at_once_are_measured_as_one_rate(players: tuple[Player, Player]) -> None:
+    one, other = players
+    port = one.listen()["port"]
+    request = {"address": "127.0.0.1", "port": port, "token": TOKEN, "seconds": 0.2, "pings": 3, "many": 4}
+    found = other.ask(op="measure", **request)
+    assert found["mbit"] > 1 and found["mbit_many"] > 1
+
+
 def test_it_ends_with_its_input_also_while_it_measures(players: tuple[Player, Player]) -> None:
     one, other = players
     port = one.listen()["port"]

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 from tests.unit.plan.fake_world import host_facts, spec_of
 
+from shoal.agent.document import File
 from shoal.agent.facts import Facts, FileFact
-from shoal.network.links import LINKS, Link, links_text
+from shoal.network.links import LINKS, NCCL, Link, links_text
 from shoal.roles.cluster import assemble
 from shoal.roles.documents import fact_files, farewell
 from shoal.roles.in_force import TOPOLOGY_CONF, InForce, in_force
+from shoal.roles.links import Links
+from shoal.roles.stage import Stage
 from shoal.slurm.conf import slurm_conf, topology_conf
 from shoal.slurm.model import Switch
 
@@ -78,3 +81,17 @@ def test_the_measurement_is_asked_for_as_a_fact_and_goes_when_a_host_is_given_ba
     assert fact_files(SPEC)[LINKS] == "text"
     assert f"file {LINKS}" in {item.key for item in farewell()}
     assert assemble(SPEC, facts(""), {}, InForce()).conf.switches == ()
+
+
+def test_nodes_are_told_how_many_sockets_fill_their_links_and_forget_it_with_the_measurement() -> None:
+    text = links_text(Link(x, y, 20.0, 90.0, 700.0) for x in NAMES for y in NAMES if x != y)
+    cluster = assemble(SPEC, facts(text), {})
+    told = {m.name: Links().documents(cluster, m) for m in cluster.members}
+    assert told["c1"] == {}
+    [file] = [item for item in told["a1"][Stage.NODES] if isinstance(item, File)]
+    assert (file.path, file.content) == (NCCL, "NCCL_SOCKET_NTHREADS=4\nNCCL_NSOCKS_PERTHREAD=4\n")
+    known = facts("")
+    known["a1"] = replace(known["a1"], files={NCCL: FileFact(there=True)})
+    cluster = assemble(SPEC, known, {})
+    after = {m.name: Links().documents(cluster, m) for m in cluster.members}
+    assert after["a1"] == {Stage.NODES: (File(NCCL),)} and after["a2"] == {}
