@@ -178,6 +178,14 @@ def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
     assert told["whole"] and told["changed"] == ["fish1"]
 
 
+def test_a_share_whose_program_was_killed_is_mounted_again_by_up(lab: Lab) -> None:
+    lab.shell("fish1", "pkill -KILL -f '[s]hfs.*/data'")
+    assert lab.ssh("fish1", "ls /data").returncode != 0
+    told = lab.json("up")
+    assert told["whole"] and told["changed"] == ["fish1"]
+    lab.shell("fish1", "ls /data")
+
+
 def test_a_share_is_read_by_nfs_by_members_alone_and_their_root_is_nobody_on_it(lab: Lab) -> None:
     lab.wait("a client is installed", lambda: lab.ssh("fish1", CLIENT).returncode == 0, 300)
     lab.shell("fish2", "install -d -m 0755 /data/roots; echo theirs > /data/roots/file; echo open > /data/open")

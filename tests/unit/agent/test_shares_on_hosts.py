@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,25 @@ def test_a_share_waits_for_its_server_and_holds_up_no_boot(monkeypatch: pytest.M
     assert "TimeoutSec=infinity\n" in text and "After=network-online.target\n" in text
     assert ("[Automount]\nWhere=/my-data\n" in text) is autofs
     assert ("WantedBy=multi-user.target" in text) is not autofs
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and /dev/fuse to make a mount"
+)
+def test_a_mount_whose_program_has_ended_is_mounted_again(tmp_path: Path) -> None:
+    where = str(tmp_path)
+    item = {"where": where, "what": "shares@10.0.0.1:/d", "fstype": "fuse.sshfs", "options": "rw", "mounted": True}
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not mounts.is_dead(item)
+    program = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={program},rootmode=40000,user_id=0,group_id=0".encode()
+    assert libc.mount(b"shares", where.encode(), b"fuse", 0, options) == 0, os.strerror(ctypes.get_errno())
+    try:
+        os.close(program)
+        assert mounts.is_dead(item)
+        assert not mounts.is_dead({**item, "fstype": "nfs4"})
+    finally:
+        assert libc.umount2(where.encode(), 2) == 0
 
 
 def test_an_account_is_locked_from_the_day_it_ended(host: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from shoal.agent.program.disk import read_text, remove, write_atomic
@@ -25,9 +26,9 @@ def check_mount(item: Item, world: World) -> Change | None:
         return Change(f"unmount {where}") if before or (mounted and not item.get("automount")) else None
     if item.get("automount") and not before:
         refuse_hiding(where, mounted)
-    if before != text:
+    if before != text or not mounted or is_dead(item):
         return Change(f"mount {item['what']} on {where}")
-    return None if mounted else Change(f"mount {item['what']} on {where}")
+    return None
 
 
 def refuse_hiding(where: str, mounted: bool) -> None:
@@ -88,6 +89,7 @@ def make_automount(item: Item) -> str:
     unit = name + (".automount" if watched else ".mount")
     if not item["mounted"] or not same:
         run(["systemctl", "disable", *(["--now"] if watched else []), "--", unit], timeout=30.0)
+    if not item["mounted"] or not same or is_dead(item):
         while is_mounted(where):
             must(["umount", "--lazy", "--no-canonicalize", "--", where], f"could not unmount {where}")
     if not item["mounted"]:
@@ -162,6 +164,14 @@ def unit_name(path: str) -> str:
         for i, c in enumerate(plain)
     )  # fmt: skip
     return named or "-"
+
+
+def is_dead(item: Item) -> bool:
+    """Whether the program behind a mount has ended. One that waits for its server has not, and says nothing."""
+    if not item["fstype"].startswith("fuse") or not is_mounted(item["where"]):
+        return False
+    status, said = run(["stat", "--file-system", "--", item["where"]], timeout=2.0)
+    return status == 1 and os.strerror(errno.ENOTCONN) in said
 
 
 def is_mounted(where: str) -> bool:
