@@ -52,6 +52,7 @@ def _said(shape: Shape, name: str) -> str:
         "gpus": counted if value else "no GPU",
         "site": f"site {value}",
         "cgroups": "cgroups" if value else "no cgroups",
+        "container": "no init system and one open port" if value else "a whole machine",
     }.get(name, f"{name} {value}")
 
 

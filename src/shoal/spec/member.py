@@ -20,6 +20,8 @@ class Shape:
     gpus: int = 0
     site: str = "a"
     cgroups: bool = False
+    container: bool = False
+    """A container without systemd, TUN, mounts and open ports, as some providers rent out; else a whole machine."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Member:
     weight: int = 1
     endpoint: str | None = None
     """Where hosts of other sites reach its WireGuard port, where that cannot be found out."""
+    rented: bool = False
+    """It comes when a job needs it and goes again: the controller makes it, not who runs `shoal up`."""
 
     @property
     def site(self) -> str:

@@ -20,6 +20,7 @@ from shoal.providers.sandbox.network import (
     hardware_address,
     render_table,
 )
+from shoal.spec.member import Shape
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef-2")
 SITES = [Site("a", 0, "10.70.1.0/24"), Site("b", 1, "10.70.2.0/24")]
@@ -74,3 +75,12 @@ def test_hardware_addresses_are_local_and_differ() -> None:
     assert one != two
     assert one.startswith("02:")
     assert len(one) == 17
+
+
+def test_a_container_is_reached_by_one_port_of_the_machine_and_reaches_no_site() -> None:
+    pods = Site("containers", 2, "10.70.3.0/24")
+    pod = HostRecord("pod1", 4, "10.70.3.2", "", "", Shape(container=True))
+    plain = HostRecord("n1", 5, "10.70.1.2", "", "", Shape())
+    text = render_table(LAYOUT, [*SITES[:1], pods], [pod, plain])
+    assert_golden("sandbox/container.nft", text)
+    assert "22005" not in text, "only containers are behind a port"

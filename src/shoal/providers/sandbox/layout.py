@@ -34,6 +34,14 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 NAME_RULE = "use lower-case letters, digits and hyphens, at most 40 of them"
 OPEN_SITE = "a"
 """The site that others can reach. Every other site is behind NAT."""
+CONTAINERS = "containers"
+"""The site of containers: nobody there is reached but through the one port that the machine passes on."""
+FIRST_OUTER_PORT = 22000
+
+
+def site_of(shape: Shape) -> str:
+    """The site whose bridge such a host is on."""
+    return CONTAINERS if shape.container else shape.site
 
 
 def cache_dir() -> Path:
@@ -69,6 +77,16 @@ class HostRecord:
     """The directory of its image."""
     host_key: str
     shape: Shape = field(default_factory=Shape)
+
+    @property
+    def site(self) -> str:
+        """The site whose bridge it is on."""
+        return site_of(self.shape)
+
+    @property
+    def outer_port(self) -> int:
+        """The machine's port behind which a container's SSH server answers."""
+        return FIRST_OUTER_PORT + self.index
 
 
 @dataclass(frozen=True)

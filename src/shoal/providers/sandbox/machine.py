@@ -18,6 +18,7 @@ from shoal.providers.api import Instance
 from shoal.providers.sandbox.cgroups import Group, hierarchies, is_v2_only
 from shoal.providers.sandbox.images import remove_tree
 from shoal.providers.sandbox.layout import HostRecord, Layout
+from shoal.providers.sandbox.network import outer_address
 from shoal.providers.sandbox.programs import last_lines
 from shoal.providers.sandbox.seed import write_file, write_resolver
 
@@ -60,6 +61,22 @@ exit "$status"
 """
 """Runs as the host's parent: mounts its root and starts it, again after each reboot (nspawn's status 133)."""
 
+NOT_IN_CONTAINERS = (
+    *("audit_control", "dac_read_search", "ipc_owner", "lease", "linux_immutable", "mknod", "net_broadcast"),
+    *("sys_admin", "sys_boot", "sys_nice", "sys_ptrace", "sys_resource", "sys_tty_config"),
+)
+"""What nspawn leaves to root and Docker, told nothing, does not."""
+
+CONTAINER = f"""\
+given=/etc/shoal-sandbox.d/meminfo
+[ ! -e $given ] || mount --bind -o ro $given /proc/meminfo
+rm -rf /dev/net
+mkdir -p /run/sshd
+exec setpriv --inh-caps -all --bounding-set {",".join(f"-{name}" for name in NOT_IN_CONTAINERS)} \\
+    sh -c '/usr/sbin/sshd -D -e & wait'
+"""
+"""A container's first process: it gives up what it may not do, starts the SSH server, and takes care of orphans."""
+
 
 def group(layout: Layout, name: str) -> Group:
     """The cgroups that hold the host's processes."""
@@ -68,8 +85,9 @@ def group(layout: Layout, name: str) -> Group:
 
 def instance(layout: Layout, host: HostRecord) -> Instance:
     """The host as the rest of Shoal sees it."""
+    address, port = (outer_address(layout), host.outer_port) if host.shape.container else (host.address, 22)
     target = Target(
-        name=host.name, address=host.address, port=22, user="root", identity=layout.identity, host_key=host.host_key
+        name=host.name, address=address, port=port, user="root", identity=layout.identity, host_key=host.host_key
     )
     return Instance(name=host.name, state=state(layout, host.name), target=target, shape=host.shape)
 
@@ -118,7 +136,7 @@ async def start(layout: Layout, host: HostRecord) -> None:
         ",".join(str(cpu) for cpu in cpus_of(host)), *_nspawn(layout, host),
     ]  # fmt: skip
     # "network": the host may change its own network's kernel settings; "1" (all of /sys) is what cgroups take.
-    writable = "1" if host.shape.cgroups else "network"
+    writable = "1" if host.shape.cgroups else "no" if host.shape.container else "network"
     # Without its own locks: a killed nspawn would leave their files behind. We hold the cluster's lock.
     env = {**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": writable, "SYSTEMD_NSPAWN_LOCK": "0"}
     with (home / "log").open("wb") as log:
@@ -170,19 +188,40 @@ async def stop(layout: Layout, name: str) -> None:
 
 
 def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
+    return _container(layout, host) if host.shape.container else _whole_machine(layout, host)
+
+
+def _whole_machine(layout: Layout, host: HostRecord) -> list[str]:
     home = layout.host_dir(host.name)
     devices = [path for path in (Path("/dev/net/tun"), Path("/dev/fuse")) if path.exists()]
     binds = [f"--bind={path}" for path in devices]
-    binds += [f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())]
+    binds += _gpu_binds(home)
     # One directory that all hosts of the cluster have in common, as a lab has a file server.
     layout.shared.mkdir(mode=0o1777, exist_ok=True)
     layout.shared.chmod(0o1777)
     binds.append(f"--bind={layout.shared}:/shared")
     return [
-        "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--boot", f"--directory={home / 'root'}",
-        f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
-        f"--network-namespace-path=/run/netns/{layout.namespace(host.name)}", "--capability=all",
-        "--resolv-conf=off", "--timezone=off", "--link-journal=no", "--console=read-only",
+        *_same_for_all(layout, host), "--boot", "--capability=all", "--console=read-only",
         # By it nfs-ganesha finds files; nspawn refuses it, as who may do all else could leave the container with it.
         "--system-call-filter=open_by_handle_at", *binds,
     ]  # fmt: skip
+
+
+def _container(layout: Layout, host: HostRecord) -> list[str]:
+    """As a provider of containers runs one: no init system, what a container may do by default, no device but GPUs."""
+    home = layout.host_dir(host.name)
+    return [*_same_for_all(layout, host), "--console=pipe", *_gpu_binds(home), "/bin/sh", "-c", CONTAINER]
+
+
+def _same_for_all(layout: Layout, host: HostRecord) -> list[str]:
+    return [
+        "systemd-nspawn", "--quiet", "--register=no", "--keep-unit",
+        f"--directory={layout.host_dir(host.name) / 'root'}",
+        f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
+        f"--network-namespace-path=/run/netns/{layout.namespace(host.name)}",
+        "--resolv-conf=off", "--timezone=off", "--link-journal=no",
+    ]  # fmt: skip
+
+
+def _gpu_binds(home: Path) -> list[str]:
+    return [f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())]

@@ -3,7 +3,9 @@
     world ── machine ──┬── bridge of site a ── hosts          reachable from the cluster's other sites
                        └── bridge of site b ── hosts          behind NAT: opens connections, takes none
 
-The machine itself reaches every host. Each host has a network namespace made here, so its address outlives a reboot.
+The machine itself reaches every host. Containers are on a site of their own, kept apart from each other as well: into
+each leads one port of the machine's, which goes to its SSH server. Each host has a network namespace made here, so its
+address outlives a reboot.
 """
 
 # Files here are small and local: reading one takes less time than a thread would.
@@ -13,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.providers.sandbox.kernel import raise_settings, restore_settings
-from shoal.providers.sandbox.layout import HostRecord, Layout, Site, locked, other_subnets
+from shoal.providers.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets
 from shoal.providers.sandbox.programs import call
 
 POOL = ipaddress.IPv4Network("10.64.0.0/10")
@@ -33,8 +35,19 @@ async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
         for site in sites.values():
             await _ensure_bridge(layout, site)
         raise_settings()
-        await call("nft", "-f", "-", stdin=render_table(layout, sites.values()))
+        await call("nft", "-f", "-", stdin=render_table(layout, sites.values(), layout.hosts().values()))
     return sites
+
+
+async def open_ports(layout: Layout, sites: dict[str, Site]) -> None:
+    """Let every container be reached by the port that is its own."""
+    await call("nft", "-f", "-", stdin=render_table(layout, sites.values(), layout.hosts().values()))
+
+
+def outer_address(layout: Layout) -> str:
+    """Where containers are reached: the machine's address on the open site, where there is one."""
+    sites = sorted(layout.sites().values(), key=lambda site: site.behind_nat)
+    return gateway(sites[0])
 
 
 def choose_subnet(seed: str, taken: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
@@ -64,16 +77,24 @@ def free_address(site: Site, taken: Iterable[str]) -> str:
     raise ProviderError(f"site {site.name} is full: 253 hosts", hint="put further hosts on another site")
 
 
-def render_table(layout: Layout, sites: Iterable[Site]) -> str:
+def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostRecord] = ()) -> str:
     """The cluster's nftables rules, as text that replaces those that were there."""
     ordered = sorted(sites, key=lambda site: site.index)
-    own = ", ".join(f'"{layout.bridge(site)}"' for site in ordered)
+    own = ", ".join(f'"{layout.bridge(site)}"' for site in ordered if site.name != CONTAINERS)
     forward, nat = [], []
     for site in ordered:
         bridge = layout.bridge(site)
         allowed = f'"{bridge}"' if site.behind_nat else f"{{ {own} }}"
         forward.append(f'        oifname "{bridge}" iifname != {allowed} drop comment "site {site.name}"')
         nat.append(f'        ip saddr {site.subnet} oifname != "{bridge}" masquerade comment "site {site.name}"')
+    gateways = ", ".join(gateway(site) for site in ordered)
+    inward = [
+        f"        ip daddr {{ {gateways} }} tcp dport {host.outer_port} "
+        f'dnat ip to {host.address}:22 comment "{host.name}"'
+        for host in hosts
+        if host.shape.container
+    ]
+    passing = ["        ct status dnat accept"] if inward else []
     return "\n".join(
         [
             f"table inet {layout.table} {{}}",
@@ -82,8 +103,10 @@ def render_table(layout: Layout, sites: Iterable[Site]) -> str:
             "    chain forward {",
             "        type filter hook forward priority filter; policy accept;",
             "        ct state established,related accept",
+            *passing,
             *forward,
             "    }",
+            *(_inward_chains(inward) if inward else ()),
             "    chain postrouting {",
             "        type nat hook postrouting priority srcnat; policy accept;",
             *nat,
@@ -94,6 +117,15 @@ def render_table(layout: Layout, sites: Iterable[Site]) -> str:
     )
 
 
+def _inward_chains(rules: list[str]) -> Iterator[str]:
+    """For packets of other hosts, and for those of the machine itself."""
+    for name, hook in (("prerouting", "prerouting priority dstnat"), ("output", "output priority -100")):
+        yield f"    chain {name} {{"
+        yield f"        type nat hook {hook}; policy accept;"
+        yield from rules
+        yield "    }"
+
+
 async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
     """Make the host's network namespace and its cable to the bridge. Finishes what was half made."""
     space, link = layout.namespace(host.name), layout.link(host)
@@ -102,6 +134,8 @@ async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
     if not Path("/sys/class/net", link).exists():
         await call("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
     await call("ip", "link", "set", link, "master", layout.bridge(site), "up")
+    if host.shape.container:
+        await call("ip", "link", "set", link, "type", "bridge_slave", "isolated", "on")
     inside = [
         "link set lo up",
         f"link set eth0 address {hardware_address(layout, host)} up",

@@ -13,7 +13,7 @@ from shoal.providers.api import Capability, Instance, Progress, Request
 from shoal.providers.sandbox import checks, images, machine, network, seed
 from shoal.providers.sandbox.cgroups import groups_named, hierarchies
 from shoal.providers.sandbox.faults import SandboxFaults
-from shoal.providers.sandbox.layout import HostRecord, Layout, Site, cache_dir
+from shoal.providers.sandbox.layout import HostRecord, Layout, Site, cache_dir, site_of
 from shoal.spec.finding import Finding
 
 TOLD = 3
@@ -45,8 +45,10 @@ class SandboxProvider:
         wanted = sorted({request.shape.image for request in requests})
         built = {image: await images.ensure(self.cache, image, progress) for image in wanted}
         async with layout.locked():
-            sites = await network.ensure_sites(layout, (request.shape.site for request in requests))
+            sites = await network.ensure_sites(layout, (site_of(request.shape) for request in requests))
             hosts = await self._lay_out(layout, sites, built, requests, progress)
+            if any(host.shape.container for host in hosts):
+                await network.open_ports(layout, sites)
             await self._start(layout, sites, hosts, progress)
         return [machine.instance(layout, host) for host in hosts]
 
@@ -100,7 +102,7 @@ class SandboxProvider:
             wanted = HostRecord(
                 name=request.name,
                 index=next(n for n in range(len(known) + 1) if n not in {host.index for host in known.values()}),
-                address=network.free_address(sites[request.shape.site], (host.address for host in known.values())),
+                address=network.free_address(sites[site_of(request.shape)], (host.address for host in known.values())),
                 image=str(built[request.shape.image]),
                 host_key="",
                 shape=request.shape,
@@ -119,7 +121,7 @@ class SandboxProvider:
             async with at_once:
                 if _needs_start(layout, host):
                     await machine.stop(layout, host.name)
-                    await network.plug_in(layout, host, sites[host.shape.site])
+                    await network.plug_in(layout, host, sites[host.site])
                     await machine.start(layout, host)
                 await machine.wait_for_ssh(layout, host)
             done += 1
