@@ -15,6 +15,7 @@
     │   ├── AgentFailed                   the agent could not converge the host
     │   └── ControllerFailed              nothing goes on without it; carries what befell every other host
     ├── ProviderError            exit 1   a provider cannot give us what we asked for
+    ├── LedgerError              exit 1   the record of rented machines cannot be read or kept
     ├── SlurmError               exit 1   Slurm said no
     │   └── VersionWindow                 hosts whose Slurm versions cannot talk to each other
     └── Interrupted              exit 130 Ctrl-C
@@ -122,6 +123,10 @@ class ProviderError(ShoalError):
     def __init__(self, message: str, *, hint: str = "", hosts: Mapping[str, str] | None = None) -> None:
         super().__init__(message, hint=hint)
         self.hosts = dict(hosts or {})
+
+
+class LedgerError(ShoalError):
+    """The record of rented machines cannot be read or kept."""
 
 
 class SlurmError(ShoalError):
