@@ -20,6 +20,8 @@ from shoal.slurm.read import is_ours
 from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, parse_partitions
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, requests
+from shoal.verbs.env import environment_states
+from shoal.verbs.health import tracking_health
 from shoal.verbs.shares import share_probes, share_ways
 from shoal.verbs.status import ask, look_at_slurmctld
 from shoal.verbs.up import survey
@@ -73,6 +75,7 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
     if observed.slurm.running:
         findings += await _nodes(context, fleet, observed)
         findings += await _contract(context, fleet, plan.findings)
+        findings += await _services(context, fleet)
     return findings
 
 
@@ -129,6 +132,30 @@ async def _contract(context: Context, fleet: Fleet, told: Sequence[Finding]) -> 
     findings += partition_findings(parse_partitions(partitions))
     said = {_subject(finding) for finding in (*told, *context.warnings)}  # of the file, before it is in force
     return [finding for finding in findings if _subject(finding) not in said]
+
+
+async def _services(context: Context, fleet: Fleet) -> list[Finding]:
+    """What jobs count on beside Slurm: the tracking server, and the environments of the file."""
+    controller = await fleet.host(context.controller.name)
+    try:
+        health = await tracking_health(controller, context.spec)
+        environments = await environment_states(context, controller) if context.spec.environments else []
+    except TimedOut as error:
+        return [Finding("error", error.cause, fix=error.hint, host=error.host)]
+    findings = []
+    if health and health.uri and not health.well:
+        mend = (
+            "run `shoal up`" if not context.spec.tracking or not context.spec.tracking.url else "start it, or see why"
+        )
+        what = "the tracking server does not answer: jobs keep what they report in their own files"
+        findings.append(Finding("error", what, f"{health.uri}: {health.said}", mend, path="tracking"))
+    for one in environments:
+        if one.state != "built":
+            what = "not built yet" if one.made is None else "the file has changed since it was built"
+            findings.append(
+                Finding("info", what, fix=f"run `shoal env build {one.name}`", path=f"environments.{one.name}")
+            )
+    return findings
 
 
 def _subject(finding: Finding) -> tuple[str, str]:

@@ -70,9 +70,13 @@ class CleanResult:
 
 async def list_environments(context: Context) -> list[Listed]:
     """Every environment of the spec, and how it stands."""
-    wanted = chosen(context, ())
     async with await context.connections([context.controller]) as fleet:
-        found = await in_force(await fleet.host(context.controller.name), wanted.values())
+        return await environment_states(context, await fleet.host(context.controller.name))
+
+
+async def environment_states(context: Context, controller: Host) -> list[Listed]:
+    wanted = chosen(context, ())
+    found = await in_force(controller, wanted.values())
     listed = []
     for name, one in wanted.items():
         made = found.get((one.directory, name))

@@ -1,0 +1,32 @@
+"""`shoal check` says what jobs would miss: a tracking server that does not answer, an environment that is not built."""
+
+from __future__ import annotations
+
+from tests.unit.plan.fake_world import LAB, lab
+from tests.unit.verbs.test_verbs import context_of, raised
+
+from shoal.hosts.api import Result
+from shoal.tracking import mlflow
+from shoal.verbs.check import check
+
+SERVED = LAB + "tracking: {url: http://10.9.9.9:5000}\nenvironments: {torch: {requirements: reqs.txt}}\n"
+TOLD = mlflow.address_file("http://10.9.9.9:5000", ours=False).encode()
+
+
+async def test_a_tracking_server_that_does_not_answer_is_an_error_and_an_environment_to_build_is_told() -> None:
+    world = lab(SERVED)
+    await raised(world, SERVED)
+    answers = world.hosts["c1"].answers
+    answers[mlflow.TOLD] = Result(0, stdout=TOLD)
+    answers[("python3", "-I", "-c")] = Result(0, stdout=b"Connection refused\n")
+    found = [(finding.level, str(finding)) for finding in await check(context_of(world, SERVED))]
+    assert found == [
+        (
+            "error",
+            "tracking: the tracking server does not answer: jobs keep what they report in their own files, found "
+            "http://10.9.9.9:5000: Connection refused, start it, or see why",
+        ),
+        ("info", "environments.torch: not built yet, run `shoal env build torch`"),
+    ]
+    answers[("python3", "-I", "-c")] = Result(0, stdout=b"200\n")
+    assert [finding.path for finding in await check(context_of(world, SERVED))] == ["environments.torch"]
