@@ -25,6 +25,7 @@ from shoal.spec.model import (
     Spec,
 )
 from shoal.spec.network import Network
+from shoal.spec.rented import Budget, OfferChoice, ProviderAccount
 from shoal.spec.storage import SharedDirectory
 from shoal.spec.tracking import Tracking
 from shoal.spec.users import ClusterUser
@@ -60,6 +61,9 @@ _SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
     ("Logging in", Reach),
     ("Made by a provider", Machine),
     ("partitions", Partition),
+    ("providers", ProviderAccount),
+    ("Offers", OfferChoice),
+    ("budget", Budget),
     ("network", Network),
     ("accounting", Accounting),
     ("Accounts", Account),
@@ -183,7 +187,7 @@ def _section(title: str, model: type[Closed]) -> str:
 def _own_fields(model: type[Closed]) -> list[str]:
     """The fields of a section; what all sets of hosts share is shown once, in its own section."""
     shared = {*Reach.model_fields, *Machine.model_fields} if model not in (Reach, Machine) else set()
-    shared = shared if issubclass(model, Reach | Machine) else set()
+    shared = shared - {*model.__annotations__} if issubclass(model, Reach | Machine) else set()
     own = [name for name in model.model_fields if name not in shared]
     # `hosts` before what is particular to the kind of set
     return sorted(own, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else own

@@ -7,12 +7,30 @@ from pathlib import Path
 
 from shoal.spec.member import Member, Role, Shape
 from shoal.spec.model import Controller, HostEntry, HostSet, NodeSet, Partition, Spec
+from shoal.spec.rented import rented_sets
 from shoal.spec.words import size_mb
 
 
 def members(spec: Spec) -> tuple[Member, ...]:
-    """Every host of the cluster: the controller, then login hosts, then the nodesets in the order of the file."""
+    """Every host that is always there: the controller, login hosts, then the nodesets in the order of the file."""
     return tuple(_members(spec))
+
+
+def rented_members(spec: Spec) -> tuple[Member, ...]:
+    """Every node that may be rented, whether or not it is there now, in the order of the file."""
+    return tuple(
+        Member(
+            name=name,
+            roles=frozenset({"compute"}),
+            nodeset=one.name,
+            shape=Shape(cpus=one.cpus, memory_mb=one.memory_mb, gpus=one.gpus or 0, site=one.site),
+            features=one.features,
+            weight=one.weight,
+            rented=True,
+        )
+        for one in rented_sets(spec).values()
+        for name in one.nodes
+    )
 
 
 def partitions(spec: Spec) -> dict[str, Partition]:
@@ -53,8 +71,8 @@ def _members(spec: Spec) -> Iterator[Member]:
 def _set(nodeset: str, roles: frozenset[Role], entry: HostSet) -> Iterator[Member]:
     for host in entry.hosts:
         yield from _given(nodeset, roles, host, entry)
-    if entry.provider is not None:
-        for number in range(1, (entry.count or 0) + 1):
+    if entry.provider is not None and entry.count is not None:
+        for number in range(1, entry.count + 1):
             yield _made(f"{nodeset}{number}", nodeset, roles, entry)
 
 

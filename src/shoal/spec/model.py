@@ -6,6 +6,8 @@
     ├── login: Login                 hosts to submit from; optional
     ├── nodesets: NodeSet ...        the hosts that compute
     ├── partitions: Partition ...    the queues over the nodesets; optional
+    ├── providers: ProviderAccount . who rents machines out to rented nodesets; optional
+    ├── budget: Budget               how much rented machines may cost; optional
     ├── accounting: Accounting       job records in a database, accounts and limits; optional
     ├── environments: Environment .. Python environments for jobs; optional
     ├── storage: SharedDirectory ... directories that all hosts have; optional
@@ -13,8 +15,9 @@
     ├── tracking: Tracking           the server that jobs report to; optional
     └── slurm: SlurmOptions          more of slurm.conf; optional
 
-A host is either there already (`hosts`, reached by SSH) or made by a provider (`provider`). What holds between several
-fields is checked in `rules.py`, both here and when a file is loaded.
+A host is either there already (`hosts`, reached by SSH), made by a provider (`provider` with `count`), or rented from
+one when a job needs it (`provider` with `max`). What holds between several fields is checked in `rules.py`, both here
+and when a file is loaded.
 """
 
 from __future__ import annotations
@@ -38,15 +41,29 @@ from shoal.spec.accounting import Accounting, Price, unless_false
 from shoal.spec.closed import Closed as Closed
 from shoal.spec.environments import Environment, EnvironmentName, Proxy
 from shoal.spec.network import Endpoint, Network
+from shoal.spec.rented import KINDS as RENTERS
+from shoal.spec.rented import (
+    MOST,
+    SANDBOX,
+    Budget,
+    MachineType,
+    MarketName,
+    Money,
+    OfferChoice,
+    ProviderAccount,
+    Region,
+    Zone,
+)
+from shoal.spec.rented import AccountName as ProviderName
 from shoal.spec.storage import SharedDirectory, SharePath
 from shoal.spec.tracking import Tracking
 from shoal.spec.users import AccountName, ClusterUser
 from shoal.spec.words import (
-    LATER_PROVIDERS,
     Address,
     Between,
     ClusterName,
     Disk,
+    Duration,
     FeatureName,
     FilePath,
     HostNames,
@@ -184,12 +201,18 @@ class Reach(Closed):
     """The private key to log in with, for every host here that does not say otherwise."""
 
 
+def _maker(value: object) -> str:
+    if isinstance(value, str) and value in RENTERS and value != SANDBOX:
+        raise refusal("only nodesets are rented", "use `host`, or `provider: sandbox`")
+    return choice("provider", (SANDBOX,))(value)
+
+
 class Machine(Closed):
     """What a provider is asked to make."""
 
-    provider: (
-        Annotated[Literal["sandbox"], BeforeValidator(choice("provider", ("sandbox",), LATER_PROVIDERS))] | None
-    ) = None
+    provider: Annotated[str, BeforeValidator(_maker), WithJsonSchema({"type": "string", "const": "sandbox"})] | None = (
+        None
+    )
     """Who makes the hosts. `sandbox` makes real Debian hosts as light containers on this machine."""
     image: Annotated[Literal["debian12", "debian13", "sid"], BeforeValidator(choice("image", IMAGES))] = "debian12"
     """The system on the host; it decides the Slurm version: 22.05, 24.11 or 26.05."""
@@ -235,8 +258,34 @@ class Login(HostSet):
 
 
 class NodeSet(HostSet):
-    """Hosts of one kind that run jobs. Either `hosts` or `provider`."""
+    """Hosts of one kind that run jobs. Either `hosts` or `provider`; with `max` they are rented when jobs need them."""
 
+    provider: ProviderName | None = None
+    """Who makes the hosts: `sandbox`, or with `max` the name of an account under `providers`."""
+    max: Annotated[int, Between(1, MOST)] | None = None
+    """Rented: how many nodes there may be at most. They are called after the set: `cloud1`, `cloud2`."""
+    type: MachineType | None = None
+    """Rented: the provider's name of the machine, `gpu_8x_h100_sxm5`."""
+    region: Region | None = None
+    """Rented: the region; without it, any."""
+    zone: Zone | None = None
+    """Rented: the zone, where the provider has zones; without it, any."""
+    market: MarketName = "on-demand"
+    """Rented: `on-demand`, or `spot`: cheaper, and the provider may take it back."""
+    offers: tuple[OfferChoice, ...] = ()
+    """Rented: several places to rent from, in place of `provider`, `type`, `region`, `zone` and `market`."""
+    prefer: Annotated[Literal["listed", "cheapest"], BeforeValidator(choice("order", ("listed", "cheapest")))] = (
+        "listed"
+    )
+    """Rented: try the offers as they are listed, or the cheapest first."""
+    idle: Duration | None = None
+    """Rented: how long a node waits for another job before it is given back. Without it, 10m."""
+    lifetime: Duration | None = None
+    """Rented: after this a machine is given back whatever it does. Without it, 24h."""
+    max_price: Money | None = None
+    """Rented: what one machine may cost an hour at most."""
+    budget: Budget | None = None
+    """Rented: what the whole set may cost, beside the cluster's own `budget`."""
     features: tuple[FeatureName, ...] = ()
     """Slurm features, for `--constraint`."""
     weight: Annotated[int, Between(1, 1_000_000)] = 1
@@ -307,6 +356,10 @@ class Spec(Closed):
     """The hosts that run jobs, by the name of their set."""
     partitions: dict[PartitionName, Partition] = Field(default_factory=dict)
     """The queues, by name. Without any, one called `main` with every nodeset, and the controller when it computes."""
+    providers: dict[ProviderName, ProviderAccount] = Field(default_factory=dict)
+    """Accounts at providers that rent machines out, by name: `{lambda: {key: env:LAMBDA_API_KEY}}`."""
+    budget: Budget | None = None
+    """What all rented machines together may cost."""
     firewall: StrictBool = True
     """Open Slurm's ports to the cluster's hosts only (nftables). `false` leaves the hosts' firewalls alone."""
     auth: Annotated[Literal["munge", "slurm"], BeforeValidator(choice("auth", ("munge", "slurm")))] = "munge"

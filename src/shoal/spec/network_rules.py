@@ -13,8 +13,11 @@ from shoal.spec.words import show
 OWN = {"wireguard": ("subnet", "port", "hub"), "tailscale": ("auth_key", "login_server", "tags")}
 
 
-def network_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Problem]:
-    """Every rule about the network that does not hold. `hosts` are the names of all members."""
+def network_problems(data: Mapping[str, Any], hosts: Sequence[str], rented: int = 0) -> Iterator[Problem]:
+    """Every rule about the network that does not hold. `hosts` are the names of all members.
+
+    `rented` is how many nodes may come beside them.
+    """
     network = data.get("network")
     if not isinstance(network, Mapping):
         return
@@ -27,8 +30,8 @@ def network_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[
     if isinstance(hub, str) and hub not in hosts:
         yield Problem(("network", "hub"), "the hub is no host of the cluster", show(hub), nearest(hub, list(hosts)))
     room = _room(network.get("subnet"))
-    if kind == "wireguard" and room is not None and len(hosts) > room:
-        found = f"{len(hosts)} hosts, and room for {room}"
+    if kind == "wireguard" and room is not None and len(hosts) + rented > room:
+        found = f"{len(hosts) + rented} hosts, and room for {room}"
         yield Problem(("network", "subnet"), "more hosts than the subnet has addresses", found, "give a larger one")
 
 

@@ -16,6 +16,7 @@ from shoal.spec.accounting_rules import accounting_problems
 from shoal.spec.environments import environment_problems
 from shoal.spec.network_rules import network_problems
 from shoal.spec.problem import Path, Problem, nearest, path_text
+from shoal.spec.rented_rules import rented_names, rented_problems, rents
 from shoal.spec.storage_rules import storage_problems, user_problems
 from shoal.spec.tracking import tracking_problems
 from shoal.spec.words import minutes, show, slurm_time
@@ -40,12 +41,13 @@ def problems(data: object) -> list[Problem]:
         *_preemption(data),
         *_options_once(data),
         *_something_computes(data),
-        *network_problems(data, [name for _, _, name in _hosts(data)]),
+        *network_problems(data, [name for _, _, name in _hosts(data)], len(list(rented_names(data)))),
         *accounting_problems(data, [name for _, _, name in _hosts(data)]),
         *environment_problems(data),
         *tracking_problems(data, [name for _, _, name in _hosts(data)]),
         *storage_problems(data, [name for _, _, name in _hosts(data)]),
         *user_problems(data),
+        *rented_problems(data),
     ]
 
 
@@ -54,6 +56,9 @@ def _sources(data: Mapping[str, Any]) -> Iterator[Problem]:
     for path, entry in _host_sets(data):
         key = "host" if path == ("controller",) else "hosts"
         given, made = _is_set(entry, key), _is_set(entry, "provider")
+        if not given and len(path) == 2 and rents(entry):
+            yield from _none_of_it(path, entry, _HOSTS_ONLY, key)
+            continue
         if given and made:
             yield Problem(
                 (*path, "provider"), f"both `{key}` and `provider`", "", "keep the one you mean, delete the other"
@@ -65,20 +70,23 @@ def _sources(data: Mapping[str, Any]) -> Iterator[Problem]:
             else:
                 yield Problem(path, f"neither `{key}` nor `provider`", "", f"add `{key}`, or `provider: sandbox`")
             continue
-        for name in _PROVIDER_ONLY if given else _HOSTS_ONLY:
-            if _is_set(entry, name):
-                other = "provider" if given else key
-                yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
+        yield from _none_of_it(path, entry, _PROVIDER_ONLY if given else _HOSTS_ONLY, "provider" if given else key)
         if entry.get("provider") == "sandbox" and key == "hosts" and not _is_set(entry, "count"):
             yield Problem(path, "missing key `count`", "", "say how many hosts to make: `count: 2`")
         if made and entry.get("cgroups") is True and entry.get("image", "debian12") in ("debian13", "sid"):
             yield Problem((*path, "cgroups"), "`cgroups` works with debian12 only", show(entry["image"]), "delete it")
 
 
+def _none_of_it(path: Path, entry: Mapping[str, Any], keys: tuple[str, ...], other: str) -> Iterator[Problem]:
+    for name in keys:
+        if _is_set(entry, name):
+            yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
+
+
 def _hosts_once(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Every host has one place in the cluster. Names are compared as DNS does, without regard to case."""
     seen: dict[str, tuple[str, Path]] = {}
-    for owner, path, name in _hosts(data):
+    for owner, path, name in (*_hosts(data), *rented_names(data)):
         if name.lower() not in seen:
             seen[name.lower()] = (owner, path)
             continue

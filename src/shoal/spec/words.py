@@ -21,8 +21,6 @@ from shoal import hostlist
 RESERVED = ("all", "default")
 """Words that mean something else to Slurm where a node's or a partition's name is expected."""
 
-LATER_PROVIDERS = ("lambda", "runpod", "paperspace", "gcp")
-
 _SHORT = "a lower-case letter, then lower-case letters, digits and `-`"
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
@@ -32,6 +30,8 @@ _DAYS = re.compile(r"([0-9]{1,4})-([0-9]{1,2})(?::([0-9]{1,2})(?::([0-9]{1,2}))?
 _CLOCK = re.compile(r"([0-9]{1,4}):([0-9]{1,2}):([0-9]{1,2})")
 _MINUTES = re.compile(r"[0-9]{1,7}")
 _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def refusal(what: str, fix: str, found: object = None) -> PydanticCustomError:
@@ -199,13 +199,25 @@ def _minutes(text: str) -> float | None:
     return ((days * 24 + hours) * 60) + mins + secs / 60
 
 
-def choice(what: str, options: tuple[str, ...], later: tuple[str, ...] = ()) -> Callable[[object], str]:
-    """A check for one word out of a few; words that are planned are told apart from words that are wrong."""
+def duration(value: object) -> str:
+    """A span of time with its unit: `90s`, `10m`, `2h`, `1d`. A bare number is refused: nobody agrees on its unit."""
+    if not isinstance(value, str) or not _DURATION.fullmatch(value):
+        raise refusal("not a span of time", "write a number and s, m, h or d: 10m, 2h")
+    if not 10 <= seconds(value) <= 366 * 86400:
+        raise refusal("out of range", "give at least 10s and at most 366d")
+    return value
+
+
+def seconds(text: str) -> int:
+    """How many seconds a span of time is."""
+    return int(text[:-1]) * _SECONDS[text[-1]]
+
+
+def choice(what: str, options: tuple[str, ...]) -> Callable[[object], str]:
+    """A check for one word out of a few."""
     wanted = f"only `{options[0]}` is supported" if len(options) == 1 else f"choose one of {', '.join(options)}"
 
     def check(value: object) -> str:
-        if value in later:
-            raise refusal(f"this {what} is not in this version", wanted)
         if not isinstance(value, str) or value not in options:
             raise refusal(f"unknown {what}", wanted)
         return value
@@ -280,4 +292,5 @@ Disk = Annotated[str, BeforeValidator(size("256M", "64T")), _schema("size", patt
 SlurmTime = Annotated[
     str, BeforeValidator(slurm_time), WithJsonSchema({"type": ["string", "integer"], "title": "time"})
 ]
+Duration = Annotated[str, BeforeValidator(duration), _schema("10m, 2h", pattern=f"^{_DURATION.pattern}$")]
 Port = Annotated[int, Between(1, 65535)]

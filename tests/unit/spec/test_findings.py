@@ -107,7 +107,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
         GOOD + "  f: {provider: sandbox, count: 1, zzz: 2}\n",
         [
             's.yaml:5:36 nodesets.f: unknown key, found "zzz", known: provider, image, cpus, memory, disk, gpus, '
-            "cgroups, user, port, identity, site, hosts, count, features, weight, price"
+            "cgroups, user, port, identity, site, hosts, count, max, type, region, zone, market, offers, prefer, idle, "
+            "lifetime, max_price, budget, features, weight, price"
         ],
     ),
     "unknown key of a host": (
@@ -240,17 +241,20 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "a port: lab.example.org:51820",
         ],
     ),
-    "provider of a later version": (
-        HEAD + "nodesets: {l: {provider: lambda}}\n",
+    "a controller cannot be rented": (
+        "cluster: reef\ncontroller: {provider: lambda}\nlogin: {provider: aws, count: 1}\n"
+        "nodesets: {a: {hosts: [b]}}\n",
         [
-            's.yaml:3:26 nodesets.l.provider: this provider is not in this version, found "lambda", '
-            "only `sandbox` is supported"
+            's.yaml:2:24 controller.provider: only nodesets are rented, found "lambda", '
+            "use `host`, or `provider: sandbox`",
+            's.yaml:3:19 login.provider: unknown provider, found "aws", only `sandbox` is supported',
         ],
     ),
     "unknown provider and image": (
         HEAD + "nodesets: {l: {provider: aws}, m: {provider: sandbox, count: 1, image: ubuntu}}\n",
         [
-            's.yaml:3:26 nodesets.l.provider: unknown provider, found "aws", only `sandbox` is supported',
+            's.yaml:3:26 nodesets.l.provider: unknown provider, found "aws", '
+            "known: gcp, lambda, paperspace, runpod, sandbox",
             's.yaml:3:72 nodesets.m.image: unknown image, found "ubuntu", choose one of debian12, debian13, sid',
         ],
     ),
