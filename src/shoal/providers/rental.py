@@ -58,6 +58,8 @@ class Billing:
     """Seconds: 60 bills by the minute, 3600 by the started hour."""
     least: int = 0
     """So many seconds are billed at least."""
+    from_up: bool = False
+    """From when the provider calls the machine up; else from the order."""
 
     def seconds(self, elapsed: float) -> int:
         """What is billed for a machine that was there so long."""
@@ -127,6 +129,8 @@ class Offer:
     memory_gb: int = 0
     arch: str = "x86_64"
     available: Literal["yes", "low", "no", "unknown"] = "unknown"
+    as_of: str = ""
+    """The day the price is of, where it comes from our table; empty where the API told it just now."""
 
     @property
     def place(self) -> str:
