@@ -1,19 +1,17 @@
-"""Measures the two links in turns, in one run, and writes the table."""
+"""Measures each way of Shoal's and the same by hand in turns, in one run, and writes the table."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from ground import BenchFailed, machine, write_ssh_config
-
-from shoal.providers.sandbox.provider import SandboxProvider
+from ground import BenchFailed, machine
+from hosts import Hosts, bring_up
+from shares import measure_shares
 
 CLUSTER = "wg-bench"
 SPEC = f"""\
@@ -72,73 +70,46 @@ except OSError:
 """
 
 
-class Hosts:
-    """Two hosts, reached by plain ssh."""
-
-    def __init__(self, config: Path) -> None:
-        self.config = config
-
-    def line(self, host: str, command: str) -> list[str]:
-        return ["ssh", "-F", str(self.config), host, command]
-
-    def run(self, host: str, command: str, stdin: str = "") -> str:
-        done = subprocess.run(self.line(host, command), input=stdin, capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise BenchFailed(f"{host}: {command[:60]}: {done.stderr.strip()}")
-        return done.stdout.strip()
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=21)
     options.add_argument("--seconds", type=float, default=2.0)
+    options.add_argument("what", nargs="?", choices=("all", "wireguard", "shares"), default="all")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="network-") as folder:
-        spec = Path(folder, "shoal.yaml")
-        spec.write_text(SPEC)
-        try:
-            shoal("up", spec)
-            text = measure(Path(folder), asked.rounds, asked.seconds)
-        finally:
-            shoal("down", spec, "--force")
-    RESULTS.write_text(text)
+        text = machine() + "\n"
+        if asked.what in ("all", "wireguard"):
+            text += measure(Path(folder), asked.rounds, asked.seconds) + "\n"
+        if asked.what in ("all", "shares"):
+            text += measure_shares(Path(folder), asked.rounds)
+    if asked.what == "all":
+        RESULTS.write_text(text)
     print(text, end="")
 
 
-def shoal(verb: str, spec: Path, *words: str) -> None:
-    # Host keys of an earlier run would be those of other machines.
-    env = {**os.environ, "XDG_STATE_HOME": str(spec.parent / "state")}
-    line = [sys.executable, "-m", "shoal", verb, "--file", str(spec), *words]
-    done = subprocess.run(line, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise BenchFailed(f"shoal {verb}: {done.stdout}{done.stderr}")
-
-
 def measure(folder: Path, rounds: int, seconds: float) -> str:
-    targets = [instance.target for instance in asyncio.run(SandboxProvider().instances(CLUSTER))]
-    write_ssh_config(folder, targets)
-    hosts = Hosts(folder / "ssh_config")
-    head = machine(hosts.run("fish1", "dpkg-query -W -f '${Package} ${Version}' wireguard-go"))
-    by_hand(hosts, {target.name: str(target.address) for target in targets})
-    links = {
-        "bare wg": "10.99.0.1",
-        "Shoal": hosts.run("fish1", "getent ahostsv4 controller").split()[0],
-        "no tunnel": next(str(target.address) for target in targets if target.name == "controller"),
-    }
-    found: dict[str, list[float]] = {name: [] for name in links}
-    for number in range(rounds):
-        # Each goes first as often as the other.
-        for name in sorted(links, reverse=bool(number % 2)):
-            if name != "no tunnel" or number < 3:
-                found[name].append(throughput(hosts, links[name], seconds))
-    return table(head, found, rounds, seconds)
+    with bring_up(folder, CLUSTER, SPEC) as hosts:
+        by_hand(hosts)
+        links = {
+            "bare wg": "10.99.0.1",
+            "Shoal": hosts.run("fish1", "getent ahostsv4 controller").split()[0],
+            "no tunnel": hosts.addresses["controller"],
+        }
+        found: dict[str, list[float]] = {name: [] for name in links}
+        for number in range(rounds):
+            # Each goes first as often as the other.
+            for name in sorted(links, reverse=bool(number % 2)):
+                if name != "no tunnel" or number < 3:
+                    found[name].append(throughput(hosts, links[name], seconds))
+        version = hosts.run("fish1", "dpkg-query -W -f '${Package} ${Version}' wireguard-go")
+    return table(version, found, rounds, seconds)
 
 
-def by_hand(hosts: Hosts, addresses: dict[str, str]) -> None:
+def by_hand(hosts: Hosts) -> None:
     own = {"controller": "10.99.0.1", "fish1": "10.99.0.2"}
     keys = {host: hosts.run(host, "sh -s", BARE.format(own=own[host])) for host in own}
     for host, other in (("controller", "fish1"), ("fish1", "controller")):
-        hosts.run(host, PEER.format(key=keys[other], address=own[other], endpoint=addresses[other]))
+        hosts.run(host, PEER.format(key=keys[other], address=own[other], endpoint=hosts.addresses[other]))
 
 
 def throughput(hosts: Hosts, address: str, seconds: float) -> float:
@@ -158,10 +129,10 @@ def throughput(hosts: Hosts, address: str, seconds: float) -> float:
     return float(said)
 
 
-def table(head: str, found: dict[str, list[float]], rounds: int, seconds: float) -> str:
+def table(version: str, found: dict[str, list[float]], rounds: int, seconds: float) -> str:
     middle = {name: statistics.median(values) for name, values in found.items()}
     ratio = middle["Shoal"] / middle["bare wg"]
-    lines = [head, f"one TCP connection between two hosts, {rounds} rounds of {seconds:g} s in turns", ""]
+    lines = [f"one TCP connection between two hosts ({version}), {rounds} rounds of {seconds:g} s in turns", ""]
     lines += [f"{'':12}{'median':>10}{'lowest':>10}{'highest':>10}   Mbit/s"]
     lines += [f"{name:12}{middle[name]:10.0f}{min(values):10.0f}{max(values):10.0f}" for name, values in found.items()]
     verdict = "met" if ratio >= TARGET else "MISSED"
