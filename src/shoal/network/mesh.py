@@ -128,6 +128,11 @@ def with_port(text: str, port: int) -> str:
     return text if ":" in text else f"{text}:{port}"
 
 
+def without_port(endpoint: str) -> str:
+    """The address of an endpoint as WireGuard writes it."""
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
 def to_try(facts: Mapping[str, Facts], sites: Mapping[str, str], reached: Mapping[str, str]) -> dict[str, list[str]]:
     """The addresses at which each member may be reached by others, the best first.
 

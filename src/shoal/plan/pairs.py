@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
-from shoal.network.mesh import to_try, worth_trying
+from shoal.network.mesh import Peer, to_try, without_port, worth_trying
+from shoal.network.wireguard import INTERFACE, PEERS, PUBLIC_KEY, peers_in
 from shoal.plan.fleet import Fleet
+from shoal.roles.wireguard import file_text
 from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
@@ -22,6 +24,9 @@ PAIR_SECONDS = 8.0
 """The same for one that should: long enough for the first packets through a tunnel, which may be lost."""
 ANSWERS = ("open", "refused")
 """A refusal is an answer, too: nobody listens there yet."""
+HANDSHAKE_SECONDS = 300
+"""WireGuard repeats its handshake every two minutes while there is something to send. Twice that, and some."""
+HANDSHAKES = f"date +%s && wg show {INTERFACE} latest-handshakes"
 
 
 def reached_addresses(fleet: Fleet) -> dict[str, str]:
@@ -37,34 +42,80 @@ def reached_addresses(fleet: Fleet) -> dict[str, str]:
 
 
 async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> dict[str, Facts]:
-    """The facts, each with where the other members answered the host."""
+    """The facts, each with where the other members answered the host.
+
+    Who answered before and is silent now may only be busy: it is asked for longer, and then WireGuard itself is.
+    """
     members = {member.name: member for member in members_of(spec)}
     sites = {name: members[name].site for name in facts}
     addresses = to_try(facts, sites, reached_addresses(fleet))
+    peers = {name: peers_in(file_text(fact, PEERS)) for name, fact in facts.items()}
+    known = {name: _still_there(some, addresses) for name, some in peers.items()}
 
     def ports(name: str) -> tuple[int, ...]:
         # Where somebody most likely answers. The port that we came by may be a router's.
         return tuple(dict.fromkeys((SSH_PORT, members[name].port or SSH_PORT, spec.network.port)))
 
-    async def look(name: str) -> dict[str, str]:
+    def first_meeting(name: str, other: str) -> bool:
+        """Whether what is found now decides how the two are joined. Without a key nothing is decided yet."""
+        keys = all(file_text(facts[one], PUBLIC_KEY) for one in (name, other))
+        return keys and not (peers[name] and peers[other])
+
+    async def ask(name: str, others: Iterable[str], seconds: float) -> dict[str, list[str]]:
+        """Where each of the others answered, the best first."""
         tries = [
             (other, address)
-            for other, some in addresses.items()
-            for address in some
-            if other != name and worth_trying(facts[name], sites[name], sites[other], address)
+            for other in others
+            for address in addresses[other]
+            if worth_trying(facts[name], sites[name], sites[other], address)
         ]
         targets = [(address, port) for other, address in tries for port in ports(other)]
-        answers = iter(await (await fleet.agent(name)).reach(targets, LOOK_SECONDS))
-        found: dict[str, str] = {}
+        answers = iter(await (await fleet.agent(name)).reach(targets, seconds) if targets else ())
+        found: dict[str, list[str]] = {}
         for other, address in tries:
             said = [next(answers) for _ in ports(other)]
             # Between sites a refusal may be a router's.
             if "open" in said or ("refused" in said and sites[name] == sites[other]):
-                found.setdefault(other, address)
+                found.setdefault(other, []).append(address)
         return found
 
+    async def look(name: str) -> dict[str, str]:
+        before, others = known[name], [other for other in addresses if other != name]
+        found = await ask(name, others, LOOK_SECONDS)
+        missed = [other for other in before if before[other] not in found.get(other, ())]
+        new = [other for other in others if other not in found and first_meeting(name, other)]
+        if missed or new:
+            found |= await ask(name, dict.fromkeys((*missed, *new)), PAIR_SECONDS)
+        lost = [other for other in before if other not in found]
+        if lost:
+            working = await _working(fleet, name, [peers[name][other] for other in lost])
+            found |= {other: [before[other]] for other in working}
+        return {
+            other: before[other] if before.get(other) in found[other] else found[other][0]
+            for other in others
+            if other in found
+        }
+
     seen = await fleet.each(facts, look)
-    return {name: replace(fact, reaches=seen.get(name, {})) for name, fact in facts.items()}
+    return {name: replace(fact, reaches=seen.get(name, known[name])) for name, fact in facts.items()}
+
+
+def _still_there(peers: Mapping[str, Peer], addresses: Mapping[str, list[str]]) -> dict[str, str]:
+    """The addresses at which a host was told to call others, as far as the others still have them."""
+    told = {name: without_port(peer.endpoint) for name, peer in peers.items() if peer.endpoint}
+    return {name: address for name, address in told.items() if address in addresses.get(name, ())}
+
+
+async def _working(fleet: Fleet, name: str, peers: Sequence[Peer]) -> list[str]:
+    """Those of a host's peers with which its WireGuard has spoken of late; all of them where it cannot be asked."""
+    # Something must be sent: who has nothing to say to a peer has no handshake with it, either.
+    await (await fleet.agent(name)).reach([(peer.allowed[0], SLURMD_PORT) for peer in peers], PAIR_SECONDS)
+    asked = await (await fleet.host(name)).run(("sh", "-c", HANDSHAKES), timeout=60)
+    if asked.status != 0:
+        return [peer.name for peer in peers]
+    now, *lines = asked.text.splitlines()
+    last = {key: int(at) for key, _, at in (line.partition("\t") for line in lines)}
+    return [peer.name for peer in peers if int(now) - last.get(peer.public_key, 0) < HANDSHAKE_SECONDS]
 
 
 async def unconnected(spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]) -> list[Finding]:

@@ -60,7 +60,7 @@ class WireGuard(Part):
         return {PUBLIC_KEY: "text", PEERS: "text"} if spec.network.kind == "wireguard" else {}
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        if spec.network.kind != "wireguard" or _text(facts, PUBLIC_KEY):
+        if spec.network.kind != "wireguard" or file_text(facts, PUBLIC_KEY):
             return ()
         return (
             Packages(self.packages(spec, member, facts)),
@@ -104,7 +104,7 @@ class WireGuard(Part):
 def place_of(cluster: Cluster, name: str) -> Place:
     """A member's place in the network."""
     spec = cluster.spec
-    known = peers_in(_text(cluster.facts[name], PEERS))
+    known = peers_in(file_text(cluster.facts[name], PEERS))
     return place(name, _ends(cluster, known), _hub(cluster), spec.network.port, known)
 
 
@@ -116,12 +116,12 @@ def _hub(cluster: Cluster) -> str:
 def _ends(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, End]:
     """All members as one of them sees them. One that does not answer is known by what was written before."""
     controller = cluster.facts.get(cluster.controller.name)
-    written = {**peers_in(_text(controller, PEERS)), **known}
+    written = {**peers_in(file_text(controller, PEERS)), **known}
     members = {member.name: member for member in cluster.members}
     ends = {}
     for name, address in cluster.addresses.items():
         member, facts = members.get(name), cluster.facts.get(name)
-        key = _text(facts, PUBLIC_KEY) if facts else written[name].public_key if name in written else ""
+        key = file_text(facts, PUBLIC_KEY) if facts else written[name].public_key if name in written else ""
         ends[name] = End(
             name=name,
             address=address,
@@ -156,7 +156,7 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
                 host=name,
             )
         linked = {peer.name for peer in place_of(cluster, name).peers}
-        if _text(cluster.facts.get(hub), PUBLIC_KEY) and hub not in {name, *linked}:
+        if file_text(cluster.facts.get(hub), PUBLIC_KEY) and hub not in {name, *linked}:
             yield Finding(
                 "error",
                 f"neither reaches {hub} nor is reached by it, and nobody else passes its packets on",
@@ -166,7 +166,8 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _text(facts: Facts | None, path: str) -> str:
+def file_text(facts: Facts | None, path: str) -> str:
+    """A file of the network as a host had it; empty where there is none. A key comes without the end of its line."""
     found = facts.files.get(path) if facts else None
     return ((found and found.text) or "").strip() if path == PUBLIC_KEY else (found and found.text) or ""
 

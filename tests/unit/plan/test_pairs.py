@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 from tests.unit.plan.fake_world import World, host_facts, lab, spec_of
 
-from shoal.agent.facts import Address, Facts
+from shoal.agent.facts import Address, Facts, FileFact
 from shoal.agent.fake import FakeAgent
-from shoal.hosts.api import Target
+from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import FakeConnector, FakeHost
+from shoal.network.mesh import Peer
+from shoal.network.wireguard import PEERS, PUBLIC_KEY, peers_conf
 from shoal.plan.fleet import Fleet
-from shoal.plan.pairs import surroundings, unconnected
+from shoal.plan.pairs import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected
 from shoal.verbs.check import check
 from shoal.verbs.context import Context
 
@@ -95,3 +101,104 @@ async def test_a_refusal_from_another_site_may_be_a_routers() -> None:
     async with fleet:
         found = await surroundings(spec_of(SITES), facts, fleet)
     assert dict(found["c1"].reaches) == {"n1": "10.0.0.11"}
+
+
+class BusyAgent(FakeAgent):
+    """An agent whose host hears from `slow` addresses only when it waits for long."""
+
+    slow: tuple[str, ...] = ()
+
+    def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        events = super()._answer(request)
+        if request["op"] == "reach" and request["seconds"] < PAIR_SECONDS:
+            for index, (address, _) in enumerate(request["targets"]):
+                if address in self.slow:
+                    events[0]["answers"][index] = "silent"
+        return events
+
+
+# As a first run has joined them: the far host calls the two others, and is not called.
+CALLS = {
+    "c1": {"n1": "10.0.0.11:51820", "f1": ""},
+    "n1": {"c1": "10.0.0.1:51820", "f1": ""},
+    "f1": {"c1": "10.0.0.1:51820", "n1": "10.9.0.1:51820"},
+}
+FOUND = {"c1": {"n1": "10.0.0.11"}, "n1": {"c1": "10.0.0.1"}, "f1": {"c1": "10.0.0.1", "n1": "10.9.0.1"}}
+NAT = {"192.168.1.5": "silent"}
+NUMBERS = {"c1": 1, "n1": 2, "f1": 3}
+
+
+def written(name: str) -> dict[str, FileFact]:
+    """The network's files on a host after a first run."""
+    peers = [Peer(to, f"key-of-{to}", (f"10.77.0.{NUMBERS[to]}",), where) for to, where in CALLS[name].items()]
+    return {PUBLIC_KEY: FileFact(text=f"key-of-{name}\n"), PEERS: FileFact(text=peers_conf(peers, 51820))}
+
+
+async def second_look(*, slow: dict[str, tuple[str, ...]], shakes: Result | bytes = b"", **reach: Any) -> Any:
+    """What is found in a network that was joined before; `shakes` is what WireGuard says on the far host."""
+    fleet, facts, _ = sites()
+    facts = {name: replace(fact, files={**fact.files, **written(name)}) for name, fact in facts.items()}
+    agents = {name: BusyAgent(fact, reach={**NAT, **reach.get(name, {})}) for name, fact in facts.items()}
+    for name, addresses in slow.items():
+        agents[name].slow = addresses
+    hosts = [FakeHost(Target(name), {("python3",): agent.play, ("sh", "-c"): shakes}) for name, agent in agents.items()]
+    async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
+        found = await surroundings(spec_of(SITES), facts, fleet)
+    return {name: dict(fact.reaches) for name, fact in found.items()}
+
+
+async def test_who_answered_before_is_given_more_time_before_it_counts_as_silent() -> None:
+    slow = {"c1": ("10.0.0.11", "10.9.0.1"), "f1": ("10.0.0.1", "10.0.0.11", "10.9.0.1")}
+    assert await second_look(slow=slow) == FOUND
+
+
+async def test_the_address_that_was_chosen_stays_while_it_answers() -> None:
+    # A first choice would be 10.0.0.11, the address that n1 shares with the controller's network.
+    assert await second_look(slow={"f1": ("10.9.0.1",)}) == FOUND
+    moved = await second_look(slow={}, f1={"10.9.0.1": "silent"})
+    assert moved["f1"] == {"c1": "10.0.0.1", "n1": "10.0.0.11"}
+
+
+SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
+
+
+@pytest.mark.parametrize(
+    ("shakes", "stays"),
+    [
+        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_SECONDS + 1}\n".encode(), True),
+        (Result(1), True),  # WireGuard itself does not answer: that says nothing against the other
+        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_SECONDS}\n".encode(), False),
+        (b"9000\nkey-of-c1\t0\n", False),
+    ],
+)
+async def test_silence_ends_a_link_only_when_wireguard_has_not_heard_of_the_other_for_long(
+    shakes: Result | bytes, stays: bool
+) -> None:
+    found = await second_look(slow={}, shakes=shakes, f1=SILENT)
+    assert ("c1" in found["f1"]) == stays
+    assert found["f1"]["n1"] == "10.9.0.1"
+    assert found["c1"] == FOUND["c1"]
+
+
+async def test_a_host_that_drops_out_while_it_looks_keeps_what_it_was_told() -> None:
+    fleet, facts, agents = sites(c1=NAT, n1=NAT)
+    facts = {name: replace(fact, files={**fact.files, **written(name)}) for name, fact in facts.items()}
+    lost = FakeHost(Target("f1"), unreachable=True)
+    hosts = [lost, *(FakeHost(Target(name), {("python3",): agents[name].play}) for name in ("c1", "n1"))]
+    async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
+        found = await surroundings(spec_of(SITES), facts, fleet)
+    assert {name: dict(fact.reaches) for name, fact in found.items()} == FOUND
+
+
+async def test_hosts_that_meet_for_the_first_time_look_for_as_long_as_it_takes() -> None:
+    key = {PUBLIC_KEY: FileFact(text="key")}
+    for files, wanted in ((key, {"c1": "10.0.0.1", "n1": "10.0.0.11"}), ({}, {})):
+        fleet, facts, _ = sites()
+        facts = {name: replace(fact, files={**fact.files, **files}) for name, fact in facts.items()}
+        agents = {name: BusyAgent(fact, reach=NAT) for name, fact in facts.items()}
+        agents["f1"].slow = ("10.0.0.1", "10.0.0.11", "10.9.0.1")
+        hosts = [FakeHost(Target(name), {("python3",): agent.play}) for name, agent in agents.items()]
+        async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
+            found = await surroundings(spec_of(SITES), facts, fleet)
+        assert dict(found["f1"].reaches) == wanted
+        assert "f1" not in found["c1"].reaches
