@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import entry_points
 
-from shoal.errors import ProviderError
 from shoal.providers.api import Capability, Faults, Instance, Progress, Provider, Request
+from shoal.providers.table import make
 
 __all__ = ["PROVIDERS", "Capability", "Faults", "Instance", "Progress", "Provider", "Request", "names", "provider"]
 
@@ -27,19 +26,5 @@ def names() -> tuple[str, ...]:
 
 def provider(name: str) -> Provider:
     """The provider of that name. Raises ProviderError with the names there are."""
-    if name in PROVIDERS:
-        module, _, attribute = PROVIDERS[name].partition(":")
-        made: Provider = getattr(import_module(module), attribute)()
-        return made
-    # Looking through all installed packages takes a while.
-    others = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in others:
-        try:
-            made = others[name].load()()
-        except Exception as error:  # somebody else's package may fail in any way
-            raise ProviderError(
-                f"provider {name} cannot be loaded: {error}", hint=f"mend or remove {others[name].value}"
-            ) from error
-        return made
-    known = ", ".join(sorted({*PROVIDERS, *others}))
-    raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")
+    made: Provider = make(name, PROVIDERS, GROUP)
+    return made

@@ -6,7 +6,7 @@ import pytest
 
 import shoal.providers
 from shoal.errors import ProviderError
-from shoal.providers import PROVIDERS, names, provider
+from shoal.providers import PROVIDERS, names, provider, table
 from shoal.providers.fake import FakeProvider
 
 
@@ -22,7 +22,7 @@ def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
 
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:NoSuchProvider", "shoal.providers")
-    monkeypatch.setattr(shoal.providers, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
     with pytest.raises(ProviderError) as caught:
         provider("mine")
     assert str(caught.value) == (
@@ -39,5 +39,5 @@ def test_whoever_may_have_made_hosts_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_installed_package_can_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(shoal.providers, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)

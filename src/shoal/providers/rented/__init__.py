@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
-
-from shoal.errors import ProviderError
 from shoal.providers.rental import Account, Renter
+from shoal.providers.table import make
 
 RENTERS = {
     "gcp": "shoal.providers.rented.gcp:GoogleCompute",
@@ -23,19 +20,5 @@ GROUP = "shoal.renters"
 
 def renter(account: Account) -> Renter:
     """The renter for an account. Raises ProviderError with the kinds there are."""
-    if account.kind in RENTERS:
-        module, _, attribute = RENTERS[account.kind].partition(":")
-        made: Renter = getattr(import_module(module), attribute)(account)
-        return made
-    others = {one.name: one for one in entry_points(group=GROUP)}
-    if account.kind in others:
-        entry = others[account.kind]
-        try:
-            made = entry.load()(account)
-        except Exception as error:  # somebody else's package may fail in any way
-            raise ProviderError(
-                f"provider {account.kind} cannot be loaded: {error}", hint=f"mend or remove {entry.value}"
-            ) from error
-        return made
-    known = ", ".join(sorted({*RENTERS, *others}))
-    raise ProviderError(f"no provider is called {account.kind!r}", hint=f"use one of: {known}")
+    made: Renter = make(account.kind, RENTERS, GROUP, account)
+    return made
