@@ -91,6 +91,8 @@ class Machine:
     usd_hour: float
     ordered: float
     boot_seconds: float
+    name: str = ""
+    """A name that was given to it later."""
     phase: Phase = "pending"
     up: float | None = None
     stopping: float | None = None

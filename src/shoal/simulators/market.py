@@ -74,6 +74,8 @@ class Market:
         self.types = {one.name: one for one in types}
         self.faults: list[Fault] = []
         self.machines: dict[str, Machine] = {}
+        self.notes: dict[str, Any] = {}
+        """What else the cloud remembers, as JSON has it: keys, networks, scripts. `save` writes it too."""
         self._store = store
         self._saved = ""
         self._load()
@@ -192,7 +194,8 @@ class Market:
         """Write machines and bill, where something changed."""
         if self._store is None:
             return
-        text = json.dumps([asdict(machine) for machine in self.machines.values()])
+        machines = [asdict(machine) for machine in self.machines.values()]
+        text = json.dumps({"machines": machines, "notes": self.notes})
         if text != self._saved:
             self._store.parent.mkdir(parents=True, exist_ok=True)
             beside = self._store.with_suffix(".new")
@@ -202,7 +205,9 @@ class Market:
 
     def _load(self) -> None:
         if self._store is not None and self._store.exists():
-            for data in json.loads(self._store.read_text()):
+            stored = json.loads(self._store.read_text())
+            self.notes = stored["notes"]
+            for data in stored["machines"]:
                 wanted = Wanted(**{**data.pop("wanted")})
                 machine = Machine(wanted=replace(wanted, public_keys=tuple(wanted.public_keys)), **data)
                 self.machines[machine.id] = machine

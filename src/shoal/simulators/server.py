@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -100,8 +101,8 @@ class Simulation:
     limited: bool = True
     """Whether rate limits are kept."""
     requests: list[dict[str, Any]] = field(default_factory=list)
-    wrongly: Callable[[Request], Response | None] = lambda request: None
-    """Lets a test answer in the cloud's place: None leaves it to the cloud."""
+    rewrite: Callable[[str, Any], Any] | None = None
+    """Lets a test change answers: given `METHOD /path` and the JSON, it returns what is sent instead."""
 
     def __post_init__(self) -> None:
         control = [
@@ -134,14 +135,14 @@ class Simulation:
             await send(message)
 
         app = self._stopped_at_the_door(request) or self._inner
+        if self.rewrite is not None:
+            app = _Rewritten(app, partial(self.rewrite, f"{request.method} {scope['path']}"))
         await app(scope, receive, noting)
 
     def _stopped_at_the_door(self, request: Request) -> Response | None:
         line = f"{request.method} {request.url.path}"
         if not self.cloud.authorised(request, self.key) or self.market.take("auth"):
             return self.cloud.refuse("auth")
-        if (instead := self.wrongly(request)) is not None:
-            return instead
         now = time.monotonic()
         if self.limited and not all(limit.admits(line, now) for limit in self._limits):
             return self.cloud.refuse("rate")
@@ -178,6 +179,33 @@ class Simulation:
 
     async def _kill(self, request: Request) -> Response:
         return _told(self.market.kill(request.path_params["id"]))
+
+
+@dataclass
+class _Rewritten:
+    """An application whose JSON is changed on its way out."""
+
+    app: ASGIApp
+    change: Callable[[Any], Any]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {}
+        body = b""
+
+        async def collecting(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                whole = json.dumps(self.change(json.loads(body))).encode() if body else b""
+                others = [pair for pair in start["headers"] if pair[0] != b"content-length"]
+                length = (b"content-length", str(len(whole)).encode())
+                await send({**start, "headers": [*others, length] if whole else others})
+                await send({"type": "http.response.body", "body": whole})
+
+        await self.app(scope, receive, collecting)
 
 
 def _told(machine: Machine) -> Response:

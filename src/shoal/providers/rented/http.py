@@ -18,9 +18,11 @@ import asyncio
 import fcntl
 import json as json_module
 import os
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -29,9 +31,10 @@ import httpx
 from shoal.errors import ProviderError
 from shoal.providers.rental import Account, Outcome, Scope, Trouble
 
-TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-CREATE_TIMEOUT = httpx.Timeout(90.0, connect=10.0)
+TIMEOUT = 30.0
+CREATE_TIMEOUT = 90.0
 """A create that is given up on is a machine to look for: better to wait."""
+CONNECT_TIMEOUT = 10.0
 EXCERPT = 200
 """So much of a body that nobody can make sense of is quoted."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
@@ -97,7 +100,9 @@ class Api:
         self._bearer = bearer
         self._retry_after = retry_after
         self.pace = Pace.of(account, "request", interval)
-        self._client = httpx.AsyncClient(timeout=TIMEOUT, headers={"User-Agent": "shoal", "Accept": "application/json"})
+        self._client = httpx.AsyncClient(
+            headers={"User-Agent": "shoal", "Accept": "application/json"}, verify=_certificates()
+        )
 
     async def ask(
         self,
@@ -111,6 +116,7 @@ class Api:
         """The answer's JSON. Raises ApiError. `creates` says that a lost answer may have made something."""
         where = f"{self.account.name}: {method} {path}"
         unknown = Trouble.AMBIGUOUS if creates else Trouble.TRANSIENT
+        seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT if creates else TIMEOUT))
         await self.pace.wait()
         headers = {"Authorization": f"Bearer {await self._bearer() if self._bearer else self.account.secret}"}
         try:
@@ -120,7 +126,7 @@ class Api:
                 json=json,
                 params=dict(params) if params else None,
                 headers=headers,
-                timeout=CREATE_TIMEOUT if creates else TIMEOUT,
+                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT)),
             )
         except _NEVER_SENT as error:
             raise self._failed(f"{where}: cannot be reached: {_told(error)}", Trouble.TRANSIENT, "provider") from None
@@ -153,6 +159,12 @@ class Api:
         return ApiError(hidden, trouble, scope=scope, status=status, data=data)
 
 
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Whom to believe; reading it takes a tenth of a second, so it is read once."""
+    return httpx.create_ssl_context()
+
+
 def _by_status(status: int, unknown: Trouble) -> Refusal:
     """What a status says where the body says nothing that we know."""
     if status in (401, 403):
@@ -179,6 +191,8 @@ def _parsed(response: httpx.Response) -> tuple[Any, str]:
     try:
         return json_module.loads(response.content), ""
     except ValueError:
+        if response.text.lstrip()[:1] in ("{", "["):  # what was cut off may be anything, passwords included
+            return None, f"the answer is broken JSON, {len(response.content)} bytes long"
         return None, f"the answer is no JSON: {_excerpt(response.text)!r}"
 
 

@@ -1,0 +1,191 @@
+"""The renters that the contract tests are run over. A new provider adds its Case to CASES, and is tested."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.providers.rental import Account, Offer, Order, Outcome, Rented, Renter, Trouble
+from shoal.providers.rented import renter
+from shoal.simulators import cloud
+from shoal.simulators.faults import Fault
+from shoal.simulators.ground import Nowhere
+from shoal.simulators.market import Market
+from shoal.simulators.server import Simulation, serving
+
+CLUSTER = "reef"
+KEY = "sk-contract-0123456789abcdef"
+PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
+
+
+def plain_key(url: str) -> str:
+    return KEY
+
+
+@dataclass(frozen=True)
+class Case:
+    """One provider, as far as the tests have to know it."""
+
+    kind: str
+    offer: Offer
+    """Something that its simulator has plenty of."""
+    troubles: Mapping[str, Trouble]
+    """What a refused order means, by fault; one that such a provider does not have is left out."""
+    required: tuple[str, ...]
+    """Fields of a list's answer without which a machine cannot be told; each is taken away and asked for by name."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    secret: Callable[[str], str] = plain_key
+    """The account's secret, given the simulator's URL."""
+    maps: frozenset[str] = frozenset()
+    """Fields whose value is an object with names that are data: no unknown field is put there."""
+    means_none: frozenset[str] = frozenset()
+    """Those of BAD_ANSWERS that in this API are a good answer to a list, and say that there is no machine."""
+    dead_states: tuple[str, ...] = ("error",)
+    """What a machine that died may be shown as."""
+    price_from: str = "list"
+    """Where the true price of a machine is told: `list`, `create` or nowhere."""
+
+
+CASES = {
+    case.kind: case
+    for case in (
+        Case(
+            kind="lambda",
+            offer=Offer("acme", "gpu_1x_a10", "us-west-1", usd_hour=1.29),
+            troubles={
+                "stockout": Trouble.CAPACITY,
+                "quota": Trouble.QUOTA,
+                "balance": Trouble.BALANCE,
+                "auth": Trouble.AUTH,
+                "rate": Trouble.RATE,
+            },
+            required=("id", "status"),
+            maps=frozenset({"data"}),
+        ),
+    )
+}
+
+
+@dataclass
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    now: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Trial:
+    """A renter, and the simulated cloud that it rents from."""
+
+    case: Case
+    renter: Renter
+    simulation: Simulation
+    clock: Clock
+    url: str
+
+    @property
+    def market(self) -> Market:
+        return self.simulation.market
+
+    def fault(self, kind: str, times: int = 1, **more: Any) -> None:
+        self.market.faults.append(Fault(kind, times, **more))
+
+    async def order(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> Order:
+        name = await self.renter.ensure_key(cluster, PUBLIC_KEY)
+        return Order(cluster, node, token, self.case.offer, PUBLIC_KEY, name, "#!/bin/sh\ntrue\n", lifetime=86400)
+
+    async def create(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> Outcome:
+        [outcome] = await self.renter.create([await self.order(node, token, cluster)])
+        return outcome
+
+    async def listed(self, cluster: str = CLUSTER) -> list[Rented]:
+        return await self.renter.rented(cluster)
+
+    def boot(self) -> None:
+        """Let so much time pass that whatever boots is up."""
+        self.clock.now += self.market.profile.boot_seconds + 1
+
+    @property
+    def made(self) -> int:
+        """How many machines were ever made, by the cloud's own bill."""
+        return len(self.market.bill())
+
+
+@asynccontextmanager
+async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
+    """Run the case's simulator on a port of its own, and a renter against it."""
+    clock = Clock()
+    kind = cloud(case.kind)
+    market = Market(kind.profile, kind.types, Nowhere(), clock=clock)
+    simulation = Simulation(kind(market), limited=limited)
+    async with serving(simulation) as url:
+        rents = renter(account(case, url))
+        try:
+            yield Trial(case, rents, simulation, clock, url)
+        finally:
+            await rents.close()
+
+
+def account(case: Case, url: str, **settings: str) -> Account:
+    unhurried = {"request_interval": "0", "create_interval": "0", "timeout": "5"}
+    return Account("acme", case.kind, case.secret(url), url, {**unhurried, **case.settings, **settings})
+
+
+def with_key(case: Case, url: str, secret: str) -> Account:
+    return replace(account(case, url), secret=secret)
+
+
+@asynccontextmanager
+async def saying(reply: bytes) -> AsyncIterator[str]:
+    """A server that answers every request with these bytes and hangs up."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            if length:
+                await reader.readexactly(int(length[0].partition(b":")[2]))
+            writer.write(reply)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def http(status: str, body: bytes, kind: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+BAD_ANSWERS = {
+    "html": http("200 OK", b"<html><body>Scheduled maintenance</body></html>", "text/html"),
+    "empty": http("200 OK", b""),
+    "truncated": http("200 OK", b'{"data": [{"id": "1", "jupyter_token": "s3cret-of-theirs'),
+    "null": http("200 OK", b"null"),
+    "number": http("200 OK", b"17"),
+    "empty object": http("200 OK", b"{}"),
+    "empty list": http("200 OK", b"[]"),
+    "list of nulls": http("200 OK", b'{"data": [null], "items": [null], "pods": [null], "machines": [null]}'),
+    "wrong types": http("200 OK", b'{"data": 5, "items": "x", "pods": {}, "machines": 7}'),
+    "not utf-8": http("200 OK", b"\xff\xfe\x00"),
+    "cut off": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4000\r\n\r\n{",
+    "no answer": b"",
+    "no http": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "bad gateway": http("502 Bad Gateway", b"<html>502</html>", "text/html"),
+    "empty 500": http("500 Internal Server Error", b""),
+    "redirect": b"HTTP/1.1 301 Moved Permanently\r\nLocation: http://192.0.2.1/\r\nContent-Length: 0\r\n\r\n",
+}
+"""What comes where an answer should."""

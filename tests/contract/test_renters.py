@@ -1,0 +1,416 @@
+"""What every renter guarantees, over real sockets against its provider's simulator. The table is in renters.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.contract.renters import (
+    BAD_ANSWERS,
+    CASES,
+    CLUSTER,
+    KEY,
+    PUBLIC_KEY,
+    Case,
+    Trial,
+    account,
+    saying,
+    trial,
+    with_key,
+)
+
+from shoal.errors import ProviderError
+from shoal.providers.rental import Query, Trouble
+from shoal.providers.rented import renter
+
+REFUSALS = ("stockout", "quota", "balance", "auth", "rate")
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+async def it(case: Case) -> AsyncIterator[Trial]:
+    async with trial(case) as made:
+        yield made
+
+
+# Offers
+
+
+async def test_an_offer_has_its_place_shape_and_price(it: Trial) -> None:
+    wanted = it.case.offer
+    [found] = [
+        one
+        for one in await it.renter.offers(Query(types=(wanted.type,), market=wanted.market))
+        if one.place == wanted.place
+    ]
+    assert (found.provider, found.type, found.market) == ("acme", wanted.type, wanted.market)
+    assert found.usd_hour == pytest.approx(wanted.usd_hour)
+    assert found.cpus > 0
+    assert found.memory_gb > 0
+
+
+async def test_only_offers_that_were_asked_for_are_shown(it: Trial) -> None:
+    wanted = it.case.offer
+    every = await it.renter.offers(Query())
+    assert {one.gpus for one in await it.renter.offers(Query(gpus=8))} <= {8, 16}
+    assert {one.gpus for one in every} - {8, 16}
+    assert {one.type for one in await it.renter.offers(Query(types=(wanted.type,)))} == {wanted.type}
+    assert {one.region for one in await it.renter.offers(Query(regions=(wanted.region,)))} == {wanted.region}
+    named = await it.renter.offers(Query(gpu="h100"))
+    assert named
+    assert all("h100" in one.gpu.lower() for one in named)
+    assert await it.renter.offers(Query(gpu="no such gpu")) == []
+
+
+# A machine's life
+
+
+async def test_a_machine_is_ordered_boots_and_is_given_back(it: Trial) -> None:
+    outcome = await it.create()
+    assert outcome.ok, outcome
+    assert outcome.id
+    [found] = await it.listed()
+    assert (found.id, found.cluster, found.node, found.token) == (outcome.id, CLUSTER, "gpu1", "t0ken1")
+    assert found.state == "pending"
+    assert (found.type, found.region) == (it.case.offer.type, it.case.offer.region)
+
+    it.boot()
+    [found] = await it.listed()
+    assert found.state == "up"
+    assert found.host
+    assert found.user == it.renter.abilities.user
+
+    [deleted] = await it.renter.delete([found])
+    assert deleted.ok, deleted
+    assert [one.state for one in await it.listed()] in ([], ["stopping"])
+    it.clock.now += it.market.profile.stop_seconds + 1
+    assert await it.listed() == []
+    assert [(one["id"], one["ended"] is None) for one in it.market.bill()] == [(outcome.id, False)]
+
+
+async def test_the_provider_knows_since_when_there_is_a_machine_and_what_it_costs(it: Trial) -> None:
+    outcome = await it.create()
+    it.boot()
+    [found] = await it.listed()
+    told = outcome.usd_hour if it.case.price_from == "create" else found.usd_hour
+    if it.case.price_from != "nowhere":
+        assert told == pytest.approx(it.case.offer.usd_hour)
+    assert found.created is not None
+
+
+async def test_a_cluster_sees_its_own_machines_and_no_others(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    await it.create("gpu1", "t2", cluster="lagoon")
+    assert [one.token for one in await it.listed()] == ["t1"]
+    assert [one.token for one in await it.listed("lagoon")] == ["t2"]
+    assert await it.listed("ree") == []
+
+
+async def test_every_machine_is_listed_however_many_there_are(it: Trial) -> None:
+    order = await it.order()
+    many = max(it.market.types[order.offer.type].places.values())
+    taken = 0
+    while taken < min(many, 60):
+        now = min(it.renter.abilities.at_once, min(many, 60) - taken)
+        names = [f"gpu{count}" for count in range(taken, taken + now)]
+        made = await it.renter.create([replace(order, node=name, token=f"t-{name}") for name in names])
+        assert all(one.ok for one in made), made
+        taken += now
+    assert len({one.id for one in await it.listed()}) == taken
+
+
+async def test_machines_ordered_together_each_have_an_outcome_in_their_order(it: Trial) -> None:
+    order = await it.order()
+    count = min(3, it.renter.abilities.at_once)
+    orders = [replace(order, node=f"gpu{n}", token=f"tok-{n}") for n in range(count)]
+    outcomes = await it.renter.create(orders)
+    assert [one.ok for one in outcomes] == [True] * count
+    by_id = {one.id: one.token for one in await it.listed()}
+    assert [by_id[one.id] for one in outcomes] == [order.token for order in orders]
+
+
+async def test_giving_back_what_is_gone_is_well(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    found = await it.listed()
+    assert [one.ok for one in await it.renter.delete(found)] == [True]
+    it.clock.now += it.market.profile.stop_seconds + 1
+    assert await it.listed() == []
+    assert [one.ok for one in await it.renter.delete(found)] == [True]
+    assert await it.renter.delete([]) == []
+
+
+async def test_one_that_is_gone_keeps_no_other_from_being_given_back(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    await it.create("gpu2", "t2")
+    it.boot()
+    found = await it.listed()
+    it.market.delete(found[0].id)
+    it.clock.now += it.market.profile.stop_seconds + 1
+    assert [one.ok for one in await it.renter.delete(found)] == [True, True]
+    it.clock.now += it.market.profile.stop_seconds + 1
+    assert await it.listed() == []
+
+
+async def test_a_key_is_made_known_once(it: Trial) -> None:
+    first = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
+    notes = repr(it.market.notes)
+    assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY + " another comment") == first
+    assert repr(it.market.notes) == notes
+
+
+# Faults
+
+
+@pytest.mark.parametrize("fault", REFUSALS)
+async def test_a_refused_order_says_why_and_makes_nothing(it: Trial, fault: str) -> None:
+    if fault not in it.case.troubles:
+        pytest.skip(f"{it.case.kind} has no such refusal")
+    order = await it.order()
+    it.fault(fault)
+    [outcome] = await it.renter.create([order])
+    assert outcome.trouble is it.case.troubles[fault], outcome
+    assert outcome.message
+    assert it.made == 0
+    if outcome.trouble in (Trouble.AUTH, Trouble.BALANCE):
+        assert outcome.scope == "provider"
+    if outcome.trouble is Trouble.RATE:
+        assert outcome.retry_after > 0
+    [again] = await it.renter.create([order])
+    assert again.ok, again
+
+
+async def test_after_an_error_the_machine_that_was_made_is_found_by_its_token(it: Trial) -> None:
+    order = await it.order()
+    it.fault("error-after-create")
+    [outcome] = await it.renter.create([order])
+    assert outcome.trouble is Trouble.AMBIGUOUS, outcome
+    assert it.made == 1
+    assert [one.token for one in await it.listed()] == [order.token]
+
+
+async def test_after_an_error_that_made_nothing_nothing_is_listed(it: Trial) -> None:
+    order = await it.order()
+    it.fault("error-before-create")
+    [outcome] = await it.renter.create([order])
+    assert outcome.trouble in (Trouble.AMBIGUOUS, Trouble.TRANSIENT), outcome
+    assert it.made == 0
+    assert await it.listed() == []
+
+
+async def test_the_same_order_again_makes_nothing_twice_where_the_provider_promises_that(it: Trial) -> None:
+    if it.renter.abilities.idempotent == "none":
+        pytest.skip("this provider promises nothing")
+    order = await it.order()
+    it.fault("error-after-create")
+    await it.renter.create([order])
+    [outcome] = await it.renter.create([order])
+    assert outcome.ok or outcome.trouble is Trouble.CONFLICT
+    assert it.made == 1
+
+
+async def test_a_list_that_fails_is_an_error_and_never_empty(it: Trial) -> None:
+    await it.create()
+    it.fault("list-fails")
+    with pytest.raises(ProviderError, match=r"^acme: "):
+        await it.listed()
+    assert len(await it.listed()) == 1
+
+
+@pytest.mark.parametrize("fault", ["auth", "rate"])
+async def test_a_refused_read_is_an_error(it: Trial, fault: str) -> None:
+    it.fault(fault)
+    with pytest.raises(ProviderError, match=r"^acme: "):
+        await it.listed()
+    assert await it.listed() == []
+
+
+async def test_a_refused_delete_is_an_outcome_and_can_be_repeated(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    found = await it.listed()
+    it.fault("rate")
+    [outcome] = await it.renter.delete(found)
+    assert outcome.trouble is Trouble.RATE
+    assert (await it.renter.delete(found))[0].ok
+
+
+async def test_a_list_may_lag_behind(it: Trial) -> None:
+    it.fault("lagging-list", seconds=40)
+    assert (await it.create()).ok
+    assert await it.listed() == []
+    it.clock.now += 41
+    assert [one.token for one in await it.listed()] == ["t0ken1"]
+
+
+async def test_a_slow_boot_is_pending_for_long(it: Trial) -> None:
+    it.fault("slow-boot", seconds=500)
+    await it.create()
+    it.boot()
+    assert [one.state for one in await it.listed()] == ["pending"]
+    it.clock.now += 500
+    assert [one.state for one in await it.listed()] == ["up"]
+
+
+async def test_a_machine_that_dies_is_shown_as_no_longer_up(it: Trial) -> None:
+    it.fault("dies", seconds=10)
+    await it.create()
+    it.boot()
+    assert [one.state for one in await it.listed()] == ["up"]
+    it.clock.now += 11
+    assert [one.state in it.case.dead_states for one in await it.listed()] in ([], [True])
+
+
+async def test_a_machine_that_is_taken_away_is_gone(it: Trial) -> None:
+    it.fault("preempt", seconds=10)
+    await it.create()
+    it.boot()
+    await it.listed()
+    it.clock.now += 11
+    assert [one.ending for one in await it.listed()] in ([], [True])
+    it.clock.now += it.market.profile.notice_seconds
+    await it.listed()
+    it.clock.now += it.market.profile.stop_seconds + 1
+    assert await it.listed() == []
+    assert [one["ended"] is None for one in it.market.bill()] == [False]
+
+
+async def test_a_price_that_changed_is_told(it: Trial) -> None:
+    if it.case.price_from == "nowhere":
+        pytest.skip("the API tells no prices")
+    it.fault("price-change")
+    outcome = await it.create()
+    it.boot()
+    [found] = await it.listed()
+    told = outcome.usd_hour if it.case.price_from == "create" else found.usd_hour
+    assert told == pytest.approx(2 * (it.case.offer.usd_hour or 0))
+
+
+async def test_a_name_that_is_taken_is_a_conflict_or_two_machines_of_one_token(it: Trial) -> None:
+    it.fault("duplicate-name")
+    outcome = await it.create()
+    found = await it.listed()
+    if it.market.profile.unique_names:
+        assert outcome.trouble is Trouble.CONFLICT
+        assert found == []
+    else:
+        assert outcome.ok
+        assert [one.token for one in found] == ["t0ken1", "t0ken1"]
+        assert len({one.id for one in found}) == 2
+
+
+async def test_a_bad_key_is_refused_and_never_shown(it: Trial) -> None:
+    it.simulation.key = KEY
+    other = renter(with_key(it.case, it.url, "sk-wrong-secret-value"))
+    try:
+        with pytest.raises(ProviderError) as caught:
+            await other.rented(CLUSTER)
+        assert "sk-wrong" not in str(caught.value)
+        assert "sk-wrong" not in repr(vars(other))
+        [outcome] = await other.create([await it.order()])
+        assert (outcome.trouble, outcome.scope) == (Trouble.AUTH, "provider")
+    finally:
+        await other.close()
+
+
+async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: Case) -> None:
+    async with trial(case, limited=True) as it:
+        limits = it.simulation.cloud.limits()
+        if not limits:
+            pytest.skip("no limit is known")
+        troubles = set()
+        for count in range(400):
+            try:
+                await it.listed()
+            except ProviderError as error:
+                troubles.add(getattr(error, "trouble", None))
+                assert count > 0
+                break
+        assert troubles == {Trouble.RATE}
+
+
+# Answers that are none
+
+
+@pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
+async def test_a_bad_answer_to_a_list_is_an_error_that_says_so(case: Case, answer: str) -> None:
+    async with saying(BAD_ANSWERS[answer]) as url:
+        bad = renter(account(case, url))
+        try:
+            if answer in case.means_none:
+                assert await bad.rented(CLUSTER) == []
+                return
+            with pytest.raises(ProviderError, match=r"^acme: ") as caught:
+                await bad.rented(CLUSTER)
+        finally:
+            await bad.close()
+    assert "s3cret-of-theirs" not in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", sorted(set(BAD_ANSWERS) - {"redirect"}))
+async def test_a_bad_answer_to_an_order_leaves_open_whether_a_machine_was_made(it: Trial, answer: str) -> None:
+    order = await it.order()
+    async with saying(BAD_ANSWERS[answer]) as url:
+        bad = renter(account(it.case, url))
+        try:
+            [outcome] = await bad.create([order])
+        finally:
+            await bad.close()
+    assert outcome.trouble is Trouble.AMBIGUOUS, outcome
+    assert outcome.message.startswith("acme: ")
+
+
+async def test_fields_that_nobody_knows_are_tolerated(it: Trial) -> None:
+    it.simulation.rewrite = lambda line, data: _with_more(data, it.case.maps)
+    outcome = await it.create()
+    assert outcome.ok, outcome
+    it.boot()
+    [found] = await it.listed()
+    assert found.state == "up"
+    assert await it.renter.offers(Query())
+    assert (await it.renter.delete([found]))[0].ok
+
+
+async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    for name in it.case.required:
+        it.simulation.rewrite = lambda line, data, name=name: _without(data, name)
+        with pytest.raises(ProviderError, match=rf"lacks .*\b{name}\b"):
+            await it.listed()
+
+
+async def test_a_provider_that_cannot_be_reached_made_nothing(case: Case) -> None:
+    async with trial(case) as it:
+        order = await it.order()
+    away = renter(account(case, it.url))
+    try:
+        [outcome] = await away.create([order])
+        assert outcome.trouble in (Trouble.TRANSIENT, Trouble.AMBIGUOUS)
+        with pytest.raises(ProviderError, match=r"^acme: .*cannot be reached"):
+            await away.rented(CLUSTER)
+    finally:
+        await away.close()
+
+
+def _with_more(data: Any, maps: frozenset[str], here: str = "") -> Any:
+    """The same answer with a field in every object that no documentation has."""
+    if isinstance(data, list):
+        return [_with_more(one, maps, here) for one in data]
+    if not isinstance(data, dict):
+        return data
+    same = {name: _with_more(value, maps, name) for name, value in data.items()}
+    return same if here in maps else {**same, "zzNew": {"a": [1]}}
+
+
+def _without(data: Any, gone: str) -> Any:
+    if isinstance(data, dict):
+        return {name: _without(value, gone) for name, value in data.items() if name != gone}
+    return [_without(one, gone) for one in data] if isinstance(data, list) else data
