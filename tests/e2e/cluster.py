@@ -10,11 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.e2e.leftovers import TAG, noted
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
@@ -33,9 +36,10 @@ class Cluster:
         self.name = text.split("cluster:")[1].split()[0]
         self.provider = SandboxProvider()
         # Host keys of an earlier run would be those of other machines.
-        self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
+        self.env = {**os.environ, "XDG_STATE_HOME": str(directory / "state"), TAG: self.name}
         # Set by pytest-xdist, and in force for the tables of `shoal` as if the user had said so.
         self.env.pop("COLUMNS", None)
+        self._begun: list[subprocess.Popen[str]] = []
 
     def shoal(
         self, *arguments: str, status: int | None = 0, timeout: float = LIMIT
@@ -57,15 +61,28 @@ class Cluster:
         at = 2 if words[0] in ("node", "env", "bench", "keys") else 1
         return [sys.executable, "-m", "shoal", *words[:at], "--file", str(self.file), *words[at:]]
 
-    def background(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def background(
+        self, *arguments: str, stderr: int = subprocess.STDOUT, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Begin a command line, and go on. What a failed test leaves running ends before the cluster goes."""
+        begun = subprocess.Popen(
             self.line(*arguments),
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             text=True,
             env=self.env,
+            cwd=cwd,
             start_new_session=True,
         )
+        self._begun.append(begun)
+        return begun
+
+    def down(self) -> None:
+        """Take the hosts away, whatever runs on them or changes them."""
+        for process in self._begun:
+            if process.poll() is None:
+                kill(process)
+        self.shoal("down", "--force")
 
     def on(self, host: str, *argv: str, status: int | None = 0) -> str:
         """Run a program on one host as root and return what it printed: by plain ssh on hosts that a provider made."""
@@ -122,12 +139,20 @@ class Cluster:
 def running(directory: Path, text: str) -> Iterator[Cluster]:
     """A cluster that is up for as long as the block lasts."""
     cluster = Cluster(directory, text)
-    cluster.shoal("down", "--force")
-    try:
+    with taken_down(cluster):
         assert cluster.json("up", timeout=600)["whole"]
         yield cluster
-    finally:
-        cluster.shoal("down", "--force")
+
+
+@contextmanager
+def taken_down(cluster: Cluster) -> Iterator[None]:
+    """The block begins without any host of a sandbox cluster, and leaves none."""
+    with noted(cluster.name):
+        cluster.down()
+        try:
+            yield
+        finally:
+            cluster.down()
 
 
 HOLD_APT = """\
@@ -150,11 +175,23 @@ RELEASE_APT = "touch /run/release; while systemctl -q is-active holder; do sleep
 def read_until(process: subprocess.Popen[str], phase: str) -> None:
     """Wait until a command has said that a phase is over; no phase is no wait."""
     assert process.stdout is not None
-    while phase:
-        line = process.stdout.readline()
-        assert line, f"it ended before {phase!r}"
-        if phase in line:
-            return
+    with limited(process):
+        while phase:
+            line = process.stdout.readline()
+            assert line, f"it ended before {phase!r}"
+            if phase in line:
+                return
+
+
+@contextmanager
+def limited(process: subprocess.Popen[str], seconds: float = LIMIT) -> Iterator[None]:
+    """A command that takes too long to say what is waited for is killed: then its output ends."""
+    timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def kill(process: subprocess.Popen[str]) -> None:

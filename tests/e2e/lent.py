@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tests.e2e.leftovers import noted
+
 from shoal.providers.api import Instance, Request
 from shoal.providers.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
@@ -49,13 +51,14 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
         for cluster in clusters:
             shutil.rmtree(state_directory(cluster), ignore_errors=True)
 
-    clean()
-    try:
-        wanted = [Request(name, shape) for name, shape in shapes.items()]
-        made = asyncio.run(provider.create(made_as, wanted, _quiet))
-        yield Lent({instance.name: instance for instance in made})
-    finally:
+    with noted(made_as):
         clean()
+        try:
+            wanted = [Request(name, shape) for name, shape in shapes.items()]
+            made = asyncio.run(provider.create(made_as, wanted, _quiet))
+            yield Lent({instance.name: instance for instance in made})
+        finally:
+            clean()
 
 
 def spec_text(cluster: str, lent: Lent, controller: str, others: tuple[str, ...], *, compute: bool = False) -> str:

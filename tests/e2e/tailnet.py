@@ -214,7 +214,7 @@ class Headscale:
 
     def _ask(self, *words: str) -> Any:
         line = ["headscale", "-c", str(self._config), "-o", "json", *words]
-        done = subprocess.run(line, capture_output=True, text=True)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
         return json.loads(done.stdout or "null") if done.returncode == 0 else None
 
 

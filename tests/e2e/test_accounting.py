@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import Cluster, kill, running
+from tests.e2e.cluster import LIMIT, Cluster, kill, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -214,7 +214,12 @@ def test_the_commands_of_the_pages_run_as_they_stand(cluster: Cluster, page: str
     path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
     for line in (line for block in commands(ROOT / "docs" / page) for line in block):
         done = subprocess.run(
-            line.split(), cwd=cluster.file.parent, env={**cluster.env, "PATH": path}, capture_output=True, text=True
+            line.split(),
+            cwd=cluster.file.parent,
+            env={**cluster.env, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill, read_until
+from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill, read_until, taken_down
 
 from shoal.providers.sandbox.layout import Layout
 
@@ -35,10 +35,9 @@ nodesets:
 @pytest.fixture(scope="module", params=list(RELEASES))
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp(request.param), SPEC.format(image=request.param))
-    made.shoal("down", "--force")
     made.release = RELEASES[request.param]  # type: ignore[attr-defined]
-    yield made
-    made.shoal("down", "--force")
+    with taken_down(made):
+        yield made
 
 
 def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -> None:
@@ -111,7 +110,7 @@ def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
     probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]
     cluster.wait("those inside are let in", lambda: cluster.on("fish1", *probe) == "")
-    outside = subprocess.run(probe, capture_output=True, text=True)
+    outside = subprocess.run(probe, capture_output=True, text=True, timeout=LIMIT)
     assert outside.returncode != 0 and "timed out" in outside.stderr
 
 
@@ -241,7 +240,7 @@ def nothing_is_left_of(layout: Layout) -> bool:
     """Whether this machine has no link, namespace, rule, mount, loop device or process of a cluster any more."""
     seen: list[str] = []
     for look in (["ip", "-o", "link"], ["ip", "netns"], ["nft", "list", "tables"], ["mount"], ["losetup", "-l"]):
-        seen += subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+        seen += subprocess.run(look, capture_output=True, text=True, check=True, timeout=LIMIT).stdout.splitlines()
     left = [line for line in seen if any(name in line for name in (layout.id, layout.table, str(layout.dir)))]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.documents import COLLECT, COMMANDS, DEMO, LENT, ROOT, TOY_README, commands, examples
+from tests.e2e.cluster import LIMIT
+from tests.e2e.leftovers import TAG, noted
 from tests.e2e.lent import Lent, lent_hosts
 
 from shoal.spec.member import Shape
@@ -22,7 +24,7 @@ README = ROOT / "README.md"
 HOSTS = ("desktop", "gpu01", "gpu02")
 
 
-def run(line: str, place: Path, environment: dict[str, str] | None = None, timeout: float = 1800) -> str:
+def run(line: str, place: Path, environment: dict[str, str] | None = None, timeout: float = LIMIT) -> str:
     """A command line as a person types it, in a shell."""
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=environment, capture_output=True, text=True, timeout=timeout
@@ -98,11 +100,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     [line] = [line for line, how in COMMANDS.items() if how == DEMO]
     place = tmp_path_factory.mktemp("demo")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "SHOAL_CLUSTER": "t-demo", "PATH": path}
-    try:
-        yield run(f"{ROOT}/{line}", place, environment), environment
-    finally:
-        run(f"{sys.executable} -m shoal down --force", place, environment)
+    environment = {**os.environ, "SHOAL_CLUSTER": "t-demo", TAG: "t-demo", "PATH": path}
+    with noted("t-demo"):
+        try:
+            yield run(f"{ROOT}/{line}", place, environment), environment
+        finally:
+            run(f"{sys.executable} -m shoal down --force", place, environment)
 
 
 def test_the_demo_shows_a_training_and_a_status(demo: tuple[str, dict[str, str]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import Cluster, kill, running
+from tests.e2e.cluster import LIMIT, Cluster, kill, running
 from tests.e2e.tracking_checks import (
     address,
     check_jobs_report,
@@ -188,7 +188,9 @@ def test_the_commands_of_the_page_on_environments_run_as_they_stand(cluster: Clu
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = {}
     for line in block:
-        done = subprocess.run(line, shell=True, capture_output=True, text=True, env={**cluster.env, "PATH": path})  # noqa: S602
+        done = subprocess.run(
+            ["bash", "-c", line], env={**cluster.env, "PATH": path}, capture_output=True, text=True, timeout=LIMIT
+        )
         assert done.returncode == 0, f"{line}: {done.stdout}\n{done.stderr}"
         said[line] = done.stdout
     assert "torch: no changes" in said["shoal env build torch"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import LIMIT, Cluster, taken_down
 
 from shoal.train.contract import EXIT_REQUEUE
 from shoal.verbs.context import open_context
@@ -123,7 +123,7 @@ class Jobs(Cluster):
         (self.tree / "go.sh").chmod(0o755)
         (self.tree / ".gitignore").write_text("secret.txt\n")
         (self.tree / "secret.txt").write_text("not to be sent")
-        subprocess.run(["git", "-C", str(self.tree), "init", "-q"], check=True)
+        subprocess.run(["git", "-C", str(self.tree), "init", "-q"], check=True, timeout=LIMIT)
 
     def shoal(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
         here = os.getcwd()
@@ -149,12 +149,9 @@ class Jobs(Cluster):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     made = Jobs(tmp_path_factory.mktemp("jobs"))
-    made.shoal("down", "--force")
-    try:
+    with taken_down(made):
         made.json("up", timeout=600)
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 def test_two_nodes_run_one_rank_a_gpu_and_show_what_they_print(cluster: Jobs) -> None:

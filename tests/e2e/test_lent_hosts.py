@@ -6,14 +6,13 @@ They are sandbox hosts all the same, but the spec names them by address, as it w
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster
+from tests.e2e.lent import Lent, lent_hosts, spec_text
 
-from shoal.providers.api import Instance, Request
 from shoal.providers.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
@@ -23,30 +22,19 @@ MADE = "t-lent"
 
 
 @pytest.fixture(scope="module")
-def lent() -> Iterator[dict[str, Instance]]:
-    provider = SandboxProvider()
+def lent() -> Iterator[Lent]:
     shapes = {
         "desk": Shape(gpus=1, memory_mb=1024),
         "gpu1": Shape(gpus=1, memory_mb=1024),
         "small": Shape(memory_mb=1024, disk_mb=1500),
     }
-    asyncio.run(provider.destroy(MADE, lambda text, part: None))
-    wanted = [Request(name, shape) for name, shape in shapes.items()]
-    made = asyncio.run(provider.create(MADE, wanted, lambda text, part: None))
-    yield {instance.name: instance for instance in made}
-    asyncio.run(provider.destroy(MADE, lambda text, part: None))
+    with lent_hosts(MADE, shapes) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(lent: dict[str, Instance], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    entries = {name: f"{{name: {name}, address: {instance.target.address}}}" for name, instance in lent.items()}
-    reach = f"user: shoal, identity: {lent['desk'].target.identity}"
-    text = (
-        "cluster: lent\n"
-        f"controller: {{host: {entries['desk']}, compute: true, {reach}}}\n"
-        "nodesets:\n"
-        f"  lab: {{hosts: [{entries['gpu1']}, {entries['small']}], {reach}}}\n"
-    )
+def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    text = spec_text("lent", lent, "desk", ("gpu1", "small"), compute=True)
     return Cluster(tmp_path_factory.mktemp("lent"), text)
 
 
@@ -71,7 +59,7 @@ def test_up_works_through_sudo_and_the_controller_computes(cluster: Cluster) -> 
     assert cluster.json("up")["unchanged"]
 
 
-def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster, lent: dict[str, Instance]) -> None:
+def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster) -> None:
     renew = (
         "rm /etc/ssh/ssh_host_*; ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; systemctl restart ssh"
     )
@@ -89,11 +77,8 @@ def test_a_user_without_sudo_is_named_with_the_fix(cluster: Cluster) -> None:
     assert "gpu1: " in done.stdout and "sudo" in done.stdout and "NOPASSWD" in done.stdout, done.stdout
 
 
-def test_down_gives_the_hosts_back_without_us(cluster: Cluster, lent: dict[str, Instance]) -> None:
-    target = lent["gpu1"].target
-    identity = ["-i", str(target.identity), "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
-    restore = ["ssh", "-q", *identity, f"root@{target.address}", "mv /root/shoal.sudoers /etc/sudoers.d/shoal"]
-    subprocess.run(restore, check=True)
+def test_down_gives_the_hosts_back_without_us(cluster: Cluster, lent: Lent) -> None:
+    lent.shell("gpu1", "mv /root/shoal.sudoers /etc/sudoers.d/shoal")
     refused = cluster.shoal("down", status=2)
     assert "--yes" in refused.stderr
     cluster.shoal("down", "--yes")

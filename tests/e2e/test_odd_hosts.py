@@ -16,6 +16,7 @@ import select
 import struct
 import subprocess
 import termios
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -286,6 +287,7 @@ class Screen:
 
     def __init__(self, argv: list[str]) -> None:
         self.text = ""
+        self._end = time.monotonic() + LIMIT
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 1000, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "1000"}
@@ -307,11 +309,11 @@ class Screen:
     def end(self) -> int:
         while self._read():
             pass
-        return self._process.wait()
+        return self._process.wait(timeout=LIMIT)
 
     def _read(self) -> bool:
-        ready, _, _ = select.select([self._master], [], [], LIMIT)
-        assert ready, f"silent for too long\n{self.text}"
+        ready, _, _ = select.select([self._master], [], [], max(0, self._end - time.monotonic()))
+        assert ready, f"it takes too long\n{self.text}"
         try:
             data = os.read(self._master, 65536)
         except OSError:  # how a terminal says that nobody writes to it any more

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -28,13 +28,8 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("memory"), SPEC)
-    made.shoal("down", "--force")
-    try:
-        assert made.json("up", timeout=600)["whole"]
+    with running(tmp_path_factory.mktemp("memory"), SPEC) as made:
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 def test_the_rank_that_was_killed_for_its_memory_is_named(

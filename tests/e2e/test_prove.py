@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.documents import ROOT
-from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.cluster import LIMIT, Cluster, taken_down
 from tests.e2e.torch_env import give_torch
 
 from shoal.providers.sandbox.layout import Layout
@@ -104,14 +104,7 @@ class Jobs(Cluster):
         shutil.copy(SCRIPT, self.tree / "wrong.py")
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.line(*arguments),
-            cwd=self.tree,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.env,
-        )
+        return self.background(*arguments, stderr=subprocess.PIPE, cwd=self.tree)
 
     def prove(self, *arguments: str, status: int = 0) -> Any:
         running = self.start("prove", "--json", "--export", "PYTHONPATH=/shared/env", *arguments)
@@ -123,13 +116,10 @@ class Jobs(Cluster):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     made = Jobs(tmp_path_factory.mktemp("prove"))
-    made.shoal("down", "--force")
-    try:
+    with taken_down(made):
         made.json("up", timeout=600)
         give_torch(made.name)
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 @pytest.mark.sandbox

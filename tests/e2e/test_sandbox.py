@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+from tests.e2e.leftovers import noted
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
@@ -38,14 +39,25 @@ def quiet(what: str, done: float) -> None:
     pass
 
 
+@pytest.fixture(scope="module", autouse=True)
+def names() -> Iterator[None]:
+    """The clusters of this file, should the run be killed."""
+    with contextlib.ExitStack() as stack:
+        for cluster in (CLUSTER, *(f"e2e-{name}" for name in ("cgroups", "debian13", "sid", "second", "broken"))):
+            stack.enter_context(noted(cluster))
+        yield
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[dict[str, Instance]]:
     """One small cluster for the whole module."""
     sandbox = SandboxProvider()
     asyncio.run(sandbox.destroy(CLUSTER, quiet))
-    made = asyncio.run(sandbox.create(CLUSTER, WANTED, quiet))
-    yield {instance.name: instance for instance in made}
-    asyncio.run(sandbox.destroy(CLUSTER, quiet))
+    try:
+        made = asyncio.run(sandbox.create(CLUSTER, WANTED, quiet))
+        yield {instance.name: instance for instance in made}
+    finally:
+        asyncio.run(sandbox.destroy(CLUSTER, quiet))
 
 
 @pytest.fixture
@@ -266,11 +278,12 @@ async def test_destroy_leaves_nothing(tmp_path: Path) -> None:
     (cache / "images").symlink_to(SandboxProvider().cache / "images")
     sandbox, layout = SandboxProvider(cache), Layout(cache, "e2e-gone")
     before = traces(layout)
-    await sandbox.create("e2e-gone", WANTED, quiet)
-    made = traces(layout)
-    for kind in ("links", "mounts", "namespaces", "tables", "groups", "loops", "processes"):
-        assert made[kind] > before[kind], f"no {kind} were seen while the hosts ran"
-    await sandbox.destroy("e2e-gone", quiet)
+    with noted("e2e-gone", cache):
+        await sandbox.create("e2e-gone", WANTED, quiet)
+        made = traces(layout)
+        for kind in ("links", "mounts", "namespaces", "tables", "groups", "loops", "processes"):
+            assert made[kind] > before[kind], f"no {kind} were seen while the hosts ran"
+        await sandbox.destroy("e2e-gone", quiet)
     await settled(layout, before)
     assert [path.name for path in cache.iterdir()] == ["images"]
 
@@ -291,20 +304,21 @@ async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path
         "wanted = [Request(f'n{i}', Shape(disk_mb=64 if i == 1 else None, gpus=1)) for i in range(4)]\n"
         "asyncio.run(SandboxProvider(pathlib.Path(sys.argv[1])).create('e2e-killed', wanted, print))\n"
     )
-    running = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, str(cache), stdout=asyncio.subprocess.DEVNULL
-    )
-    await asyncio.sleep(seconds)
-    with contextlib.suppress(ProcessLookupError):  # on a fast machine the last ones are through: destroyed all the same
-        running.kill()
-    await running.wait()
-    sandbox = SandboxProvider(cache)
-    try:
-        if seconds > 0.5:  # the next create finishes what was begun; the others go straight to destroy
-            made = await sandbox.create("e2e-killed", [Request("n1", Shape(disk_mb=64, gpus=1))], quiet)
-            assert await ssh(made[0].target, "hostname") == "n1"
-    finally:
-        await sandbox.destroy("e2e-killed", quiet)
+    with noted("e2e-killed", cache):
+        running = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, str(cache), stdout=asyncio.subprocess.DEVNULL
+        )
+        await asyncio.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):  # on a fast machine it is through: destroyed all the same
+            running.kill()
+        await running.wait()
+        sandbox = SandboxProvider(cache)
+        try:
+            if seconds > 0.5:  # the next create finishes what was begun; the others go straight to destroy
+                made = await sandbox.create("e2e-killed", [Request("n1", Shape(disk_mb=64, gpus=1))], quiet)
+                assert await ssh(made[0].target, "hostname") == "n1"
+        finally:
+            await sandbox.destroy("e2e-killed", quiet)
     await settled(layout, before)
     assert [path.name for path in cache.iterdir()] == ["images"]
 

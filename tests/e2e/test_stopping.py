@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.e2e.cluster import taken_down
 from tests.matrix.cells import Cell, Matrix, Outcome, Stopped, judge
 
 pytestmark = pytest.mark.sandbox
@@ -20,11 +21,9 @@ ENDED = Cell("python", "TERM", 0)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     made = Matrix(tmp_path_factory.mktemp("stopping"), "x-stopping", at_once=4)
-    try:
+    with taken_down(made):
         made.start()
         yield made
-    finally:
-        made.shoal("down", "--force")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import LIMIT, Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -88,7 +88,7 @@ class Lab(Cluster):
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     place = tmp_path_factory.mktemp("shares")
     for user in ("alice", "bob"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / user], check=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / user], check=True, timeout=LIMIT)
     with running(place, SPEC.format(keys=place)) as made:
         made.__class__ = Lab
         assert isinstance(made, Lab)
@@ -291,7 +291,7 @@ users:
 
 @pytest.mark.matrix
 def test_the_same_on_debian_13(tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True, timeout=LIMIT)
     with running(tmp_path, TRIXIE.format(keys=tmp_path)) as lab:
         lab.__class__ = Lab
         assert isinstance(lab, Lab)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import Cluster, kill, read_until
+from tests.e2e.cluster import LIMIT, Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts
 from tests.e2e.tailnet import StandIn, Tailnet, headscale, real_programs
 
@@ -168,12 +168,12 @@ def slow(reef: Reef) -> Iterator[None]:
     out = ["tc", "qdisc"], ["dev", layout.link(layout.hosts()["gpu02"])]
     inside = ["ip", "netns", "exec", layout.namespace("gpu02"), "tc", "qdisc"], ["dev", "eth0"]
     for words, device in (out, inside):
-        subprocess.run([*words, "replace", *device, *limit], check=True)
+        subprocess.run([*words, "replace", *device, *limit], check=True, timeout=LIMIT)
     try:
         yield
     finally:
         for words, device in (out, inside):
-            subprocess.run([*words, "del", *device, "root"], check=True)
+            subprocess.run([*words, "del", *device, "root"], check=True, timeout=LIMIT)
 
 
 def test_a_slow_link_shows_as_slow_and_keeps_jobs_among_the_others(reef: Reef, slow: None) -> None:
@@ -196,7 +196,12 @@ def test_the_commands_of_the_page_run_as_they_stand(reef: Reef) -> None:
     said = {}
     for line in (line for block in commands(ROOT / "docs/tailscale.md") for line in block):
         done = subprocess.run(
-            ["bash", "-c", line], cwd=reef.cluster.file.parent, env=environment, capture_output=True, text=True
+            ["bash", "-c", line],
+            cwd=reef.cluster.file.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         said[line] = done.stdout

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import COMMANDS, PAGE, ROOT, TRAINING, changed_script, commands
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import LIMIT, Cluster, running
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 
 from shoal.providers.sandbox.layout import Layout, cache_dir
@@ -217,7 +217,9 @@ def test_the_commands_of_the_page_on_training_run_its_script(toy: Toy, tmp_path:
     found = []
     for line in lines:
         environment = {**toy.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
         assert done.returncode == 0 and "4 processes on 2 nodes" in done.stderr, done.stdout + done.stderr
         found.append([float(loss) for loss in re.findall(r"\[0\] epoch \d: loss (\S+)", done.stdout)])
         assert len(found[-1]) == 5

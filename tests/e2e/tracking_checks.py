@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, limited
 
 from shoal.tracking import mlflow
 
@@ -150,11 +150,12 @@ def read_object(process: subprocess.Popen[str]) -> str:
     """One JSON object, over as many lines as it takes."""
     assert process.stdout
     text = ""
-    while line := process.stdout.readline():
-        text += line
-        try:
-            json.loads(text)
-        except ValueError:
-            continue
-        return text
+    with limited(process):
+        while line := process.stdout.readline():
+            text += line
+            try:
+                json.loads(text)
+            except ValueError:
+                continue
+            return text
     raise AssertionError(f"it ended: {text}")

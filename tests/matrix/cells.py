@@ -143,7 +143,6 @@ class Matrix(Cluster):
         self.context = open_context(self.file)
 
     def start(self) -> None:
-        self.shoal("down", "--force")
         self.json("up", timeout=600)
         self.python = give_torch(self.name)
         # A job has two ranks on a node, and they sleep most of the time: many share the CPUs.

@@ -88,9 +88,9 @@ async def test_a_stopped_service_leaves_no_process_and_no_record(place: Place) -
 
 
 async def test_it_comes_back_with_a_reboot_where_there_is_cron(place: Place) -> None:
-    await place.apply(Service("d", command=("sh", "-c", "date +%s; sleep 1000")))
+    await place.apply(Service("d", command=("sh", "-c", "date +%s; exec sleep 1000")))
     line = (place.folder / "cron/shoal-d").read_text()
-    assert line.startswith("@reboot root ") and line.endswith("supervise.py d sh -c 'date +\\%s; sleep 1000'\n")
+    assert line.startswith("@reboot root ") and line.endswith("supervise.py d sh -c 'date +\\%s; exec sleep 1000'\n")
 
 
 async def test_a_daemon_that_does_not_stay_up_fails_with_its_last_words(place: Place) -> None:

@@ -1,0 +1,80 @@
+"""Sandbox clusters of test runs that were killed: each is noted while it may have hosts, and a later run removes them.
+
+`python -m tests.e2e.leftovers` takes away what runs that are over have left. scripts/test does so first and last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.providers.sandbox.provider import SandboxProvider
+
+TAG = "SHOAL_TEST_CLUSTER"
+"""In the environment of every command that a test runs for a cluster."""
+
+
+@contextmanager
+def noted(cluster: str, cache: Path | None = None) -> Iterator[None]:
+    """This run has the cluster's name to itself until the block has ended well: then nothing of it is left.
+
+    The lock on the note goes with the process that holds it, however that ends.
+    """
+    cache = cache or cache_dir()
+    note = _notes() / Layout(cache, cluster).id
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with note.open("a") as file:
+        if not _locked(file.fileno()):
+            raise AssertionError(f"another test run has sandbox cluster {cluster}: let it end first")
+        file.truncate(0)
+        print(cluster, cache, sep="\n", file=file, flush=True)
+        yield
+        note.unlink(missing_ok=True)
+
+
+def sweep() -> list[str]:
+    """Remove the clusters whose run is over; their names."""
+    swept = []
+    for note in sorted(_notes().glob("*")):
+        with note.open() as file:
+            if not _locked(file.fileno()):
+                continue
+            if lines := file.read().splitlines():
+                cluster, cache = lines
+                _end_commands(cluster)
+                asyncio.run(SandboxProvider(Path(cache)).destroy(cluster, lambda text, part: None))
+                swept.append(cluster)
+            note.unlink(missing_ok=True)
+    return swept
+
+
+def _notes() -> Path:
+    return cache_dir() / "tests"
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _end_commands(cluster: str) -> None:
+    """A command that outlived its test would go on making hosts."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if f"{TAG}={cluster}" in (process / "environ").read_bytes().decode(errors="replace").split("\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for name in sweep():
+        print(f"removed sandbox cluster {name}, which a test run that was killed has left")
