@@ -31,7 +31,7 @@ CREATE TABLE rentals (
     token TEXT PRIMARY KEY, node TEXT NOT NULL, nodeset TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL,
     state TEXT NOT NULL, id TEXT NOT NULL DEFAULT '', micros_hour INTEGER,
     intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
-    billed_from REAL, billed_until REAL, billing_step INTEGER NOT NULL, billing_least INTEGER NOT NULL,
+    billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
     jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX rentals_state ON rentals (state);

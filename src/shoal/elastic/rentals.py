@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.elastic.money import dollars, micros
 from shoal.providers.rental import Billing, Market, Offer
@@ -32,6 +32,8 @@ STEPS: dict[RentalState, tuple[RentalState, ...]] = {
 """From each state, where to. The step to the state it is in is always fine and changes nothing."""
 
 BY_THE_SECOND = Billing()
+
+T = TypeVar("T", Offer, Billing)
 
 
 @dataclass(frozen=True)
@@ -107,25 +109,27 @@ def to_row(rental: Rental) -> dict[str, object]:
         "offer": json.dumps(asdict(rental.offer)),
         "jobs": json.dumps(rental.jobs),
         "micros_hour": price_of(price),
-        "billing_step": rental.billing.step,
-        "billing_least": rental.billing.least,
+        "billing": json.dumps(asdict(rental.billing)),
     }
 
 
 def from_row(row: Mapping[str, Any]) -> Rental:
     """The same back."""
-    known = {field.name for field in fields(Offer)}
-    # A field that a later Shoal wrote is nothing to us.
-    offer = Offer(**{name: value for name, value in json.loads(row["offer"]).items() if name in known})
     return Rental(
         **{name: row[name] for name in (*_SAME, *_TIMES)},
-        offer=offer,
+        offer=_known(Offer, row["offer"]),
         jobs=tuple(json.loads(row["jobs"])),
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
-        billing=Billing(row["billing_step"], row["billing_least"]),
+        billing=_known(Billing, row["billing"]),
     )
 
 
 def price_of(usd: float | None) -> int | None:
     """A price in millionths, where there is one."""
     return None if usd is None else micros(usd)
+
+
+def _known(kind: type[T], text: str) -> T:
+    """A value from its JSON. A field that a later Shoal wrote is nothing to us."""
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in json.loads(text).items() if name in known})

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_rental_is_read_back_as_it_was_written(path: Path) -> None:
-    whole = rental(jobs=("17", "18_3"), billing=Billing(60, 120))
+    whole = rental(jobs=("17", "18_3"), billing=Billing(60, 120, from_up=True))
     with Ledger.open(path) as ledger:
         ledger.intend(whole)
     with Ledger.open(path) as ledger:
