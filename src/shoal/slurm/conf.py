@@ -14,7 +14,7 @@ from typing import Literal
 from shoal.hostlist import compress, expand, fold
 from shoal.slurm.accounting import JOBCOMP, accounting_settings
 from shoal.slurm.auth import auth_settings
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition
+from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, PowerSaving
 from shoal.slurm.preemption import preemption_settings, slurmctld_words
 from shoal.slurm.read import HEADER, is_ours, read
 from shoal.slurm.spanning import ABOVE, FOREVER
@@ -70,7 +70,8 @@ def gres_conf(c: ClusterConf) -> str:
     lines = [HEADER.rstrip(), "AutoDetect=off"]
     for (kind, devices), names in sorted(alike.items()):
         files = fold(_word("the device of a GPU", device) for device in devices)
-        lines.append(f"NodeName={_names(names)} Name=gpu Type={_word('the type of a GPU', kind)} File={files}")
+        typed = f" Type={_word('the type of a GPU', kind)}" if kind else ""
+        lines.append(f"NodeName={_names(names)} Name=gpu{typed} File={files}")
     return "\n".join(lines) + "\n"
 
 
@@ -217,6 +218,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
     if c.pmix:
         settings["MpiDefault"] = "pmix"
     return settings
+    if c.power:
+        settings |= _power_saving(c, c.power)
 
 
 def _tracking(c: ClusterConf) -> dict[str, str]:
@@ -231,6 +234,22 @@ def _tracking(c: ClusterConf) -> dict[str, str]:
 
 
 def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
+def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
+    """How nodes come and go. SuspendTime is each partition's own, and nodes that are always there are left alone."""
+    settings = {
+        "ResumeProgram": f"{power.programs}/resume",
+        "SuspendProgram": f"{power.programs}/suspend",
+        "ResumeFailProgram": f"{power.programs}/resume-fail",
+        "ResumeTimeout": str(power.resume_timeout),
+        "SuspendTimeout": str(power.suspend_timeout),
+        # All nodes of a job in one request: they must come from one place.
+        "ResumeRate": "0",
+        "SuspendRate": "0",
+    }
+    staying = [node.name for node in c.nodes if not node.cloud]
+    return settings | ({"SuspendExcNodes": _names(staying)} if staying else {})
+
+
     """Our settings with the user's over them. Lists of words are joined: the nodes stay configless, jobs warned."""
     spelt = {key.lower(): key for key in settings}
     for key, value in options.items():
@@ -291,8 +310,8 @@ def _attributes(node: Node) -> str:
 
 
 def _gres(gpus: Iterable[GpuLine]) -> str:
-    counts = Counter(_word("the type of a GPU", gpu.type) for gpu in gpus)
-    return ",".join(f"gpu:{kind}:{count}" for kind, count in counts.items())
+    counts = Counter(f"gpu:{_word('the type of a GPU', gpu.type)}" if gpu.type else "gpu" for gpu in gpus)
+    return ",".join(f"{kind}:{count}" for kind, count in counts.items())
 
 
 def _memory(node: Node) -> int:
@@ -334,6 +353,8 @@ def _partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
     return " ".join([*parts, "State=UP"])
 
 
+    if partition.suspend_time is not None:
+        parts.append(f"SuspendTime={partition.suspend_time:d}")
 def _names(names: Iterable[str]) -> str:
     return compress(_word("the name of a node", name) for name in names)
 

@@ -17,7 +17,7 @@ class GpuLine:
     """One GPU of a node."""
 
     type: str
-    """Slurm's type, `h100`; made from the GPU's name by `conf.gpu_type`."""
+    """Slurm's type, `h100`; made from the GPU's name by `conf.gpu_type`. Empty where it is not known beforehand."""
     device: str
     """Its device file, `/dev/nvidia0`."""
 
@@ -44,6 +44,8 @@ class Node:
     """What Slurm is told, where that is known already: a node read back from a slurm.conf."""
 
 
+    cloud: bool = False
+    """It comes when a job needs it: Slurm learns its address when it registers."""
 @dataclass(frozen=True)
 class Partition:
     """A queue and the nodes it may use."""
@@ -62,6 +64,8 @@ class Partition:
     preemptable: bool = True
 
 
+    suspend_time: int | None = None
+    """SuspendTime: seconds after which a node that comes and goes is given back when it has nothing to do."""
 @dataclass(frozen=True)
 class Switch:
     """Nodes that are close to each other. A job spans several only where it says so, and `spanning` lets it."""
@@ -82,6 +86,18 @@ class AccountingConf:
 
 @dataclass(frozen=True)
 class ClusterConf:
+@dataclass(frozen=True)
+class PowerSaving:
+    """How Slurm has nodes made and given back."""
+
+    programs: str
+    """The directory of the programs `resume`, `suspend` and `resume-fail`."""
+    resume_timeout: int
+    """Seconds from asking for a node to its registration."""
+    suspend_timeout: int = 60
+    """Seconds from giving a node back until it may be asked for again."""
+
+
     """One cluster, all that its configuration files say."""
 
     name: str
@@ -116,3 +132,5 @@ class ClusterConf:
     """None without a database: ended jobs are in a file alone."""
     auth: Literal["munge", "slurm"] = "munge"
     """Who signs messages: munged, or Slurm itself."""
+    power: PowerSaving | None = None
+    """None where no node comes and goes."""

@@ -24,6 +24,14 @@ ip -6 address add fd7a:115c::1/64 dev net0 nodad 2>/dev/null || true
 ip link set net0 up
 cp "$conf"/*.conf $root/etc/slurm/
 cp "$script" $root/script
+# What Slurm asks of nodes that come and go is written down. slurmctld does without where there are no such programs.
+programs=$root/usr/local/lib/shoal/elastic
+mkdir -p $programs
+install -m 666 /dev/null $root/tmp/asked
+for name in resume suspend resume-fail; do
+    printf '#!/bin/sh\necho "%s $1" >>/tmp/asked\n' $name >$programs/$name
+    chmod 755 $programs/$name
+done
 mkdir -p $root/out
 if [ -n "$OUT" ]; then mount --bind "$OUT" $root/out; fi
 cat >$root/start <<'END'

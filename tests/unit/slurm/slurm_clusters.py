@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
+from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, PowerSaving, Switch
 from shoal.slurm.versions import Version
 
 
@@ -36,6 +36,18 @@ MOTLEY = (
     Node("cpu8", "cpu8", "10.77.2.99", 4, 1, 4, 1, 900, (), ("home",)),
 )
 
+RENTED = (
+    *(
+        Node(f"cloud{i}", f"cloud{i}", f"cloud{i}", 30, 1, 30, 1, 200_000, gpus("a10", 1), ("cloud",), 10, cloud=True)
+        for i in range(1, 5)
+    ),
+    # What is rented under one name here may be one GPU or another.
+    *(
+        Node(f"any{i}", f"any{i}", f"any{i}", 8, 1, 8, 1, 60_000, gpus("", 2), ("any",), 20, cloud=True)
+        for i in (1, 2)
+    ),
+)
+
 
 def _names(nodes: tuple[Node, ...]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
@@ -57,6 +69,19 @@ def _cluster(*versions: str, nodes: tuple[Node, ...] = ALIKE, **more: object) ->
         **more,
     }
     return ClusterConf(**values)  # type: ignore[arg-type]
+
+
+def _rented(version: str) -> ClusterConf:
+    return _cluster(
+        version,
+        nodes=RENTED,
+        cgroup_plugin="disabled",
+        partitions=(
+            Partition("main", ("n1", *_names(RENTED)), default=True, suspend_time=600),
+            Partition("cloud", _names(RENTED[:4]), suspend_time=60),
+        ),
+        power=PowerSaving("/usr/local/lib/shoal/elastic", 1800),
+    )
 
 
 CLUSTERS: dict[str, ClusterConf] = {
@@ -81,6 +106,9 @@ CLUSTERS: dict[str, ClusterConf] = {
     ),
     "26.05": _cluster("26.05.5", nodes=(*ALIKE, *MOTLEY), cgroup_plugin="disabled"),
     "26.05+24.11": _cluster("26.05.5", "24.11.5", "24.11.5", cgroup_plugin="disabled"),
+    # Some nodes come when a job needs them.
+    "22.05 rented": _rented("22.05.8"),
+    "26.05 rented": _rented("26.05.5"),
     "23.11+22.05": _cluster("23.11.4", "22.05.8", cgroup_plugin="disabled", controller_hostname="ctl"),
 }
 

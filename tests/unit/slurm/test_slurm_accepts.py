@@ -31,6 +31,8 @@ CASES = [
     pytest.param("24.11", CLUSTERS["24.11"], id="24.11", marks=pytest.mark.matrix),
     pytest.param("24.11", CLUSTERS["26.05+24.11"], id="26.05+24.11 on 24.11", marks=pytest.mark.matrix),
     pytest.param("26.05", CLUSTERS["26.05"], id="26.05", marks=pytest.mark.matrix),
+    pytest.param("22.05", CLUSTERS["22.05 rented"], id="rented on 22.05", marks=pytest.mark.sandbox),
+    pytest.param("26.05", CLUSTERS["26.05 rented"], id="rented on 26.05", marks=pytest.mark.matrix),
     pytest.param("26.05", CLUSTERS["26.05+24.11"], id="26.05+24.11 on 26.05", marks=pytest.mark.matrix),
 ]
 
@@ -79,3 +81,39 @@ def test_real_slurm_takes_the_text_and_runs_a_job(release: str, cluster: Cluster
     done = real_slurm.run(release, files(cluster), SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["gpus 0,1", "no complaint"], done.stderr
+
+
+POWER_SAVING = """
+sinfo -h -N -p cloud -o '%N %T'
+job=$(sbatch --parsable -p cloud -N2 --gres=gpu:a10:1 -o /dev/null --wrap true)
+until grep -q resume /tmp/asked; do sleep 0.2; done
+cat /tmp/asked
+sinfo -h -N -n cloud1 -p cloud -o '%N %T'
+scontrol update nodename=cloud[1-2] state=down reason="shoal: none to be had"
+scontrol update nodename=cloud[1-2] state=power_down_force
+until grep -q suspend /tmp/asked; do sleep 0.2; done
+tail -n 1 /tmp/asked
+squeue -h -j "$job" -o %T
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        pytest.param("22.05", "22.05 rented", marks=pytest.mark.sandbox),
+        pytest.param("26.05", "26.05 rented", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_real_slurm_asks_for_rented_nodes_at_once_and_gives_them_back(
+    release: str, name: str, tmp_path: Path
+) -> None:
+    if lack := real_slurm.missing():
+        pytest.skip(lack)
+    done = real_slurm.run(release, files(CLUSTERS[name]), POWER_SAVING, tmp_path)
+    assert done.stdout.splitlines() == [
+        *(f"cloud{number} idle~" for number in range(1, 5)),
+        "resume cloud[1-2]",
+        "cloud1 allocated#",
+        "suspend cloud[1-2]",
+        "PENDING",
+    ], done.stderr
