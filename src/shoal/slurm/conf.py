@@ -306,7 +306,8 @@ def _attributes(node: Node) -> str:
         text += f" Gres={_gres(node.gpus)}"
     if node.features:
         text += f" Feature={','.join(_word('a feature', feature) for feature in node.features)}"
-    return f"{text} Weight={node.weight:d}"
+    text += f" Weight={node.weight:d}"
+    return f"{text} State=CLOUD" if node.cloud else text
 
 
 def _gres(gpus: Iterable[GpuLine]) -> str:

@@ -87,6 +87,7 @@ def _nodes(values: Mapping[str, str], gpus: Mapping[str, tuple[GpuLine, ...]]) -
             gpus=gpus.get(name, ()),
             features=tuple(part for part in values.get("feature", "").split(",") if part),
             weight=int(values.get("weight", 1)),
+            cloud=values.get("state") == "CLOUD",
         )
 
 
