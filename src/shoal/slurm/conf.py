@@ -204,7 +204,8 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "JobCompLoc": JOBCOMP,
         **accounting_settings(c.accounting),
     }
-    if not known_to_all("fanout_to_any_node", everyone):
+    # Nobody but the controller reaches a node at the end of a tunnel, so nobody else may pass messages on to it.
+    if not known_to_all("fanout_to_any_node", everyone) or any(node.port for node in c.nodes):
         settings["TreeWidth"] = "65533"
     if not controller.knows("cloud_nodes_visible"):
         settings["PrivateData"] = "cloud"
@@ -217,9 +218,9 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         settings["MaxNodeCount"] = str(max(1024, -(-len(c.nodes) // 1024) * 1024))
     if c.pmix:
         settings["MpiDefault"] = "pmix"
-    return settings
     if c.power:
         settings |= _power_saving(c, c.power)
+    return settings
 
 
 def _tracking(c: ClusterConf) -> dict[str, str]:
@@ -233,7 +234,6 @@ def _tracking(c: ClusterConf) -> dict[str, str]:
     }
 
 
-def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
 def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
     """How nodes come and go. SuspendTime is each partition's own, and nodes that are always there are left alone."""
     settings = {
@@ -250,6 +250,7 @@ def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
     return settings | ({"SuspendExcNodes": _names(staying)} if staying else {})
 
 
+def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
     """Our settings with the user's over them. Lists of words are joined: the nodes stay configless, jobs warned."""
     spelt = {key.lower(): key for key in settings}
     for key, value in options.items():
@@ -306,6 +307,7 @@ def _attributes(node: Node) -> str:
         text += f" Gres={_gres(node.gpus)}"
     if node.features:
         text += f" Feature={','.join(_word('a feature', feature) for feature in node.features)}"
+    text += f" Port={node.port:d}" if node.port else ""
     text += f" Weight={node.weight:d}"
     return f"{text} State=CLOUD" if node.cloud else text
 
@@ -351,11 +353,11 @@ def _partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
     parts.append(f"GraceTime={partition.grace:d}")
     if not partition.preemptable:
         parts.append("PreemptMode=OFF")
+    if partition.suspend_time is not None:
+        parts.append(f"SuspendTime={partition.suspend_time:d}")
     return " ".join([*parts, "State=UP"])
 
 
-    if partition.suspend_time is not None:
-        parts.append(f"SuspendTime={partition.suspend_time:d}")
 def _names(names: Iterable[str]) -> str:
     return compress(_word("the name of a node", name) for name in names)
 

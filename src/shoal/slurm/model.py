@@ -40,12 +40,14 @@ class Node:
     gpus: tuple[GpuLine, ...] = ()
     features: tuple[str, ...] = ()
     weight: int = 1
+    port: int | None = None
+    """Of its slurmd, where that is not Slurm's own: a container, reached at the end of a tunnel."""
     real_memory: int | None = None
     """What Slurm is told, where that is known already: a node read back from a slurm.conf."""
-
-
     cloud: bool = False
     """It comes when a job needs it: Slurm learns its address when it registers."""
+
+
 @dataclass(frozen=True)
 class Partition:
     """A queue and the nodes it may use."""
@@ -62,10 +64,10 @@ class Partition:
     grace: int = GRACE_SECONDS
     """GraceTime: seconds from the warning of a preempted job to its end."""
     preemptable: bool = True
-
-
     suspend_time: int | None = None
     """SuspendTime: seconds after which a node that comes and goes is given back when it has nothing to do."""
+
+
 @dataclass(frozen=True)
 class Switch:
     """Nodes that are close to each other. A job spans several only where it says so, and `spanning` lets it."""
@@ -85,8 +87,6 @@ class AccountingConf:
 
 
 @dataclass(frozen=True)
-class ClusterConf:
-@dataclass(frozen=True)
 class PowerSaving:
     """How Slurm has nodes made and given back."""
 
@@ -98,6 +98,8 @@ class PowerSaving:
     """Seconds from giving a node back until it may be asked for again."""
 
 
+@dataclass(frozen=True)
+class ClusterConf:
     """One cluster, all that its configuration files say."""
 
     name: str

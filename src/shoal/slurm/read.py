@@ -88,6 +88,7 @@ def _nodes(values: Mapping[str, str], gpus: Mapping[str, tuple[GpuLine, ...]]) -
             features=tuple(part for part in values.get("feature", "").split(",") if part),
             weight=int(values.get("weight", 1)),
             cloud=values.get("state") == "CLOUD",
+            port=int(values["port"]) if "port" in values else None,
         )
 
 
