@@ -234,7 +234,8 @@ class _Server(uvicorn.Server):
 @asynccontextmanager
 async def serving(simulation: Simulation, port: int = 0, address: str = "127.0.0.1") -> AsyncIterator[str]:
     """Answer on a port, by default one that is free. Gives the URL that the provider's API begins with."""
-    listener = socket.socket()
+    # Named, the protocol lets asyncio send small pieces at once; else each answer waits 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
