@@ -1,0 +1,64 @@
+"""What one rental costs: its provider's rule applied to its times. Pure, and exact: sums over periods add up."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from shoal.elastic.money import for_time, micros
+from shoal.elastic.rentals import Rental
+
+
+def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
+    """What was billed for it up to that time, in millionths of a dollar.
+
+    An order of which nothing is known yet costs nothing, or, with `whole`, what it costs if it was filled at once: that
+    is how budgets count.
+    """
+    begun = _begun(rental, whole)
+    if begun is None or rental.usd_hour is None or at <= begun:
+        return 0
+    ended = min(at, _ended(rental))
+    return for_time(micros(rental.usd_hour), rental.billing.seconds(ended - begun))
+
+
+def between(rental: Rental, since: float, until: float, *, whole: bool = False) -> int:
+    """What was billed for it in a period. A step of the bill counts where it begins."""
+    return cost(rental, until, whole=whole) - cost(rental, since, whole=whole)
+
+
+def rate(rental: Rental) -> int:
+    """What it costs an hour now, in millionths: priced orders count, what the bill has ended for does not."""
+    return micros(rental.usd_hour) if rental.usd_hour is not None and rental.live and not rental.billed_until else 0
+
+
+def seconds(rental: Rental, since: float, until: float) -> float:
+    """How long its machine was there within a period."""
+    begun = _begun(rental, False)
+    return 0.0 if begun is None else max(0.0, min(until, _ended(rental)) - max(since, begun))
+
+
+def day_of(at: float) -> tuple[float, float]:
+    """The day of a time, by UTC: its beginning and its end."""
+    begin = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return begin.timestamp(), (begin + timedelta(days=1)).timestamp()
+
+
+def month_of(at: float) -> tuple[float, float]:
+    """The month of a time, by UTC: its beginning and its end."""
+    begin = datetime.fromtimestamp(at, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    following = (begin + timedelta(days=32)).replace(day=1)
+    return begin.timestamp(), following.timestamp()
+
+
+def _begun(rental: Rental, whole: bool) -> float | None:
+    if rental.billed_from is not None:
+        return rental.billed_from
+    if rental.made_at is not None:
+        return rental.made_at
+    return rental.intended_at if whole and rental.live else None
+
+
+def _ended(rental: Rental) -> float:
+    if rental.billed_until is not None:
+        return rental.billed_until
+    return rental.gone_at if rental.gone_at is not None else float("inf")
