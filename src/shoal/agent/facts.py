@@ -59,6 +59,14 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Door:
+    """Where our own connection to the host went. A router may stand there and pass it on."""
+
+    address: str
+    port: int = 22
+
+
+@dataclass(frozen=True)
 class Disk:
     mount: str
     total_mb: int
@@ -110,6 +118,8 @@ class Facts:
     """Those of the kernel modules we asked about that the kernel has, or can load."""
     reaches: Mapping[str, str] = field(default_factory=dict)
     """Where other members answered this one, by name; filled in where the network has to know."""
+    door: Door | None = None
+    """Where we reached it; filled in by who asked, where that is an address."""
     firewall: str = ""
     """A firewall that is not ours and refuses what it was not told to let in: `ufw` or `nft inet filter input`."""
     files: Mapping[str, FileFact] = field(default_factory=dict)

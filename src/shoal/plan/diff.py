@@ -21,7 +21,7 @@ from shoal.roles.base import MUNGE_KEY, munge_kept
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
 from shoal.roles.in_force import SLURM_CONF, in_force
-from shoal.roles.parts import PARTS, given_secrets, kept_secrets
+from shoal.roles.parts import given_secrets, kept_secrets, part_findings
 from shoal.roles.stage import Stage
 from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
 from shoal.slurm.state import ACTIVE_STATES
@@ -111,7 +111,7 @@ async def make_plan(
         findings=(
             *clock_findings(observed),
             *goal.now.findings,
-            *(finding for part in PARTS for finding in part.findings(goal.now)),
+            *part_findings(goal.now),
             *_stuck(reports),
             *_left_behind(goal, orphans),
         ),

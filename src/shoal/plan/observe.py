@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.agent.client import Ask
-from shoal.agent.facts import Facts
+from shoal.agent.facts import Door, Facts
 from shoal.errors import AgentFailed, HostError, TimedOut
 from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
+from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
-from shoal.plan.pairs import surroundings
+from shoal.plan.pairs import SSH_PORT, reached_addresses, surroundings
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.parts import part_filesystems
@@ -61,9 +62,14 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
     if spec.network.kind == "tailscale":
         ask = replace(ask, tailscale=True)
 
+    doors = {
+        name: Door(address, fleet.targets[name].port or SSH_PORT) for name, address in reached_addresses(fleet).items()
+    }
+
     async def look(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
         facts = _accepted(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))
+        facts = replace(facts, door=doors.get(name))
         # Slurm's commands wait long for a slurmctld that is not there, so they are asked only where one runs.
         if name != controller or facts.services.get("slurmctld") != "active":
             return facts, None
@@ -72,7 +78,8 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], No
     answers = await fleet.each(fleet.targets, look, on_done)
     facts = {name: fact for name, (fact, _) in answers.items()}
     if spec.network.kind == "wireguard":
-        facts = await surroundings(spec, facts, fleet)
+        meshed = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
+        facts |= await surroundings(spec, meshed, fleet)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observed(facts, dict(fleet.failures), view)
 

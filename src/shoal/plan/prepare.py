@@ -50,7 +50,7 @@ async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str,
 
 def _documents(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Document]:
     wanted = {
-        member.name: preparation(spec, member, facts[member.name])
+        member.name: preparation(spec, member, facts[member.name], facts)
         for member in members_of(spec)
         if member.name in facts
     }

@@ -17,7 +17,7 @@ from shoal.plan.rotate_slurm import digests, rotate_slurm
 from shoal.plan.rotate_wireguard import rotate_wireguard
 from shoal.plan.rotating import Rotated, Rotating, Rotation, apply_all, raise_failed
 from shoal.plan.tailscale import rotate_tailscale
-from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, munge_file
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, MUNGED, munge_file
 
 
 async def rotate_munge(now: Rotating) -> Rotated:
@@ -32,7 +32,7 @@ async def rotate_munge(now: Rotating) -> Rotated:
     else:
         secret = await agent.secret(MUNGE_KEY_NEXT, make=MUNGE_KEY_BYTES)
     digest = hashlib.sha256(secret).hexdigest()
-    document: Document = (munge_file(digest), Service("munge", command=("/usr/sbin/munged", "--foreground")))
+    document: Document = (munge_file(digest), Service("munge", command=MUNGED))
     async with no_job_starts(await fleet.host(controller)):
         await apply_all(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
         await _verify(now, digest)

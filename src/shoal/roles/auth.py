@@ -25,6 +25,7 @@ WORD, NEXT_WORD = "@KEY@", "@NEXT@"
 
 
 class Auth(Part):
+    in_containers = True
     services = ("sackd",)
     files: Mapping[str, How] = {KEY: "hash", NEXT: "hash", JWKS: "there"}
 

@@ -7,12 +7,14 @@ from shoal.agent.facts import Facts
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.names import hosts_block
 from shoal.network.tailscale import INTERFACE as TAILSCALE
+from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE as WIREGUARD
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
 from shoal.roles.part import Kept
 from shoal.roles.parts import part_packages, part_ports
 from shoal.roles.pmix import pmix_items, pmix_packages
+from shoal.roles.reduced import reduced_names
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -24,6 +26,8 @@ MUNGE_KEY_NEXT = "/etc/munge/munge.key.next"
 """On the controller, while the key is being rotated: what it is to become."""
 MUNGE_KEY_BYTES = 1024
 MUNGE_SECRET = "munge"
+MUNGED = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "/usr/sbin/munged", "--foreground")
+"""What a plain supervisor runs. It is root's, and munged wants the key to be its own."""
 
 
 def base(cluster: Cluster, member: Member) -> Document:
@@ -31,8 +35,8 @@ def base(cluster: Cluster, member: Member) -> Document:
     return (
         *_accounts(cluster),
         *_packages(cluster, member),
-        *_munge(cluster),
-        *_names(cluster),
+        *_munge(cluster, member),
+        *([reduced_names(cluster, member)] if member.name in cluster.tunnels else _names(cluster)),
         *_firewall(cluster, member),
     )
 
@@ -89,16 +93,19 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
         names.append("slurmctld")
     if "compute" in member.roles:
         names.append("slurmd")
-    if spec.firewall:
+    if spec.firewall and not (facts and needs_tunnel(spec.network.kind, facts)):
         names.append("nftables")
     return tuple(dict.fromkeys((*names, *part_packages(spec, member, facts))))
 
 
-def _munge(cluster: Cluster) -> list[Item]:
+def _munge(cluster: Cluster, member: Member) -> list[Item]:
+    # systemd makes it where there is one.
+    run = [Directory("/run/munge", owner="munge", group="munge")] if member.name in cluster.tunnels else []
     return [
         Directory("/etc/munge", owner="munge", group="munge", mode=0o700),
         munge_file(munge_digest(cluster)),
-        Service("munge", command=("/usr/sbin/munged", "--foreground")),
+        *run,
+        Service("munge", command=MUNGED),
     ]
 
 
@@ -107,6 +114,8 @@ def _names(cluster: Cluster) -> list[Item]:
 
 
 def _firewall(cluster: Cluster, member: Member) -> list[Item]:
+    if member.name in cluster.tunnels:
+        return []  # it has no say over packets, and takes none from outside
     if not cluster.spec.firewall:
         return without_firewall()
     ports = (*PORTS, *part_ports(cluster.spec, member))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
@@ -12,11 +12,13 @@ from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
 from shoal.network.mesh import assign
 from shoal.network.tailscale import tailscale_addresses
+from shoal.network.tunnel import LOOPBACK, Tunnel, choose_ports, needs_tunnel
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
 from shoal.roles.own_name import keeps_another
 from shoal.roles.pmix import all_have_pmix
+from shoal.roles.reduced import containers_apart, tunnels
 from shoal.roles.spanning import can_span
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
@@ -47,6 +49,8 @@ class Cluster:
     conf: ClusterConf
     findings: tuple[Finding, ...] = ()
     """What stands in the cluster's way and is not ours to change."""
+    tunnels: Mapping[str, Tunnel] = field(default_factory=dict)
+    """The ways to containers that have no address among `addresses`, by name."""
 
     @property
     def controller(self) -> Member:
@@ -68,23 +72,30 @@ def assemble(
     before = before or InForce()
     leaving = tuple(name for name in leaving if name in before.nodes)
     members = members_of(spec)
-    addresses = _addresses(spec, members, facts, reached, before, leaving)
+    inside = _inside_containers(spec, members, facts, before)
+    ports = choose_ports(inside, {name: node.port for name, node in before.nodes.items() if node.port})
+    outside = tuple(m for m in members if m.name not in inside)
+    meshed = tuple(name for name in leaving if not before.nodes[name].port)
+    addresses = _addresses(spec, outside, facts, reached, before, meshed)
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
-    computes = [m.name for m in members if "compute" in m.roles]
+    computes = [m.name for m in outside if "compute" in m.roles]
     nodes = [
-        node for m in members if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes)) is not None
+        node
+        for m in members
+        if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes, ports.get(m.name))) is not None
     ]
     controller = members[0]
-    jobs = _confinement(computes, facts, versions, before, leaving)
+    jobs = _confinement(computes, facts, versions, before, meshed)
+    everyone = (*nodes, *(before.nodes[name] for name in leaving))
     conf = ClusterConf(
         name=spec.cluster,
         controller=controller.name,
         controller_address=addresses.get(controller.name, ""),
         controller_hostname=facts[controller.name].hostname if controller.name in facts else None,
         versions=tuple(versions.values()),
-        nodes=(*nodes, *(before.nodes[name] for name in leaving)),
-        partitions=_partitions(spec, members, {node.name for node in nodes}, before, leaving),
-        switches=_switches(members, (*(node.name for node in nodes), *leaving), before, facts),
+        nodes=everyone,
+        partitions=_partitions(spec, members, everyone, before, leaving),
+        switches=_switches(members, (node.name for node in everyone), before, facts),
         options={key: str(value) for key, value in spec.slurm.options.items()},
         proctrack_cgroup=jobs.tracked,
         constrain_cores=jobs.cores,
@@ -93,7 +104,7 @@ def assemble(
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(members, facts, versions, before),
         spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
-        one_address=_one_address(spec, members, facts, addresses, before),
+        one_address=_one_address(spec, outside, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
     )
@@ -106,6 +117,7 @@ def assemble(
         ids=choose_ids(controller.name, facts),
         conf=conf,
         findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf)),
+        tunnels=tunnels(spec, {n: facts[n] for n in inside if n in facts}, ports, addresses, controller.name),
     )
 
 
@@ -121,6 +133,22 @@ def slurm_version(facts: Facts) -> Version | None:
                 except ValueError:
                     continue  # a package of that name that is not Slurm's
     return packaged(facts.os_id, facts.os_version or facts.os_codename)
+
+
+def _inside_containers(
+    spec: Spec, members: tuple[Member, ...], facts: Mapping[str, Facts], before: InForce
+) -> tuple[str, ...]:
+    """The members that only a tunnel leads to. One that does not answer is still what it was."""
+    return tuple(
+        member.name
+        for member in members[1:]
+        if "compute" in member.roles
+        and (
+            needs_tunnel(spec.network.kind, facts[member.name])
+            if member.name in facts
+            else member.name in before.nodes and before.nodes[member.name].port is not None
+        )
+    )
 
 
 def _addresses(
@@ -232,7 +260,11 @@ def _broken_contract(conf: ClusterConf) -> Iterator[Finding]:
 
 
 def _node(
-    member: Member, facts: Mapping[str, Facts], addresses: Mapping[str, str], known: Mapping[str, Node]
+    member: Member,
+    facts: Mapping[str, Facts],
+    addresses: Mapping[str, str],
+    known: Mapping[str, Node],
+    port: int | None,
 ) -> Node | None:
     if member.name not in facts:
         return known.get(member.name)
@@ -240,7 +272,8 @@ def _node(
     return Node(
         name=member.name,
         hostname=fact.hostname,
-        address=addresses.get(member.name, member.name),
+        address=LOOPBACK if port else addresses.get(member.name, member.name),
+        port=port,
         cpus=fact.cpu.cpus,
         sockets=fact.cpu.sockets,
         cores_per_socket=fact.cpu.cores_per_socket,
@@ -253,18 +286,23 @@ def _node(
 
 
 def _partitions(
-    spec: Spec, members: tuple[Member, ...], present: set[str], before: InForce, leaving: tuple[str, ...]
+    spec: Spec, members: tuple[Member, ...], nodes: tuple[Node, ...], before: InForce, leaving: tuple[str, ...]
 ) -> tuple[Partition, ...]:
-    lines = []
-    for name, partition in partitions_of(spec).items():
-        nodes = (
+    present = {node.name for node in nodes}.difference(leaving)
+    lines: list[Partition] = []
+    wanted = partitions_of(spec)
+    # Containers were taken out of theirs, into one that the spec does not name; they are again, until they have left.
+    apart = {name for name in leaving if not wanted.keys() & before.partitions.get(name, ())}
+    for name, partition in wanted.items():
+        inside = (
             *(m.name for m in members if m.nodeset in partition.nodesets and m.name in present),
             *(node for node in leaving if name in before.partitions.get(node, ())),
+            *(node for node in leaving if node in apart and before.nodes[node].port and partition.default),
         )
         lines.append(
             Partition(
                 name=name,
-                nodes=nodes,
+                nodes=inside,
                 default=partition.default,
                 max_time=partition.max_time,
                 default_time=partition.default_time,
@@ -274,4 +312,4 @@ def _partitions(
                 preemptable=partition.preemptable,
             )
         )
-    return tuple(lines)
+    return containers_apart(lines, nodes)

@@ -11,8 +11,9 @@ from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compu
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
 from shoal.roles.part import How
-from shoal.roles.parts import PARTS, part_files, part_services
+from shoal.roles.parts import PARTS, part_files, part_services, parts_of
 from shoal.roles.pmix import pmix_files
+from shoal.roles.reduced import reduced_compute
 from shoal.roles.spanning import spanning_files
 from shoal.roles.stage import Stage
 from shoal.spec.member import Member
@@ -41,13 +42,13 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
         stages[Stage.CONTROLLER] = controller(cluster)
     nodes: Document = login(cluster) if "login" in member.roles else ()
     if "compute" in member.roles:
-        nodes = compute(cluster, member)
+        nodes = reduced_compute(cluster, member) if member.name in cluster.tunnels else compute(cluster, member)
     elif not any(node.name == member.name for node in cluster.conf.nodes):
         # A host that computed once does so no more; while it is leaving its slurmd still has jobs.
         nodes += (Service("slurmd", enabled=False, running=False),)
     if nodes:
         stages[Stage.NODES] = nodes
-    for part in PARTS:
+    for part in parts_of(cluster.spec, cluster.facts[member.name]):
         for stage, document in part.documents(cluster, member).items():
             stages[stage] = (*stages.get(stage, ()), *document)
     return {stage: document for stage, document in sorted(stages.items()) if document}

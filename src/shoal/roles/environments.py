@@ -20,6 +20,7 @@ APT_PROXY = "/etc/apt/apt.conf.d/80shoal-proxy"
 class Environments(Part):
     """Environments themselves are made by `shoal env build`, which takes longer than anybody waits for `shoal up`."""
 
+    in_containers = True
     files: Mapping[str, How] = {APT_PROXY: "text"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ class Part:
     """Files to ask every host about, as far as their names are always the same."""
     services: tuple[str, ...] = ()
     """All services that its documents name, so that an agent asks systemd once."""
+    in_containers = False
+    """Whether a container that only a tunnel leads into has this part as other hosts have it; else it goes without."""
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         """Packages the member needs. `facts` is None while the host has not been looked at."""
@@ -68,6 +70,10 @@ class Part:
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
         """What a host must be before the cluster can be put together at all: its key for the network, for one."""
+        return ()
+
+    def prepare_for(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
+        """The same because of what other hosts are."""
         return ()
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shoal.agent.document import Document
 from shoal.agent.facts import Facts
+from shoal.network.tunnel import needs_tunnel
 from shoal.roles.accounting import AccountingPart
 from shoal.roles.auth import Auth
 from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
+from shoal.roles.reduced import Reduced
 from shoal.roles.storage import Storage
 from shoal.roles.tailscale import TailscalePart
 from shoal.roles.time import Time
 from shoal.roles.tracking import TrackingPart
 from shoal.roles.users import Users
 from shoal.roles.wireguard import WireGuard
+from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
+
+if TYPE_CHECKING:
+    from shoal.roles.cluster import Cluster
 
 PARTS: tuple[Part, ...] = (
     WireGuard(),
@@ -31,11 +39,19 @@ PARTS: tuple[Part, ...] = (
     TrackingPart(),
     Auth(),
     AccountingPart(),
+    Reduced(),
 )
 
 
+def parts_of(spec: Spec, facts: Facts | None) -> tuple[Part, ...]:
+    """The parts that a host has."""
+    if facts is None or not needs_tunnel(spec.network.kind, facts):
+        return PARTS
+    return tuple(part for part in PARTS if part.in_containers)
+
+
 def part_packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in PARTS for name in part.packages(spec, member, facts)))
+    return tuple(dict.fromkeys(name for part in parts_of(spec, facts) for name in part.packages(spec, member, facts)))
 
 
 def part_ports(spec: Spec, member: Member) -> tuple[str, ...]:
@@ -62,6 +78,15 @@ def given_secrets(spec: Spec) -> Mapping[str, str]:
     return {name: reference for part in PARTS for name, reference in part.given(spec).items()}
 
 
-def preparation(spec: Spec, member: Member, facts: Facts) -> Document:
-    """What the host must be before the cluster can be put together."""
-    return tuple(item for part in PARTS for item in part.prepare(spec, member, facts))
+def preparation(spec: Spec, member: Member, facts: Facts, everyone: Mapping[str, Facts] | None = None) -> Document:
+    """What the host must be before the cluster can be put together, because of itself and of what others are."""
+    parts, everyone = parts_of(spec, facts), everyone or {member.name: facts}
+    own = [item for part in parts for item in part.prepare(spec, member, facts)]
+    return (*own, *(item for part in parts for item in part.prepare_for(spec, member, everyone)))
+
+
+def part_findings(cluster: Cluster) -> tuple[Finding, ...]:
+    """What stands in the way of the parts, each asked about the hosts that have it."""
+    whole = {name: facts for name, facts in cluster.facts.items() if name not in cluster.tunnels}
+    others = replace(cluster, facts=whole)
+    return tuple(finding for part in PARTS for finding in part.findings(cluster if part.in_containers else others))

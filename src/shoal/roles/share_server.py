@@ -125,7 +125,9 @@ def host_keys(cluster: Cluster, server: str, path: str) -> list[sshfs.HostKey]:
     """The keys of the other hosts. One that does not answer just now keeps the key that is in force on the server."""
     before = sshfs.read_authorized(text_of(cluster.facts[server], path))
     keys = []
-    for name, address in cluster.addresses.items():
+    # A container comes through the tunnel that the controller holds.
+    inside = dict.fromkeys(cluster.tunnels, cluster.addresses.get(cluster.controller.name, ""))
+    for name, address in {**cluster.addresses, **inside}.items():
         if name == server:
             continue
         facts = cluster.facts.get(name)

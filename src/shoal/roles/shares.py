@@ -72,4 +72,6 @@ def sshd_file(path: str, text: str | None) -> File:
 
 
 def reload_sshd() -> Command:
-    return Command(RELOAD_SSHD, ("systemctl", "try-reload-or-restart", "ssh"), on_change=True)
+    """sshd reads its settings again, also where no systemd started it."""
+    reload = "if [ -d /run/systemd/system ]; then systemctl try-reload-or-restart ssh; else pkill -HUP -o -x sshd; fi"
+    return Command(RELOAD_SSHD, ("sh", "-c", reload), on_change=True)

@@ -35,6 +35,7 @@ SSHD_CONFIG = "/etc/ssh/sshd_config"
 class Storage(Part):
     """What hosts have to be for the shares."""
 
+    in_containers = True
     files: Mapping[str, How] = {RECORD: "text"}
     services = (nfs.GANESHA_SERVICE, "nfs-server", *NOT_FOR_US, *RPCBIND)
 

@@ -34,6 +34,7 @@ FIRST_GROUP, SYSTEM_IDS = 3000, 1000
 class Users(Part):
     """What hosts have to be for the users."""
 
+    in_containers = True
     files: Mapping[str, How] = {RECORD: "text"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:

@@ -1,0 +1,191 @@
+"""The way into a container that has neither TUN nor open ports: two loopbacks joined over its one SSH port.
+
+    controller                                     container
+    127.0.0.1:29001 ───────────────────────────▶  127.0.0.1:29001   slurmd
+    slurmctld:6817  ◀───────────────────────────  127.0.0.1:6817
+    share server:22 ◀───────────────────────────  127.0.0.1:6901    copies of shares
+
+The controller opens the connection and keeps it open. To Slurm the node is at 127.0.0.1 and a port of its own, which
+is true on both sides. Everything here is text from pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal.agent.facts import Facts
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT = 29001
+"""Of slurmd in containers, one each: on the controller they all listen side by side."""
+FIRST_SHARE_PORT = 6901
+DIRECTORY = "/etc/shoal/tunnels"
+KEY = f"{DIRECTORY}/id_ed25519"
+PUBLIC_KEY = f"{KEY}.pub"
+RECORD = f"{DIRECTORY}/nodes"
+"""The containers that an earlier run made tunnels to, so that a later one takes away those that are gone."""
+UNIT = "/etc/systemd/system/shoal-tunnel@.service"
+END = "/etc/shoal/tunnel-end"
+"""In the container: all that the controller's key may start there."""
+SSH_CONFIG = "/etc/ssh/ssh_config.d/50-shoal-tunnel.conf"
+HOST_KEYS = tuple(f"/etc/ssh/ssh_host_{kind}_key.pub" for kind in ("ed25519", "ecdsa", "rsa"))
+AUTHORIZED = "/root/.ssh/authorized_keys"
+BLOCK = "tunnel"
+
+_HEADER = "# Written by shoal; changes here are lost.\n"
+
+
+@dataclass(frozen=True)
+class Back:
+    """A port of the container's loopback that leads to a host on the controller's side."""
+
+    port: int
+    address: str
+    there: int
+
+
+@dataclass(frozen=True)
+class Tunnel:
+    """The tunnel to one container."""
+
+    node: str
+    host: str
+    port: int
+    """Where its SSH server answers."""
+    slurmd: int
+    """The port of its slurmd, the same on both sides."""
+    back: tuple[Back, ...]
+    host_keys: tuple[str, ...] = ()
+
+
+def needs_tunnel(network: str, facts: Facts) -> bool:
+    """Whether a host is a container that only a tunnel leads into.
+
+    On a plain network one whose own address we have reached is a host like any other, whatever it runs its daemons by.
+    """
+    if facts.init == "systemd" or facts.tun or facts.door is None:
+        return False
+    return network != "lan" or all(address.address != facts.door.address for address in facts.addresses)
+
+
+def choose_ports(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
+    """A port for the slurmd of each container; who has one keeps it."""
+    chosen: dict[str, int] = {}
+    taken = {*known.values()}
+    for name in names:
+        chosen[name] = known.get(name) or next(n for n in range(FIRST_PORT, 32000) if n not in taken)
+        taken.add(chosen[name])
+    return chosen
+
+
+def conf_file(node: str) -> str:
+    return f"{DIRECTORY}/{node}.conf"
+
+
+def known_hosts_file(node: str) -> str:
+    return f"{DIRECTORY}/{node}.known_hosts"
+
+
+def service(node: str) -> str:
+    return f"shoal-tunnel@{node}"
+
+
+def ssh_conf(tunnel: Tunnel) -> str:
+    """ssh's settings for one tunnel. Both ends notice within seconds when the other is gone."""
+    back = "".join(f"RemoteForward {LOOPBACK}:{b.port} {_bracketed(b.address)}:{b.there}\n" for b in tunnel.back)
+    return (
+        f"{_HEADER}Host tunnel\n"
+        f"HostName {tunnel.host}\n"
+        f"Port {tunnel.port}\n"
+        "User root\n"
+        f"IdentityFile {KEY}\n"
+        "IdentitiesOnly yes\n"
+        f"UserKnownHostsFile {known_hosts_file(tunnel.node)}\n"
+        "GlobalKnownHostsFile /dev/null\n"
+        "StrictHostKeyChecking yes\n"
+        "BatchMode yes\n"
+        "ServerAliveInterval 5\n"
+        "ServerAliveCountMax 3\n"
+        "ExitOnForwardFailure yes\n"
+        f"LocalForward {LOOPBACK}:{tunnel.slurmd} {LOOPBACK}:{tunnel.slurmd}\n"
+        f"{back}"
+    )
+
+
+def known_hosts(tunnel: Tunnel) -> str:
+    """The container's host keys, as it told them over the connection of whoever set it up."""
+    where = tunnel.host if tunnel.port == 22 else f"[{tunnel.host}]:{tunnel.port}"
+    return _HEADER + "".join(f"{where} {key}\n" for key in tunnel.host_keys)
+
+
+def unit() -> str:
+    """Holds one tunnel open. An earlier connection that the container has not missed yet would keep the ports."""
+    ssh = f"/usr/bin/ssh -F {DIRECTORY}/%i.conf"
+    clear = "-o ClearAllForwardings=yes -o ConnectTimeout=5 tunnel clear"
+    return (
+        f"{_HEADER}[Unit]\n"
+        "Description=The way to Slurm in container %i\n"
+        "After=network.target\n"
+        "Before=slurmctld.service\n"
+        "StartLimitIntervalSec=0\n"
+        "\n"
+        "[Service]\n"
+        f"ExecStartPre=-{ssh} {clear}\n"
+        # It goes on asking while the container does not answer.
+        f"ExecStart={ssh} -o ConnectTimeout=5 -o ConnectionAttempts=1000000 tunnel hold\n"
+        "Restart=always\n"
+        "RestartSec=1\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=multi-user.target\n"
+    )
+
+
+def end_script() -> str:
+    """What the key starts in the container: `hold` notes which process of sshd has the ports, `clear` ends that one."""
+    return (
+        f"#!/bin/sh\n{_HEADER}"
+        "note=/run/shoal-tunnel\n"
+        "case $SSH_ORIGINAL_COMMAND in\n"
+        "clear)\n"
+        '    old=$(cat "$note" 2> /dev/null) || exit 0\n'
+        '    case $(cat "/proc/$old/comm" 2> /dev/null) in sshd*) kill "$old" ;; esac\n'
+        '    while [ -e "/proc/$old" ] && ! grep -q "^State:.Z" "/proc/$old/status"; do sleep 0.1; done\n'
+        '    rm -f "$note"\n'
+        "    ;;\n"
+        "hold)\n"
+        '    echo "$PPID" > "$note"\n'
+        '    while kill -0 "$PPID" 2> /dev/null; do sleep 5; done\n'
+        "    ;;\n"
+        "esac\n"
+    )
+
+
+def authorized(public_key: str, tunnel: Tunnel) -> str:
+    """The line that lets the controller in: for its ports and that script, and for nothing else."""
+    listen = "".join(f',permitlisten="{LOOPBACK}:{back.port}"' for back in tunnel.back)
+    opens = f'permitopen="{LOOPBACK}:{tunnel.slurmd}"'
+    return f'restrict,port-forwarding{listen},{opens},command="/bin/sh {END}" {" ".join(public_key.split()[:2])}\n'
+
+
+def ssh_config(tunnel: Tunnel) -> str | None:
+    """In the container: whoever goes by SSH to a server of shares takes the tunnel. None where there is none."""
+    ways = [
+        f"Host {back.address}\n    HostName {LOOPBACK}\n    Port {back.port}\n    HostKeyAlias {back.address}\n"
+        for back in tunnel.back
+        if back.there == 22
+    ]
+    return _HEADER + "".join(ways) if ways else None
+
+
+def record(nodes: Iterable[str]) -> str:
+    return _HEADER + "".join(f"{node}\n" for node in sorted(nodes))
+
+
+def recorded(text: str) -> tuple[str, ...]:
+    return tuple(line for line in text.splitlines() if line and not line.startswith("#"))
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
