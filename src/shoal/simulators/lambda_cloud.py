@@ -53,7 +53,7 @@ def _types() -> tuple[MachineType, ...]:
         MachineType("cpu_4x_general", "", 0, 0, 4, 16, 0.20, places=plenty),
         MachineType("gpu_1x_a10", "A10", 1, 24, 30, 200, 1.29, places=plenty),
         MachineType("gpu_1x_a100_sxm4", "A100", 1, 40, 30, 200, 1.99, places=plenty),
-        MachineType("gpu_1x_gh200", "GH200", 1, 96, 64, 432, 2.29, arch="aarch64", places=scarce),
+        MachineType("gpu_1x_gh200", "GH200", 1, 96, 64, 432, 2.29, arch="arm64", places=scarce),
         MachineType("gpu_1x_h100_sxm5", "H100", 1, 80, 26, 225, 4.29, places=plenty),
         MachineType("gpu_8x_a100_80gb_sxm4", "A100", 8, 80, 240, 1800, 22.32, places=scarce),
         MachineType("gpu_8x_h100_sxm5", "H100", 8, 80, 208, 1800, 31.92, places=scarce),
@@ -286,7 +286,7 @@ def shown_type(one: MachineType, usd_hour: float | None = None) -> dict[str, Any
         "description": f"{one.gpus}x {told}" if one.gpus else f"{one.cpus}x CPU General",
         "gpu_description": told,
         "price_cents_per_hour": round((one.usd_hour if usd_hour is None else usd_hour) * 100),
-        "architecture": "arm64" if one.arch == "aarch64" else "x86_64",
+        "architecture": one.arch,
         "specs": {"vcpus": one.cpus, "memory_gib": one.memory_gb, "storage_gib": 512, "gpus": one.gpus},
     }
 

@@ -17,7 +17,6 @@ import hmac
 import json
 import re
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,6 +36,8 @@ from shoal.simulators.machines import Machine, MachineType, Profile
 from shoal.simulators.market import Market, Refused
 
 CONTROL = "/_simulator"
+METADATA = "169.254.169.254"
+"""Where machines of a cloud ask for what concerns themselves."""
 TICK = 0.25
 """Time passes for machines so often when nobody asks."""
 
@@ -86,6 +87,10 @@ class Cloud:
     def limits(self) -> list[Limit]:
         return []
 
+    def metadata(self, request: Request, machine: Machine) -> Response | None:
+        """What a machine is told that asks for itself at METADATA; None where there is nothing of that name."""
+        return None
+
     def authorised(self, request: Request, key: str) -> bool:
         """Whether the request carries the key; where the simulator was given none, any will do."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -126,6 +131,8 @@ class Simulation:
         if scope["path"].startswith(CONTROL):
             return await self._control(scope, receive, send)
         request = Request(scope, receive)
+        if scope["server"][0] == METADATA:
+            return await self._metadata(request)(scope, receive, send)
         seen = {"at": self.market.clock(), "method": request.method, "path": scope["path"], "status": 0}
         self.requests.append(seen)
 
@@ -143,7 +150,7 @@ class Simulation:
         line = f"{request.method} {request.url.path}"
         if not self.cloud.authorised(request, self.key) or self.market.take("auth"):
             return self.cloud.refuse("auth")
-        now = time.monotonic()
+        now = self.market.clock()
         if self.limited and not all(limit.admits(line, now) for limit in self._limits):
             return self.cloud.refuse("rate")
         if self.market.take("rate"):
@@ -151,6 +158,12 @@ class Simulation:
         if re.fullmatch(self.cloud.listing, line) and self.market.take("list-fails"):
             return self.cloud.refuse("list-fails")
         return None
+
+    def _metadata(self, request: Request) -> Response:
+        """As clouds do it: who asks is known by its address."""
+        asking = request.client.host if request.client else ""
+        own = [one for one in self.market.machines.values() if one.live and asking in (one.host, one.private_address)]
+        return (self.cloud.metadata(request, own[0]) if own else None) or PlainTextResponse("not found", 404)
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
@@ -232,33 +245,55 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(simulation: Simulation, port: int = 0, address: str = "127.0.0.1") -> AsyncIterator[str]:
-    """Answer on a port, by default one that is free. Gives the URL that the provider's API begins with."""
-    # Named, the protocol lets asyncio send small pieces at once; else each answer waits 40 ms for an acknowledgement.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+async def serving(
+    simulation: Simulation, port: int = 0, addresses: Sequence[str] = ("127.0.0.1",), more: Sequence[socket.socket] = ()
+) -> AsyncIterator[str]:
+    """Answer on a port, by default one that is free. Gives the URL that the provider's API begins with.
+
+    It is that of the last address. `more` are sockets that listen already, on other ports.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for address in addresses:
+            listeners.append(listen(address, port))
+            port = listeners[-1].getsockname()[1]
+    except ProviderError:
+        for listener in listeners:
+            listener.close()
+        raise
+    config = uvicorn.Config(
+        simulation, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+    )
+    server = _Server(config)
+    answering = asyncio.create_task(server.serve(sockets=[*listeners, *more]))
+    ticking = asyncio.create_task(_tick(simulation.market))
+    try:
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # uvicorn has no event for it
+        yield f"http://{addresses[-1]}:{port}{simulation.cloud.base}"
+    finally:
+        ticking.cancel()
+        server.should_exit = True
+        await answering
+        for listener in (*listeners, *more):
+            listener.close()
+
+
+def listen(address: str, port: int, device: str = "") -> socket.socket:
+    """A socket there, on one network device alone where it is named. Raises ProviderError."""
+    listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if device:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
         listener.bind((address, port))
+        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise ProviderError(
             f"cannot listen on {address} port {port}: {error.strerror}", hint="name another port with --port"
         ) from None
-    config = uvicorn.Config(
-        simulation, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2
-    )
-    server = _Server(config)
-    answering = asyncio.create_task(server.serve(sockets=[listener]))
-    ticking = asyncio.create_task(_tick(simulation.market))
-    try:
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # uvicorn has no event for it
-        yield f"http://{address}:{listener.getsockname()[1]}{simulation.cloud.base}"
-    finally:
-        ticking.cancel()
-        server.should_exit = True
-        await answering
-        listener.close()
+    return listener
 
 
 async def _tick(market: Market) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, overload
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -95,7 +96,7 @@ class Api:
     ) -> None:
         """`interval` seconds lie between any two calls; `retry_after` is for a 429 that does not say."""
         self.account = account
-        self.base = (account.url or base).rstrip("/")
+        self.base = _address(account.url, base)
         self._understand = understand
         self._bearer = bearer
         self._retry_after = retry_after
@@ -118,7 +119,8 @@ class Api:
         unknown = Trouble.AMBIGUOUS if creates else Trouble.TRANSIENT
         seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT if creates else TIMEOUT))
         await self.pace.wait()
-        headers = {"Authorization": f"Bearer {await self._bearer() if self._bearer else self.account.secret}"}
+        key = await self._bearer() if self._bearer else self.account.secret
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             response = await self._client.request(
                 method,
@@ -157,6 +159,13 @@ class Api:
         # An API may quote what it was sent.
         hidden = message.replace(self.account.secret, "***") if self.account.secret else message
         return ApiError(hidden, trouble, scope=scope, status=status, data=data)
+
+
+def _address(given: str, usual: str) -> str:
+    """Where the API is. An address without a path has the API at its usual path."""
+    parts = urlsplit(given or usual)
+    path = parts.path.rstrip("/") or urlsplit(usual).path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 @cache

@@ -166,7 +166,7 @@ class LambdaCloud:
             gpu_memory_gb=int(memory[1]) if memory and gpus else 0,
             cpus=int(specs.number("vcpus")),
             memory_gb=int(specs.number("memory_gib")),
-            arch="aarch64" if kind.text("architecture", "") == "arm64" else "x86_64",
+            arch=kind.text("architecture", "x86_64"),
             available="yes" if available else "no",
         )
 

@@ -77,6 +77,8 @@ class HostRecord:
     """The directory of its image."""
     host_key: str
     shape: Shape = field(default_factory=Shape)
+    renter: str = ""
+    """The simulated cloud whose machine it is; empty for a host of the cluster's own."""
 
     @property
     def site(self) -> str:
@@ -242,4 +244,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _host_record(data: dict[str, Any]) -> HostRecord:
     known = {name: value for name, value in data["shape"].items() if name in Shape.__dataclass_fields__}
     plain = {name: data[name] for name in ("name", "index", "address", "image", "host_key")}
-    return HostRecord(**plain, shape=Shape(**known))
+    return HostRecord(**plain, shape=Shape(**known), renter=data.get("renter", ""))

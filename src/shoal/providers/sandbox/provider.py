@@ -35,7 +35,8 @@ class SandboxProvider:
     async def instances(self, cluster: str) -> list[Instance]:
         layout = Layout(self.cache, cluster)
         try:
-            return [machine.instance(layout, host) for host in layout.hosts().values()]
+            # Machines of a simulated cloud are that cloud's to give and to take; only `destroy` minds them.
+            return [machine.instance(layout, host) for host in layout.hosts().values() if not host.renter]
         except PermissionError as error:
             raise ProviderError(f"cannot read {error.filename}: {error.strerror}", hint="run it with sudo") from None
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import asyncssh
@@ -34,8 +36,13 @@ def ensure_identity(layout: Layout) -> str:
     return public.read_text()
 
 
-async def lay_out(layout: Layout, host: HostRecord, authorized: str) -> HostRecord:
-    """Write the host's seed layer and disk, then its record. Until the record is there, the host does not exist."""
+async def lay_out(
+    layout: Layout, host: HostRecord, authorized: str, more: Mapping[str, tuple[bytes, int]] | None = None
+) -> HostRecord:
+    """Write the host's seed layer and disk, then its record. Until the record is there, the host does not exist.
+
+    `more` is what else the layer holds: paths with their contents and modes.
+    """
     home = layout.host_dir(host.name)
     await remove_tree(home)
     for name in ("seed", "root", "disk"):
@@ -59,10 +66,12 @@ async def lay_out(layout: Layout, host: HostRecord, authorized: str) -> HostReco
     if host.shape.gpus:
         seed.write("etc/shoal-gpus", render_gpus(layout, host).encode())
         seed.write("usr/bin/nvidia-smi", Path(nvidia_smi.__file__).read_bytes(), 0o755)
+    for name, (data, mode) in (more or {}).items():
+        seed.write(name, data, mode)
     _make_gpu_devices(home / "devices", host.shape)
     if host.shape.disk_mb:
         await _make_disk(home / "disk.img", host.shape.disk_mb)
-    made = HostRecord(host.name, host.index, host.address, host.image, public, host.shape)
+    made = replace(host, host_key=public)
     layout.save_host(made)
     return made
 
