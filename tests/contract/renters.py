@@ -65,6 +65,21 @@ CASES = {
             required=("id", "status"),
             maps=frozenset({"data"}),
         ),
+        Case(
+            kind="gcp",
+            offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.571),
+            troubles={
+                "stockout": Trouble.CAPACITY,
+                "quota": Trouble.QUOTA,
+                "balance": Trouble.BALANCE,
+                "auth": Trouble.AUTH,
+                "rate": Trouble.RATE,
+            },
+            required=("name", "status", "zone", "machineType"),
+            settings={"project": "reefs"},
+            dead_states=("stopped",),
+            price_from="nowhere",
+        ),
     )
 }
 

@@ -1,0 +1,404 @@
+"""What is particular to renting from Google Compute Engine; what all have in common is a contract test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
+
+from shoal.errors import ProviderError
+from shoal.providers.rental import Offer, Order, Query, Trouble
+from shoal.providers.rented import gcp, gcp_words
+from shoal.providers.rented.http import Body
+from shoal.simulators.machines import Wanted
+
+CASE = CASES["gcp"]
+SPOT = Order(
+    "reef", "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n", lifetime=3600
+)
+CPU = replace(SPOT, offer=Offer("acme", "e2-standard-2", "us-east1", "us-east1-b"), lifetime=0, user_data="")
+
+
+@pytest.fixture
+async def it() -> AsyncIterator[Trial]:
+    async with trial(CASE) as made:
+        yield made
+
+
+def orders(count: int, like: Order = SPOT) -> list[Order]:
+    return [replace(like, node=f"gpu{n}", token=f"tok{n}") for n in range(count)]
+
+
+# What is ordered
+
+
+def test_a_spot_order_says_everything_that_google_must_know() -> None:
+    assert gcp_words.bulk_insert([SPOT, replace(SPOT, node="gpu2", token="t0ken2")], {}) == {
+        "count": "2",
+        "minCount": "1",
+        "perInstanceProperties": {"gpu1--t0ken1": {}, "gpu2--t0ken2": {}},
+        "instanceProperties": {
+            "machineType": "a3-highgpu-1g",
+            "disks": [
+                {
+                    "boot": True,
+                    "autoDelete": True,
+                    "initializeParams": {
+                        "sourceImage": gcp_words.GPU_IMAGE,
+                        "diskSizeGb": "100",
+                        "diskType": "pd-balanced",
+                    },
+                }
+            ],
+            "networkInterfaces": [
+                {
+                    "network": "global/networks/default",
+                    "accessConfigs": [{"type": "ONE_TO_ONE_NAT", "name": "External NAT"}],
+                }
+            ],
+            "scheduling": {
+                "provisioningModel": "SPOT",
+                "onHostMaintenance": "TERMINATE",
+                "automaticRestart": False,
+                "instanceTerminationAction": "DELETE",
+                "maxRunDuration": {"seconds": "3600"},
+            },
+            "labels": {"shoal-cluster": "reef"},
+            "tags": {"items": ["shoal"]},
+            "metadata": {
+                "items": [
+                    {"key": "ssh-keys", "value": f"ubuntu:{PUBLIC_KEY}"},
+                    {"key": "enable-oslogin", "value": "FALSE"},
+                    {"key": "startup-script", "value": "#!/bin/sh\ntrue\n"},
+                ]
+            },
+        },
+    }
+
+
+def test_a_machine_without_gpus_or_deadline_is_moved_at_maintenance_and_has_no_termination_action() -> None:
+    properties = gcp_words.bulk_insert([CPU], {})["instanceProperties"]
+    assert properties["scheduling"] == {
+        "provisioningModel": "STANDARD",
+        "onHostMaintenance": "MIGRATE",
+        "automaticRestart": False,
+    }
+    assert properties["disks"][0]["initializeParams"]["sourceImage"] == gcp_words.IMAGE
+    arm = replace(CPU, offer=replace(CPU.offer, arch="aarch64"))
+    disk = gcp_words.bulk_insert([arm], {})["instanceProperties"]["disks"][0]
+    assert disk["initializeParams"]["sourceImage"] == gcp_words.ARM_IMAGE
+
+
+def test_an_order_on_demand_with_a_lifetime_is_deleted_at_its_end() -> None:
+    scheduling = gcp_words.bulk_insert([replace(CPU, lifetime=60)], {})["instanceProperties"]["scheduling"]
+    assert scheduling["instanceTerminationAction"] == "DELETE"
+    assert scheduling["maxRunDuration"] == {"seconds": "60"}
+
+
+def test_settings_choose_the_network_the_address_and_the_image() -> None:
+    settings = {"subnetwork": "regions/us-east1/subnetworks/lab", "external_address": "no", "image": "global/images/my"}
+    properties = gcp_words.bulk_insert([SPOT], settings)["instanceProperties"]
+    assert properties["networkInterfaces"] == [{"subnetwork": "regions/us-east1/subnetworks/lab"}]
+    assert properties["disks"][0]["initializeParams"]["sourceImage"] == "global/images/my"
+    own = gcp_words.bulk_insert([replace(SPOT, image="global/images/own")], settings)["instanceProperties"]
+    assert own["disks"][0]["initializeParams"]["sourceImage"] == "global/images/own"
+
+
+def test_gpus_are_put_into_machines_that_have_none_built_in() -> None:
+    offer = replace(SPOT.offer, type="n1-standard-8+nvidia-tesla-t4:2", gpus=0)
+    properties = gcp_words.bulk_insert([replace(SPOT, offer=offer)], {})["instanceProperties"]
+    assert properties["machineType"] == "n1-standard-8"
+    assert properties["guestAccelerators"] == [{"acceleratorType": "nvidia-tesla-t4", "acceleratorCount": 2}]
+    assert properties["scheduling"]["onHostMaintenance"] == "TERMINATE"
+
+
+@pytest.mark.parametrize(
+    ("type_", "disk"),
+    [
+        ("a2-highgpu-1g", "pd-balanced"),
+        ("a3-ultragpu-8g", "hyperdisk-balanced"),
+        ("a4-highgpu-8g", "hyperdisk-balanced"),
+    ],
+)
+def test_newer_families_boot_from_a_hyperdisk(type_: str, disk: str) -> None:
+    properties = gcp_words.bulk_insert([replace(SPOT, offer=replace(SPOT.offer, type=type_))], {})["instanceProperties"]
+    assert properties["disks"][0]["initializeParams"]["diskType"] == disk
+
+
+def test_the_same_orders_have_the_same_request_id_in_any_sequence_and_others_another() -> None:
+    one, two = orders(2)
+    there = replace(one, offer=replace(one.offer, zone="us-central1-a"))
+    assert gcp_words.request_id([one, two], 0) == gcp_words.request_id([two, one], 0)
+    assert len({gcp_words.request_id(which, 0) for which in ([one], [two], [one, two], [there])}) == 4
+    assert gcp_words.request_id([one], 0) != gcp_words.request_id([one], 1)
+
+
+# What is read
+
+
+def instance(**more: Any) -> Body:
+    return Body(
+        {
+            "name": "gpu1--t0ken1",
+            "status": "RUNNING",
+            "zone": "https://compute.googleapis.com/compute/v1/projects/p/zones/us-central1-b",
+            "machineType": "https://compute.googleapis.com/compute/v1/projects/p/zones/z/machineTypes/g2-standard-4",
+            "creationTimestamp": "2026-11-15T04:00:00.000-08:00",
+            "labels": {"shoal-cluster": "reef"},
+            **more,
+        }
+    )
+
+
+def test_a_machine_is_read_from_its_name_and_label() -> None:
+    interface = {"networkIP": "10.0.0.7", "accessConfigs": [{"natIP": "192.0.2.7"}]}
+    found = gcp_words.rented_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
+    assert (found.id, found.cluster, found.node, found.token) == ("gpu1--t0ken1", "reef", "gpu1", "t0ken1")
+    assert (found.host, found.private_address) == ("192.0.2.7", "10.0.0.7")
+    assert (found.type, found.region, found.zone, found.market) == (
+        "g2-standard-4",
+        "us-central1",
+        "us-central1-b",
+        "spot",
+    )
+    assert found.created == 1794744000.0
+    assert (found.state, found.ending) == ("up", False)
+
+
+def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> None:
+    assert gcp_words.rented_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours")],
+)
+def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: str) -> None:
+    found = gcp_words.rented_of(instance(**more))
+    assert (found.cluster, found.node, found.token) == ("", "", ""), why
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "ending"),
+    [
+        ("PROVISIONING", "pending", False),
+        ("STAGING", "pending", False),
+        ("STOPPING", "stopping", True),
+        ("TERMINATED", "stopped", False),
+        ("SUSPENDED", "stopped", False),
+        ("REPAIRING", "error", False),
+        ("BRAND_NEW", "pending", False),
+    ],
+)
+def test_google_s_states_and_what_they_mean(status: str, state: str, ending: bool) -> None:
+    found = gcp_words.rented_of(instance(status=status))
+    assert (found.state, found.ending, found.raw_state) == (state, ending, status)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "trouble", "scope"),
+    [
+        ("rateLimitExceeded", "Queries per minute", Trouble.RATE, "provider"),
+        ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", Trouble.QUOTA, "region"),
+        ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", Trouble.QUOTA, "provider"),
+        ("forbidden", "Required 'compute.instances.create' permission", Trouble.AUTH, "provider"),
+    ],
+)
+def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, trouble: Trouble, scope: str) -> None:
+    refusal = gcp_words.understand(
+        403, {"error": {"code": 403, "message": message, "errors": [{"reason": reason, "message": message}]}}
+    )
+    assert refusal is not None
+    assert (refusal.trouble, refusal.scope, refusal.message) == (trouble, scope, message)
+
+
+def test_a_project_without_billing_has_no_balance_whatever_else_the_answer_says() -> None:
+    error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
+    refusal = gcp_words.understand(403, {"error": error})
+    assert refusal is not None
+    assert refusal.trouble is Trouble.BALANCE
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
+def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
+    assert gcp_words.understand(500, data) is None
+
+
+@pytest.mark.parametrize(
+    ("codes", "trouble"),
+    [
+        (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], Trouble.QUOTA),
+        (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], Trouble.CAPACITY),
+        (["VM_MIN_COUNT_NOT_REACHED"], Trouble.CAPACITY),
+        (["RESOURCE_OPERATION_RATE_EXCEEDED"], Trouble.RATE),
+        (["INTERNAL_ERROR"], Trouble.AMBIGUOUS),
+        ([], Trouble.AMBIGUOUS),
+    ],
+)
+def test_of_several_errors_that_is_told_which_says_most(codes: list[str], trouble: Trouble) -> None:
+    outcome = gcp_words.outcome_of([(code, f"words of {code}") for code in codes])
+    assert outcome.trouble is trouble
+    assert outcome.message
+    if codes:
+        assert outcome.message == f"{codes[-1]}: words of {codes[-1]}"
+
+
+# Against the simulator
+
+
+async def test_of_machines_ordered_together_some_may_be_out_of_stock_and_the_others_are_kept(it: Trial) -> None:
+    it.fault("stockout", times=1)
+    outcomes = await it.renter.create(orders(3))
+    assert [one.trouble for one in outcomes].count(Trouble.CAPACITY) == 1
+    [failed] = [one for one in outcomes if not one.ok]
+    assert failed.message.startswith("ZONE_RESOURCE_POOL_EXHAUSTED: The zone 'us-central1-b'")
+    assert sorted(one.id for one in outcomes if one.ok) == sorted(one.id for one in await it.listed())
+
+
+async def test_an_order_for_a_region_is_filled_in_one_zone_of_it(it: Trial) -> None:
+    anywhere = [replace(order, offer=replace(order.offer, zone="")) for order in orders(2)]
+    assert [one.ok for one in await it.renter.create(anywhere)] == [True, True]
+    assert len({one.zone for one in await it.listed()}) == 1
+    assert {one.region for one in await it.listed()} == {"us-central1"}
+
+
+async def test_orders_that_differ_go_in_calls_of_their_own(it: Trial) -> None:
+    one, two, three = orders(3)
+    outcomes = await it.renter.create([one, replace(two, user_data="#!/bin/sh\nfalse\n"), three])
+    assert [outcome.id for outcome in outcomes] == ["gpu0--tok0", "gpu1--tok1", "gpu2--tok2"]
+    sent = [line for line in it.simulation.requests if line["path"].endswith("/bulkInsert")]
+    assert len(sent) == 2
+    scripts = {machine.id: machine.wanted.user_data for machine in it.market.machines.values()}
+    assert scripts["gpu1--tok1"] == "#!/bin/sh\nfalse\n"
+
+
+async def test_a_name_that_google_does_not_take_is_refused_before_anything_is_sent(it: Trial) -> None:
+    good, bad = orders(2)
+    outcomes = await it.renter.create([good, replace(bad, node="Gpu_1")])
+    assert outcomes[0].ok
+    assert outcomes[1].trouble is Trouble.INVALID
+    assert "'Gpu_1--tok1'" in outcomes[1].message
+    assert it.made == 1
+
+
+async def test_a_machine_of_somebody_else_with_our_name_is_a_conflict_and_the_others_may_be_ordered_again(
+    it: Trial,
+) -> None:
+    offer = SPOT.offer
+    it.market.order(Wanted("gpu0--tok0", offer.type, offer.region, offer.zone, marks={"labels": {}}), "gpu0--tok0")
+    outcomes = await it.renter.create(orders(2))
+    assert [one.trouble for one in outcomes] == [Trouble.CONFLICT, Trouble.TRANSIENT]
+    assert it.made == 1
+
+
+async def test_what_is_there_already_under_its_token_is_taken_for_filled(it: Trial) -> None:
+    [first, second] = orders(2)
+    assert (await it.renter.create([first]))[0].ok
+    outcomes = await it.renter.create([first, second])
+    assert outcomes[0].ok
+    assert outcomes[1].trouble is Trouble.TRANSIENT
+    assert (await it.renter.create([second]))[0].ok
+    assert it.made == 2
+
+
+async def test_an_order_whose_operation_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
+    it.simulation.rewrite = lambda line, data: {"name": data.get("name")} if "/operations/" in line else data
+    [outcome] = await it.renter.create([SPOT])
+    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert "lacks status" in outcome.message
+    assert [one.token for one in await it.listed()] == [SPOT.token]
+
+
+async def test_an_order_that_does_not_end_leaves_open_what_was_made(it: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gcp, "FOLLOW_SECONDS", 0.2)
+    it.simulation.rewrite = lambda line, data: {**data, "status": "RUNNING"} if "/operations/" in line else data
+    [outcome] = await it.renter.create([SPOT])
+    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert "still under way" in outcome.message
+
+
+async def test_an_order_that_failed_while_the_list_is_down_leaves_open_what_was_made(it: Trial) -> None:
+    it.fault("stockout")
+    it.fault("list-fails")
+    [outcome] = await it.renter.create([SPOT])
+    assert outcome.trouble is Trouble.AMBIGUOUS
+
+
+async def test_a_zone_that_did_not_answer_makes_the_list_unknown(it: Trial) -> None:
+    await it.renter.create([SPOT])
+
+    def silent(line: str, data: Any) -> Any:
+        data["items"]["zones/us-east1-b"] = {"warning": {"code": "UNREACHABLE", "message": "is down"}}
+        return data
+
+    it.simulation.rewrite = silent
+    with pytest.raises(ProviderError, match=r"acme: zones/us-east1-b \(UNREACHABLE\) did not say what is there"):
+        await it.listed()
+    it.simulation.rewrite = lambda line, data: {**data, "unreachables": ["zones/us-west1-b"]}
+    with pytest.raises(ProviderError, match="zones/us-west1-b did not say"):
+        await it.listed()
+    it.simulation.rewrite = None
+    assert len(await it.listed()) == 1
+
+
+async def test_more_machines_than_a_page_holds_are_ordered_at_once_and_listed(it: Trial) -> None:
+    outcomes = await it.renter.create(orders(620))
+    assert all(one.ok for one in outcomes)
+    listed = await it.listed()
+    assert {one.id for one in listed} == {one.id for one in outcomes}
+    assert len([line for line in it.simulation.requests if line["path"].endswith("/bulkInsert")]) == 1
+
+
+async def test_google_ends_a_machine_at_its_deadline(it: Trial) -> None:
+    await it.renter.create([SPOT])
+    it.boot()
+    assert [one.state for one in await it.listed()] == ["up"]
+    it.clock.now += SPOT.lifetime
+    assert [one.state for one in await it.listed()] == ["stopping"]
+    it.clock.now += it.market.profile.stop_seconds
+    assert await it.listed() == []
+
+
+async def test_a_spot_machine_is_seen_to_end_while_it_still_runs(it: Trial) -> None:
+    await it.renter.create([SPOT])
+    it.boot()
+    [found] = await it.listed()
+    it.market.preempt(found.id)
+    assert [(one.state, one.ending) for one in await it.listed()] == [("stopping", True)]
+    assert it.market.machines[found.id].live
+    it.clock.now += it.renter.abilities.notice_seconds + it.market.profile.stop_seconds
+    await it.listed()
+    it.clock.now += it.market.profile.stop_seconds
+    assert await it.listed() == []
+
+
+async def test_offers_of_one_type_name_its_zones_and_both_markets(it: Trial) -> None:
+    found = await it.renter.offers(Query(types=("a3-highgpu-8g",), zones=("us-central1-a",)))
+    assert [(one.market, one.usd_hour, one.gpu, one.gpus, one.gpu_memory_gb) for one in found] == [
+        ("on-demand", 87.8328, "H100", 8, 80),
+        ("spot", 52.568, "H100", 8, 80),
+    ]
+    assert {one.as_of for one in found} == {"2026-09-26"}
+    [put_in] = await it.renter.offers(
+        Query(types=("n1-standard-4+nvidia-tesla-t4:1",), zones=("us-central1-a",), market="spot")
+    )
+    assert (put_in.type, put_in.gpu, put_in.gpus) == ("n1-standard-4+nvidia-tesla-t4:1", "T4", 1)
+
+
+async def test_a_machine_with_gpus_put_in_is_listed_under_the_type_that_was_ordered(it: Trial) -> None:
+    offer = Offer("acme", "n1-standard-4+nvidia-tesla-t4:1", "us-central1", "us-central1-a")
+    assert (await it.renter.create([replace(SPOT, offer=offer)]))[0].ok
+    assert [one.type for one in await it.listed()] == [offer.type]
+
+
+async def test_an_answer_that_is_no_list_of_google_s_is_not_taken_for_an_empty_one() -> None:
+    async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}") as url:
+        renter = gcp.GoogleCompute(account(CASE, url))
+        try:
+            with pytest.raises(ProviderError, match="lacks kind"):
+                await renter.rented(CLUSTER)
+        finally:
+            await renter.close()

@@ -1,0 +1,277 @@
+"""The simulated Google Compute Engine keeps to the shapes and the rules of the real one."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from tests.contract.renters import Clock
+
+from shoal.simulators.faults import Fault
+from shoal.simulators.gcp import GoogleCompute
+from shoal.simulators.ground import Nowhere
+from shoal.simulators.market import Market
+from shoal.simulators.server import Simulation, serving
+
+BODY: dict[str, Any] = {
+    "count": "2",
+    "perInstanceProperties": {"a": {}, "b": {}},
+    "instanceProperties": {
+        "machineType": "g2-standard-4",
+        "networkInterfaces": [{"accessConfigs": [{"type": "ONE_TO_ONE_NAT", "name": "External NAT"}]}],
+        "scheduling": {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE", "automaticRestart": False},
+        "labels": {"team": "reef"},
+        "metadata": {"items": [{"key": "ssh-keys", "value": "ubuntu:ssh-ed25519 AAAA me"}]},
+    },
+}
+ZONE = "/projects/p/zones/us-central1-b"
+
+
+@dataclass
+class Google:
+    """The simulator, and a client of it."""
+
+    client: httpx.AsyncClient
+    market: Market
+    clock: Clock
+
+    async def get(self, path: str, **params: str) -> Any:
+        return (await self.client.get(path, params=params)).json()
+
+    async def insert(self, body: dict[str, Any] = BODY, place: str = ZONE, **params: str) -> httpx.Response:
+        return await self.client.post(f"{place}/instances/bulkInsert", json=body, params=params)
+
+    async def end_of(self, operation: dict[str, Any], place: str = ZONE) -> Any:
+        await self.get(f"{place}/operations/{operation['name']}")
+        return await self.get(f"{place}/operations/{operation['name']}")
+
+    async def names(self, **params: str) -> list[str]:
+        return sorted(one["name"] for one in (await self.get(f"{ZONE}/instances", **params)).get("items", []))
+
+
+@pytest.fixture
+async def google() -> AsyncIterator[Google]:
+    clock = Clock()
+    market = Market(GoogleCompute.profile, GoogleCompute.types, Nowhere(), clock=clock)
+    async with (
+        serving(Simulation(GoogleCompute(market), limited=False)) as url,
+        httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer any"}) as client,
+    ):
+        yield Google(client, market, clock)
+
+
+def changed(*path: str, to: Any) -> dict[str, Any]:
+    body: Any = copy.deepcopy(BODY)
+    part = body
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = to
+    return dict(body)
+
+
+async def test_an_order_is_an_operation_that_ends_with_a_count_of_what_was_made(google: Google) -> None:
+    operation = (await google.insert()).json()
+    assert (operation["kind"], operation["operationType"], operation["status"]) == (
+        "compute#operation",
+        "bulkInsert",
+        "PENDING",
+    )
+    assert operation["zone"].endswith("/zones/us-central1-b")
+    running = await google.get(f"{ZONE}/operations/{operation['name']}")
+    assert (running["status"], running.get("endTime")) == ("RUNNING", None)
+    done = await google.get(f"{ZONE}/operations/{operation['name']}")
+    assert done["status"] == "DONE"
+    counts = done["instancesBulkInsertOperationMetadata"]["perLocationStatus"]["zones/us-central1-b"]
+    assert (counts["targetVmCount"], counts["createdVmCount"], counts["failedToCreateVmCount"]) == (2, 2, 0)
+    assert "error" not in done
+
+
+async def test_an_instance_goes_through_google_s_states_and_is_gone_at_last(google: Google) -> None:
+    await google.insert()
+    path = f"{ZONE}/instances/a"
+    shown = await google.get(path)
+    assert shown["status"] == "PROVISIONING"
+    assert "natIP" not in str(shown["networkInterfaces"])
+    assert shown["labels"] == {"team": "reef"}
+    assert shown["machineType"].endswith("/zones/us-central1-b/machineTypes/g2-standard-4")
+    google.clock.now += 25
+    shown = await google.get(path)
+    assert shown["status"] == "STAGING"
+    assert shown["networkInterfaces"][0]["accessConfigs"][0]["natIP"].startswith("192.0.2.")
+    google.clock.now += 20
+    assert (await google.get(path))["status"] == "RUNNING"
+    deleting = (await google.client.delete(path)).json()
+    assert (deleting["operationType"], deleting["targetLink"].endswith("/instances/a")) == ("delete", True)
+    assert (await google.get(path))["status"] == "STOPPING"
+    google.clock.now += 30
+    assert (await google.client.get(path)).status_code == 404
+    assert (await google.client.delete(path)).status_code == 404
+    assert await google.names() == ["b"]
+
+
+async def test_the_same_request_id_brings_the_same_operation_and_no_second_machine(google: Google) -> None:
+    asked = str(uuid.uuid4())
+    first = (await google.insert(requestId=asked)).json()
+    second = (await google.insert(requestId=asked)).json()
+    assert first["name"] == second["name"]
+    assert len(google.market.machines) == 2
+
+
+async def test_a_name_that_is_there_is_a_conflict(google: Google) -> None:
+    await google.insert()
+    answer = await google.insert()
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert (error["code"], error["errors"][0]["reason"]) == (409, "alreadyExists")
+    assert error["message"] == "The resource 'projects/p/zones/us-central1-b/instances/a' already exists"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (changed("count", to="3"), "resource.count"),
+        (changed("namePattern", to="n-#"), "Exactly one of namePattern"),
+        (changed("perInstanceProperties", to={"A_": {}, "b": {}}), "'A_'"),
+        (changed("perInstanceProperties", to={"a": {"labels": {}}, "b": {}}), "Unknown name 'labels'"),
+        (changed("instanceProperties", "scheduling", "onHostMaintenance", to="MIGRATE"), "live migration"),
+        (changed("instanceProperties", "scheduling", "maxRunDuration", to={"seconds": "60"}), "termination action"),
+        (
+            changed(
+                "instanceProperties",
+                "scheduling",
+                to={"provisioningModel": "SPOT", "onHostMaintenance": "TERMINATE", "automaticRestart": True},
+            ),
+            "automaticRestart",
+        ),
+        (changed("instanceProperties", "machineType", to="z9-huge"), "z9-huge"),
+    ],
+)
+async def test_an_order_that_google_would_refuse_is_refused(google: Google, body: dict[str, Any], told: str) -> None:
+    answer = await google.insert(body)
+    assert (answer.status_code, answer.json()["error"]["errors"][0]["reason"]) == (400, "invalid")
+    assert told in answer.json()["error"]["message"]
+    assert google.market.machines == {}
+
+
+async def test_a_request_id_that_is_no_uuid_is_refused(google: Google) -> None:
+    assert (await google.insert(requestId="t0ken")).status_code == 400
+
+
+async def test_without_a_minimum_it_is_all_or_none_and_what_was_made_goes_again(google: Google) -> None:
+    google.market.faults = [Fault("stockout")]
+    done = await google.end_of((await google.insert()).json())
+    codes = [one["code"] for one in done["error"]["errors"]]
+    assert codes == ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED"]
+    google.clock.now += 60
+    assert await google.names() == []
+    assert len(google.market.bill()) == 1
+
+
+async def test_with_a_minimum_the_rest_is_kept_and_an_operation_of_its_group_tells_of_the_others(
+    google: Google,
+) -> None:
+    google.market.faults = [Fault("quota")]
+    done = await google.end_of((await google.insert({**BODY, "minCount": "1"})).json())
+    assert "error" not in done
+    group = f'operationGroupId="{done["operationGroupId"]}"'
+    parts = (await google.get(f"{ZONE}/operations", filter=group))["items"]
+    errors = [error for part in parts for error in part.get("error", {}).get("errors", [])]
+    assert [error["code"] for error in errors] == ["QUOTA_EXCEEDED"]
+    assert len(await google.names()) == 1
+
+
+async def test_an_order_for_a_region_has_a_regional_operation_and_one_zone(google: Google) -> None:
+    region = "/projects/p/regions/us-central1"
+    operation = (await google.insert(place=region)).json()
+    assert operation["region"].endswith("/regions/us-central1")
+    done = await google.end_of(operation, region)
+    [zone] = done["instancesBulkInsertOperationMetadata"]["perLocationStatus"]
+    assert zone.startswith("zones/us-central1-")
+
+
+async def test_lists_are_filtered_and_come_in_pages(google: Google) -> None:
+    await google.insert()
+    await google.insert(
+        changed("perInstanceProperties", to={"c": {}, "d": {}})
+        | {"instanceProperties": {"machineType": "e2-standard-2"}}
+    )
+    assert await google.names(filter="labels.team=reef") == ["a", "b"]
+    assert await google.names(filter='(name = "a") OR (name = "d")') == ["a", "d"]
+    assert (await google.client.get(f"{ZONE}/instances", params={"filter": "name ~ a"})).status_code == 400
+    first = await google.get(f"{ZONE}/instances", maxResults="3")
+    second = await google.get(f"{ZONE}/instances", maxResults="3", pageToken=first["nextPageToken"])
+    assert [len(first["items"]), len(second["items"])] == [3, 1]
+    assert "nextPageToken" not in second
+
+
+async def test_the_list_of_all_zones_warns_of_those_that_have_nothing(google: Google) -> None:
+    await google.insert()
+    items = (await google.get("/projects/p/aggregated/instances"))["items"]
+    assert len(items["zones/us-central1-b"]["instances"]) == 2
+    assert items["zones/us-east1-b"]["warning"]["code"] == "NO_RESULTS_ON_PAGE"
+
+
+@pytest.mark.parametrize(("action", "left"), [("STOP", ["TERMINATED"]), ("DELETE", [])])
+async def test_a_spot_machine_that_is_taken_away_stays_as_its_action_says(
+    google: Google, action: str, left: list[str]
+) -> None:
+    scheduling = {
+        "provisioningModel": "SPOT",
+        "onHostMaintenance": "TERMINATE",
+        "automaticRestart": False,
+        "instanceTerminationAction": action,
+    }
+    body = changed("perInstanceProperties", to={"a": {}}) | {"count": "1"}
+    body["instanceProperties"] = {**BODY["instanceProperties"], "scheduling": scheduling}
+    await google.insert(body)
+    google.clock.now += 60
+    google.market.look()
+    google.market.preempt("a")
+    google.clock.now += 20
+    assert (await google.get(f"{ZONE}/instances/a"))["status"] == "STOPPING"
+    google.clock.now += 20
+    google.market.look()
+    google.clock.now += 60
+    shown = (await google.get(f"{ZONE}/instances")).get("items", [])
+    assert [one["status"] for one in shown] == left
+    for one in shown:
+        assert (await google.client.delete(f"{ZONE}/instances/{one['name']}")).status_code == 200
+    assert await google.names() == []
+
+
+async def test_a_machine_is_billed_from_when_it_runs_and_for_a_minute_at_least(google: Google) -> None:
+    await google.insert(changed("perInstanceProperties", to={"a": {}}) | {"count": "1"})
+    google.clock.now += 41
+    await google.names()
+    google.clock.now += 5
+    await google.client.delete(f"{ZONE}/instances/a")
+    google.clock.now += 500
+    assert [one["seconds"] for one in google.market.bill()] == [60]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        ("auth", 401, "authError"),
+        ("rate", 403, "rateLimitExceeded"),
+        ("balance", 403, "BILLING_DISABLED"),
+        ("error-before-create", 503, "backendError"),
+        ("error-after-create", 503, "backendError"),
+    ],
+)
+async def test_refusals_have_google_s_shape(google: Google, fault: str, status: int, reason: str) -> None:
+    google.market.faults = [Fault(fault)]
+    answer = await google.insert()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["errors"][0]["reason"]) == (status, status, reason)
+    assert len(google.market.machines) == (2 if fault == "error-after-create" else 0)
+
+
+async def test_the_keys_that_travel_with_an_order_reach_the_machine(google: Google) -> None:
+    await google.insert()
+    assert google.market.machines["a"].wanted.public_keys == ("ssh-ed25519 AAAA me",)
