@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import LIMIT, Cluster, kill, running
 from tests.e2e.torch_env import give_torch
 
 from shoal.agent.program.reach import reach
@@ -79,10 +80,14 @@ def since(cluster: Cluster, host: str) -> str:
     return cluster.on(host, "systemctl", "show", "-p", "ActiveEnterTimestampMonotonic", "shoal-wireguard")
 
 
+def every_pair_connects(cluster: Cluster) -> None:
+    assert [finding for finding in cluster.json("check")["findings"] if finding["level"] == "error"] == []
+
+
 def test_a_second_up_changes_nothing_and_every_pair_connects(cluster: Cluster) -> None:
     again = cluster.json("up")
     assert (again["changed"], again["unready"]) == ([], [])
-    assert [finding for finding in cluster.json("check")["findings"] if finding["level"] == "error"] == []
+    every_pair_connects(cluster)
 
 
 def test_names_and_nodes_are_on_the_network(cluster: Cluster) -> None:
@@ -109,7 +114,7 @@ def test_the_command_of_the_page_spans_the_sites(cluster: Cluster) -> None:
     (cluster.file.parent / "train.py").write_text("import socket\nprint('I am', socket.gethostname())\n")
     environment = {**cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=cluster.file.parent, env=environment, capture_output=True, text=True
+        ["bash", "-c", command], cwd=cluster.file.parent, env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert all(f"I am {host}" in done.stdout for host in ("near1", "far1", "far2"))
@@ -123,7 +128,7 @@ def test_a_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(c
         nodes = ("-N", str(len(hosts)), *words, "--export", f"PYTHONPATH={packages}")
         done = subprocess.run(
             cluster.line("run", *nodes, "--wait", "ddp.py"),
-            cwd=cluster.file.parent, env=cluster.env, capture_output=True, text=True,
+            cwd=cluster.file.parent, env=cluster.env, capture_output=True, text=True, timeout=LIMIT,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         assert {host for host in HOSTS if f"{host} has the same weights" in done.stdout} == hosts, done.stdout
@@ -180,6 +185,32 @@ def at(cluster: Cluster, address: str, command: str) -> int:
     return subprocess.run(["ssh", "-q", *options, "-i", identity, f"root@{address}", command], timeout=120).returncode
 
 
+def test_a_nat_that_forgets_its_hosts_is_opened_again_before_slurm_gives_up_on_them(cluster: Cluster) -> None:
+    # Linux forgets whatever it translated to an address that goes away: the machine's own on the controller's site.
+    address = str(cluster.instances()["controller"].address).rpartition(".")[0] + ".1"
+    [link] = [line.split()[1] for line in ip("-4", "-o", "address").splitlines() if f" {address}/" in line]
+    before = cluster.on("controller", "wg", "show", "shoal0", "endpoints")
+    ip("address", "delete", f"{address}/24", "dev", link)
+    ip("address", "add", f"{address}/24", "dev", link)
+    assert names(cluster.on("controller", *SRUN, "-N2", "hostname")) == ["far1", "far2"]
+    assert cluster.on("controller", "wg", "show", "shoal0", "endpoints") != before
+
+
+def test_a_hub_whose_wireguard_dies_is_found_again_by_hosts_that_it_cannot_call(cluster: Cluster) -> None:
+    before = since(cluster, "controller")
+    cluster.on("controller", "systemctl", "kill", "--signal=KILL", "shoal-wireguard")
+    cluster.wait("it is started again", lambda: since(cluster, "controller") != before)
+    # Without a sign of life WireGuard would wait until its session is two minutes old.
+    cluster.on("controller", "ping", "-c1", "-w60", "far1")
+    cluster.on("controller", "ping", "-c1", "-w60", "far2")
+    assert works(cluster, "far1")
+
+
+def ip(*words: str) -> str:
+    """The command `ip` on the machine that the sandbox is on."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
 def test_members_come_and_go_and_the_others_keep_their_sessions(cluster: Cluster) -> None:
     stay = ("controller", "near1", "far1", "far2")
     old, up_since = sessions(cluster), {host: since(cluster, host) for host in stay}
@@ -223,3 +254,56 @@ def test_a_hub_that_reboots_is_found_again_by_hosts_that_it_cannot_call(cluster:
     cluster.fault("reboot", "controller")
     for host in ("near1", "far1"):
         cluster.wait(f"{host} runs jobs again", lambda host=host: works(cluster, host))
+
+
+KEY, KEYS = "/etc/shoal/wireguard.key", "cat /etc/shoal/wireguard.pub; wg show shoal0 public-key; wg show shoal0 peers"
+
+
+def keys(cluster: Cluster) -> set[str]:
+    """The public keys of all hosts. Each host's interface has the host's own, and as peers those of the others."""
+    found = {host: cluster.on(host, "sh", "-c", KEYS).split() for host in HOSTS}
+    own = {host: words[0] for host, words in found.items()}
+    for host, (written, used, *peers) in found.items():
+        assert written == used
+        assert sorted(peers) == sorted(key for other, key in own.items() if other != host)
+    return set(own.values())
+
+
+def job_of(cluster: Cluster, job: str) -> str:
+    return cluster.on("controller", "scontrol", "show", "job", job)
+
+
+def test_new_keys_for_all_while_a_job_runs_across_the_sites(cluster: Cluster) -> None:
+    old = keys(cluster)
+    wait = "srun sh -c 'touch /shared/on-$(hostname); while [ ! -e /shared/release ]; do sleep 0.2; done; hostname'"
+    batch = ("sbatch", "--parsable", "-N3", "--switches=2", "-o/shared/out", f"--wrap={wait}")
+    job = cluster.on("controller", *batch).strip()
+    everywhere = [f"/shared/on-{host}" for host in ("far1", "far2", "near1")]
+    cluster.wait("the job runs", lambda: bool(cluster.on("controller", "ls", *everywhere)))
+    [told] = cluster.json("keys", "rotate", "wireguard")["rotated"]
+    assert (sorted(told["hosts"]), told["finished"]) == (sorted(HOSTS), False)
+    assert not keys(cluster) & old
+    every_pair_connects(cluster)
+    cluster.on("controller", "touch", "/shared/release")
+    cluster.wait("the job has ended", lambda: "JobState=COMPLETED" in job_of(cluster, job))
+    assert names(cluster.on("controller", "cat", "/shared/out")) == ["far1", "far2", "near1"]
+    assert cluster.json("up")["changed"] == []
+
+
+def test_a_rotation_that_is_killed_is_finished_by_the_next(cluster: Cluster) -> None:
+    old = keys(cluster)
+    rotating = cluster.background("keys", "rotate", "wireguard")
+    # There while new keys are being put in place, until all hosts were seen to use them. Looked at from outside,
+    # where it takes no time.
+    mark = cluster.provider.cache / f"sandbox/{cluster.name}/hosts/controller/upper/etc/shoal/wireguard.rotating"
+    end = time.monotonic() + LIMIT
+    while not mark.exists():
+        assert rotating.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    kill(rotating)
+    [told] = cluster.json("keys", "rotate", "wireguard")["rotated"]
+    assert told["finished"]
+    assert len(keys(cluster)) == len(HOSTS) and not keys(cluster) & old
+    assert cluster.on("far1", "sh", "-c", f"ls {KEY}*").split() == [KEY]
+    every_pair_connects(cluster)
+    assert names(cluster.on("controller", *SRUN, "-N3", "--switches=2", "hostname")) == ["far1", "far2", "near1"]

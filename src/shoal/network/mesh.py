@@ -12,8 +12,12 @@ from shoal.network.addresses import candidates, lan_addresses
 OVERHEAD = 80
 """Bytes that WireGuard adds to a packet, over IPv6; over IPv4 it is 60, and a path may change from one to the other."""
 INTERNET_MTU = 1500
-KEEPALIVE = 25
-"""Seconds between packets that keep a NAT's door open."""
+KEEPALIVE = 10
+"""Seconds between packets that keep a NAT's door open.
+
+A NAT that has forgotten a host (it was restarted, its table was full) lets nobody in until the host calls again. Slurm
+gives up on a node after twice its TCPTimeout, 20 s: the next call must come well before that.
+"""
 
 
 @dataclass(frozen=True)

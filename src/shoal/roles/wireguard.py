@@ -14,6 +14,9 @@ from shoal.network.wireguard import (
     APPLY,
     FOLDER,
     HUB_RULES,
+    KNOCK,
+    KNOCK_SERVICE,
+    KNOCK_UNIT,
     MAKE_KEYS,
     MARK,
     MODULE,
@@ -25,6 +28,8 @@ from shoal.network.wireguard import (
     UNIT,
     apply_script,
     hub_rules,
+    knock_script,
+    knock_unit,
     peers_conf,
     peers_in,
     unit,
@@ -47,7 +52,7 @@ class WireGuard(Part):
     """The network `wireguard`."""
 
     files: Mapping[str, How] = {UNIT: "there"}
-    services = (SERVICE,)
+    services = (KNOCK_SERVICE, SERVICE)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if spec.network.kind != "wireguard":
@@ -85,6 +90,9 @@ class WireGuard(Part):
                 File(UNIT, unit(kernel=kernel), restarts=(SERVICE,)),
                 Service(SERVICE),
                 Command(SYNC, ("systemctl", "reload", SERVICE), on_change=True),
+                File(KNOCK, knock_script(found.peers), mode=0o755, restarts=(KNOCK_SERVICE,)),
+                File(KNOCK_UNIT, knock_unit(), restarts=(KNOCK_SERVICE,)),
+                Service(KNOCK_SERVICE),
                 *own_name(cluster, member),
             )
         }
@@ -92,8 +100,8 @@ class WireGuard(Part):
     def farewell(self) -> Document:
         keys = (PUBLIC_KEY, PRIVATE_KEY, NEXT_KEY, MARK)
         return (
-            Service(SERVICE, enabled=False, running=False),
-            *(File(path) for path in (UNIT, APPLY, PEERS, HUB_RULES, *keys)),
+            *(Service(name, enabled=False, running=False) for name in self.services),
+            *(File(path) for path in (KNOCK_UNIT, KNOCK, UNIT, APPLY, PEERS, HUB_RULES, *keys)),
             *own_name_back(),
         )
 

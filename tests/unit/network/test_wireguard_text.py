@@ -11,7 +11,16 @@ from tests.goldens import assert_golden
 from shoal.network.firewall import firewall_rules
 from shoal.network.mesh import Peer, Place
 from shoal.network.names import own_names
-from shoal.network.wireguard import MAKE_KEYS, apply_script, hub_rules, peers_conf, peers_in, unit
+from shoal.network.wireguard import (
+    MAKE_KEYS,
+    apply_script,
+    hub_rules,
+    knock_script,
+    knock_unit,
+    peers_conf,
+    peers_in,
+    unit,
+)
 
 PEERS = (
     Peer("controller", "a" * 43 + "=", ("10.77.0.1", "10.77.0.4"), "10.0.0.1:51820", keepalive=True),
@@ -48,6 +57,13 @@ def test_what_brings_the_interface_up_on_a_hub_and_elsewhere() -> None:
 def test_units_of_the_kernels_wireguard_and_of_wireguard_go() -> None:
     assert_golden("network/shoal-wireguard-kernel.service", unit(kernel=True))
     assert_golden("network/shoal-wireguard-go.service", unit(kernel=False))
+
+
+def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else() -> None:
+    assert_golden("network/wireguard-knock", knock_script(PEERS))
+    assert_golden("network/shoal-wireguard-knock.service", knock_unit())
+    assert knock_script(PEERS[1:]).splitlines()[2:] == ["exec sleep infinity"]
+    subprocess.run(["bash", "-n"], input=knock_script(PEERS), text=True, check=True)
 
 
 @pytest.mark.parametrize("text", [apply_script(Place("10.77.0.1", PEERS, 1420, relays=True), 16), MAKE_KEYS])

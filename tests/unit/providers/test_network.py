@@ -71,7 +71,7 @@ def test_nft_accepts_the_firewall_text() -> None:
 
 
 def test_hardware_addresses_are_local_and_differ() -> None:
-    one, two = (hardware_address(LAYOUT, HostRecord(name, 0, "", "", "")) for name in ("n1", "n2"))
+    one, two = (hardware_address(LAYOUT, name) for name in ("n1", "bridge a"))
     assert one != two
     assert one.startswith("02:")
     assert len(one) == 17

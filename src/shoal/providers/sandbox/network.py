@@ -138,16 +138,16 @@ async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
         await call("ip", "link", "set", link, "type", "bridge_slave", "isolated", "on")
     inside = [
         "link set lo up",
-        f"link set eth0 address {hardware_address(layout, host)} up",
+        f"link set eth0 address {hardware_address(layout, host.name)} up",
         f"addr replace {host.address}/{ipaddress.IPv4Network(site.subnet).prefixlen} dev eth0",
         f"route replace default via {gateway(site)}",
     ]
     await call("ip", "-n", space, "-batch", "-", stdin="\n".join(inside) + "\n")
 
 
-def hardware_address(layout: Layout, host: HostRecord) -> str:
-    """A fixed address for the host's network card, so that neighbours remember the right one."""
-    digest = hashlib.sha256(f"{layout.id}/{host.name}".encode()).digest()
+def hardware_address(layout: Layout, name: str) -> str:
+    """A fixed address for the network card of a host or bridge, so that neighbours remember the right one."""
+    digest = hashlib.sha256(f"{layout.id}/{name}".encode()).digest()
     return ":".join(f"{byte:02x}" for byte in (0x02, *digest[:5]))
 
 
@@ -204,7 +204,10 @@ def _networks(addresses: str, routes: str) -> list[ipaddress.IPv4Network]:
 async def _ensure_bridge(layout: Layout, site: Site) -> None:
     bridge = layout.bridge(site)
     if not Path("/sys/class/net", bridge).exists():
-        await call("ip", "link", "add", bridge, "type", "bridge", "forward_delay", "0")
+        # Without an address of its own a bridge has that of one of its cables, and another when that cable goes: then
+        # its hosts lose their gateway until they ask for it again.
+        own = hardware_address(layout, f"bridge {site.name}")
+        await call("ip", "link", "add", bridge, "address", own, "type", "bridge", "forward_delay", "0")
     await call("ip", "addr", "replace", f"{gateway(site)}/24", "dev", bridge)
     await call("ip", "link", "set", bridge, "up")
 
