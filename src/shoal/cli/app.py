@@ -19,6 +19,7 @@ from shoal.cli import (
     job_commands,
     key_commands,
     prove_commands,
+    simulate_commands,
     ui_commands,
 )
 from shoal.cli.options import Cluster, File, Json
@@ -265,6 +266,7 @@ key_commands.register(app)
 bench_commands.register(app)
 env_commands.register(app)
 ui_commands.register(app)
+simulate_commands.register(app)
 
 
 @app.callback(invoke_without_command=True)

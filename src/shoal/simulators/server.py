@@ -17,7 +17,7 @@ import hmac
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -246,7 +246,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(
-    simulation: Simulation, port: int = 0, addresses: Sequence[str] = ("127.0.0.1",), more: Sequence[socket.socket] = ()
+    simulation: Simulation, port: int = 0, addresses: Iterable[str] = ("127.0.0.1",), more: Sequence[socket.socket] = ()
 ) -> AsyncIterator[str]:
     """Answer on a port, by default one that is free. Gives the URL that the provider's API begins with.
 
@@ -254,7 +254,7 @@ async def serving(
     """
     listeners: list[socket.socket] = []
     try:
-        for address in addresses:
+        for address in list(addresses):
             listeners.append(listen(address, port))
             port = listeners[-1].getsockname()[1]
     except ProviderError:
@@ -270,7 +270,7 @@ async def serving(
     try:
         while not server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # uvicorn has no event for it
-        yield f"http://{addresses[-1]}:{port}{simulation.cloud.base}"
+        yield f"http://{address}:{port}{simulation.cloud.base}"
     finally:
         ticking.cancel()
         server.should_exit = True

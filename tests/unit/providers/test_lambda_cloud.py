@@ -1,0 +1,283 @@
+"""Lambda's peculiarities, against its simulator over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+
+from shoal.providers.rental import Query, Trouble
+from shoal.providers.rented.lambda_cloud import understand
+
+
+@pytest.fixture
+async def it() -> AsyncIterator[Trial]:
+    async with trial(CASES["lambda"]) as made:
+        yield made
+
+
+async def api(it: Trial, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """What Lambda's API itself answers, without a renter between."""
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer k"}) as client:
+        answer = await client.request(method, it.url + path, json=body)
+    return answer.status_code, answer.json()
+
+
+async def launch(it: Trial, **more: Any) -> tuple[int, Any]:
+    key = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
+    order = {"region_name": "us-west-1", "instance_type_name": "gpu_1x_a10", "ssh_key_names": [key], **more}
+    wanted = {name: value for name, value in order.items() if value is not None}
+    return await api(it, "POST", "/instance-operations/launch", wanted)
+
+
+def code(answer: tuple[int, Any]) -> tuple[int, str, str]:
+    return answer[0], answer[1]["error"]["code"], answer[1]["error"]["message"]
+
+
+# The renter
+
+
+async def test_an_offer_says_what_the_machine_is(it: Trial) -> None:
+    [offer] = await it.renter.offers(Query(types=("gpu_8x_h100_sxm5",), regions=("us-west-1",)))
+    assert (offer.gpu, offer.gpus, offer.gpu_memory_gb) == ("H100", 8, 80)
+    assert (offer.cpus, offer.memory_gb, offer.usd_hour, offer.available) == (208, 1800, 31.92, "yes")
+    [arm] = await it.renter.offers(Query(gpu="gh200", regions=("us-east-1",)))
+    assert arm.arch == "arm64"
+    [plain] = await it.renter.offers(Query(types=("cpu_4x_general",), regions=("us-east-1",)))
+    assert (plain.gpu, plain.gpus) == ("", 0)
+
+
+async def test_a_region_that_was_asked_for_and_has_none_is_told(it: Trial) -> None:
+    [offer] = await it.renter.offers(Query(types=("gpu_8x_b200_sxm6",), regions=("us-east-1",)))
+    assert offer.available == "no"
+    assert await it.renter.offers(Query(types=("gpu_8x_b200_sxm6",))) == []
+
+
+async def test_the_list_of_capacity_promises_nothing(it: Trial) -> None:
+    order = await it.order()
+    it.fault("stockout", -1, region="us-west-1")
+    [offer] = await it.renter.offers(Query(types=(order.offer.type,), regions=("us-west-1",)))
+    assert offer.available == "yes"
+    [outcome] = await it.renter.create([order])
+    assert (outcome.trouble, outcome.scope) == (Trouble.CAPACITY, "offer")
+    assert outcome.message == (
+        "acme: POST /instance-operations/launch: 400: instance-operations/launch/insufficient-capacity: "
+        "Not enough capacity to fulfill launch request."
+    )
+
+
+async def test_an_order_carries_its_marks_its_image_and_its_script(it: Trial) -> None:
+    await it.create("gpu1", "tok")
+    [machine] = it.market.machines.values()
+    assert machine.wanted.name == "reef--gpu1--tok"
+    tags = {tag["key"]: tag["value"] for tag in machine.wanted.marks["tags"]}
+    assert (tags["shoal-cluster"], tags["shoal-node"], tags["shoal-token"]) == ("reef", "gpu1", "tok")
+    assert tags["shoal-epoch"].isdigit()
+    assert machine.wanted.marks["hostname"] == "gpu1"
+    assert machine.wanted.user_data == "#!/bin/sh\ntrue\n"
+    assert machine.wanted.public_keys == (PUBLIC_KEY,)
+
+
+async def test_a_machine_whose_tags_are_not_told_is_known_by_its_name(it: Trial) -> None:
+    await it.create("gpu1", "tok")
+    it.simulation.rewrite = lambda line, data: _without_tags(data)
+    [found] = await it.listed()
+    assert (found.cluster, found.node, found.token, found.created) == ("reef", "gpu1", "tok", None)
+
+
+async def test_long_names_fit_and_are_told_by_their_tags(it: Trial) -> None:
+    node, token = "node-" + "x" * 50, "t" * 40
+    assert (await it.create(node, token)).ok
+    [found] = await it.listed()
+    assert (found.node, found.token) == (node, token)
+
+
+async def test_an_order_without_a_key_is_refused_before_anybody_is_asked(it: Trial) -> None:
+    [outcome] = await it.renter.create([replace(await it.order(), key_name="")])
+    assert outcome.trouble is Trouble.INVALID
+    assert "only with the name of an SSH key" in outcome.message
+    assert it.made == 0
+
+
+async def test_an_address_comes_before_the_machine_is_active(it: Trial) -> None:
+    await it.create()
+    [found] = await it.listed()
+    assert (found.state, found.host) == ("pending", "")
+    it.clock.now += 26
+    [found] = await it.listed()
+    assert (found.state, found.raw_state, found.host) == ("pending", "booting", "192.0.2.1")
+    it.boot()
+    [found] = await it.listed()
+    assert (found.state, found.raw_state, found.user, found.port) == ("up", "active", "ubuntu", 22)
+
+
+async def test_a_private_address_may_be_missing(it: Trial) -> None:
+    order = await it.order()
+    south = replace(order, offer=replace(order.offer, region="us-south-1"), token="t2", node="gpu2")
+    assert [one.ok for one in await it.renter.create([order, south])] == [True, True]
+    it.boot()
+    assert [bool(one.private_address) for one in await it.listed()] == [True, False]
+
+
+async def test_a_state_that_we_do_not_know_is_no_reason_to_give_a_machine_back(it: Trial) -> None:
+    await it.create()
+    it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "defragmenting"} for one in data["data"]]}
+    [found] = await it.listed()
+    assert (found.state, found.raw_state) == ("pending", "defragmenting")
+
+
+async def test_a_terminated_machine_is_not_listed(it: Trial) -> None:
+    await it.create()
+    it.simulation.rewrite = lambda line, data: {"data": [{**one, "status": "terminated"} for one in data["data"]]}
+    assert await it.listed() == []
+
+
+async def test_a_machine_that_lambda_does_not_terminate_is_told(it: Trial) -> None:
+    await it.create()
+    found = await it.listed()
+    it.simulation.rewrite = lambda line, data: {"data": {"terminated_instances": []}}
+    [outcome] = await it.renter.delete(found)
+    assert outcome.trouble is Trouble.TRANSIENT
+    assert outcome.message == f"Lambda did not terminate {found[0].id}"
+
+
+async def test_many_are_given_back_in_one_call(it: Trial) -> None:
+    for count in range(3):
+        await it.create(f"gpu{count}", f"t{count}")
+    found = await it.listed()
+    it.simulation.requests.clear()
+    assert all(one.ok for one in await it.renter.delete(found))
+    assert len(it.simulation.requests) == 1
+
+
+async def test_a_key_is_known_by_its_material_whatever_it_is_called(it: Trial) -> None:
+    await api(it, "POST", "/ssh-keys", {"name": "laptop", "public_key": PUBLIC_KEY + " somebody's"})
+    assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY) == "laptop"
+    other = PUBLIC_KEY.replace("FyC2", "FyC3")
+    assert (await it.renter.ensure_key(CLUSTER, other)).startswith("shoal-reef-")
+
+
+def test_errors_are_told_apart_by_their_codes_alone() -> None:
+    def trouble(status: int, code: str) -> Trouble | None:
+        found = understand(status, {"error": {"code": code, "message": "whatever"}})
+        return found.trouble if found else None
+
+    assert trouble(400, "global/quota-exceeded") is Trouble.QUOTA
+    assert trouble(400, "global/object-does-not-exist") is Trouble.INVALID
+    assert trouble(403, "global/account-inactive") is Trouble.BALANCE
+    assert trouble(409, "global/internal-error") is Trouble.AMBIGUOUS
+    assert trouble(400, "provider/internal-unavailable") is Trouble.TRANSIENT
+    assert trouble(503, "provider/internal-unavailable") is None  # then the status decides
+    assert trouble(400, "something/new") is None
+    assert understand(500, "<html>") is None
+    assert understand(500, {"error": "text"}) is None
+
+
+# The simulator, where the renter asks for no such thing
+
+
+async def test_the_simulator_keeps_to_lambdas_limits() -> None:
+    async with trial(CASES["lambda"], limited=True) as it:
+        it.clock.now += 10
+        key = await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
+        it.clock.now += 10
+        order = replace(await it.order(), key_name=key)
+        outcomes = []
+        for seconds in (10.0, 5.0, 7.0, 12.0):
+            it.clock.now += seconds
+            outcomes += await it.renter.create([order])
+        assert [one.trouble for one in outcomes] == [None, Trouble.RATE, None, None]
+        assert outcomes[1].retry_after == 12.0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"quantity": 2}, (400, "global/invalid-parameters", "Requested too many instances.")),
+        ({"region_name": None}, (400, "global/invalid-parameters", "region_name: Missing data for required field.")),
+        ({"ssh_key_names": ["a", "b"]}, (400, "global/invalid-parameters", "ssh_key_names: exactly one")),
+        ({"ssh_key_names": ["nobody's"]}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+        ({"instance_type_name": "x"}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+        ({"image": {"family": "x"}}, (404, "global/object-does-not-exist", "Specified object does not exist.")),
+        ({"name": "x" * 65}, (400, "global/invalid-parameters", "name: Longer than maximum length 64.")),
+        ({"hostname": "Up"}, (400, "global/invalid-parameters", "hostname: String does not match expected pattern.")),
+        ({"tags": [{"key": "A", "value": ""}]}, (400, "global/invalid-parameters", "tags: Invalid key.")),
+        ({"tags": [{"key": "ab", "value": "x" * 129}]}, (400, "global/invalid-parameters", "tags: Invalid value.")),
+        (
+            {"user_data": "x" * (1 << 20) + "x"},
+            (400, "global/invalid-parameters", "user_data: Longer than maximum length."),
+        ),
+    ],
+)
+async def test_an_order_that_lambda_does_not_take_is_refused_in_its_words(
+    it: Trial, more: dict[str, Any], told: tuple[int, str, str]
+) -> None:
+    assert code(await launch(it, **more)) == told
+    assert it.made == 0
+
+
+async def test_an_instance_is_shown_with_the_fields_that_lambda_documents(it: Trial) -> None:
+    await launch(it, tags=[{"key": "ab", "value": "c"}])
+    it.boot()
+    _, answer = await api(it, "GET", "/instances")
+    [shown] = answer["data"]
+    assert {"id", "name", "ip", "private_ip", "status", "ssh_key_names", "region", "instance_type", "actions"} <= set(
+        shown
+    )
+    assert shown["tags"] == [{"key": "ab", "value": "c"}]
+    assert shown["jupyter_token"]
+    assert not any("created" in name for name in shown)
+    assert await api(it, "GET", f"/instances/{shown['id']}") == (200, {"data": shown})
+    _, renamed = await api(it, "POST", f"/instances/{shown['id']}", {"name": "other"})
+    assert renamed["data"]["name"] == "other"
+    assert (await api(it, "POST", "/instance-operations/restart", {"instance_ids": [shown["id"]]}))[0] == 200
+
+
+async def test_terminating_is_followed_by_not_found(it: Trial) -> None:
+    _, made = await launch(it)
+    [id] = made["data"]["instance_ids"]
+    status, answer = await api(it, "POST", "/instance-operations/terminate", {"instance_ids": [id]})
+    assert (status, answer["data"]["terminated_instances"][0]["status"]) == (200, "terminating")
+    assert (await api(it, "GET", f"/instances/{id}"))[1]["data"]["actions"]["restart"][
+        "reason_code"
+    ] == "vm-is-terminating"
+    it.clock.now += 31
+    assert code(await api(it, "GET", f"/instances/{id}"))[:2] == (404, "global/object-does-not-exist")
+    assert (await api(it, "POST", "/instance-operations/terminate", {"instance_ids": [id]}))[0] == 404
+
+
+async def test_one_unknown_id_and_none_is_terminated(it: Trial) -> None:
+    _, made = await launch(it)
+    ids = [*made["data"]["instance_ids"], "0" * 32]
+    assert (await api(it, "POST", "/instance-operations/terminate", {"instance_ids": ids}))[0] == 404
+    assert [one.phase for one in it.market.machines.values()] == ["pending"]
+
+
+async def test_keys_are_made_listed_and_removed(it: Trial) -> None:
+    status, made = await api(it, "POST", "/ssh-keys", {"name": "new"})
+    assert status == 200
+    assert made["data"]["private_key"].startswith("-----BEGIN")
+    _, listed = await api(it, "GET", "/ssh-keys")
+    assert [set(key) for key in listed["data"]] == [{"id", "name", "public_key"}]
+    assert code(await api(it, "POST", "/ssh-keys", {"name": "new"}))[:2] == (400, "global/duplicate")
+    assert (await api(it, "DELETE", f"/ssh-keys/{made['data']['id']}"))[0] == 200
+    assert (await api(it, "DELETE", f"/ssh-keys/{made['data']['id']}"))[0] == 404
+
+
+async def test_images_name_the_family_that_we_ask_for(it: Trial) -> None:
+    _, answer = await api(it, "GET", "/images")
+    assert "lambda-stack-24-04" in {image["family"] for image in answer["data"]}
+
+
+@pytest.mark.parametrize(("user", "status"), [("k", 200), ("", 401)])
+async def test_a_key_may_come_as_a_user_without_a_password(it: Trial, user: str, status: int) -> None:
+    async with httpx.AsyncClient(auth=(user, "")) as client:
+        assert (await client.get(it.url + "/instances")).status_code == status
+
+
+def _without_tags(data: Any) -> Any:
+    return {"data": [{name: value for name, value in one.items() if name != "tags"} for one in data["data"]]}

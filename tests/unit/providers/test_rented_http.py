@@ -1,0 +1,161 @@
+"""What all renters' HTTP calls have in common: bodies that are read by name, failures that are told, a pace."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.renters import http, saying
+
+from shoal.providers.rental import Account, Trouble
+from shoal.providers.rented.http import Api, ApiError, Body, Pace, Refusal
+
+ACCOUNT = Account("acme", "example", "sk-very-secret", settings={"timeout": "5"})
+
+
+async def failure(reply: bytes, *, creates: bool = False, **more: Any) -> ApiError:
+    async with saying(reply) as url:
+        api = Api(ACCOUNT, url, **more)
+        try:
+            with pytest.raises(ApiError) as caught:
+                await api.ask("POST", "/machines", json={"name": "n1"}, creates=creates)
+        finally:
+            await api.close()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("status", "read", "create", "scope"),
+    [
+        ("400 Bad Request", Trouble.INVALID, Trouble.INVALID, "offer"),
+        ("401 Unauthorized", Trouble.AUTH, Trouble.AUTH, "provider"),
+        ("402 Payment Required", Trouble.BALANCE, Trouble.BALANCE, "provider"),
+        ("403 Forbidden", Trouble.AUTH, Trouble.AUTH, "provider"),
+        ("404 Not Found", Trouble.INVALID, Trouble.INVALID, "offer"),
+        ("408 Request Timeout", Trouble.TRANSIENT, Trouble.AMBIGUOUS, "offer"),
+        ("409 Conflict", Trouble.CONFLICT, Trouble.CONFLICT, "offer"),
+        ("422 Unprocessable", Trouble.INVALID, Trouble.INVALID, "offer"),
+        ("429 Too Many Requests", Trouble.RATE, Trouble.RATE, "provider"),
+        ("500 Internal Server Error", Trouble.TRANSIENT, Trouble.AMBIGUOUS, "offer"),
+        ("503 Service Unavailable", Trouble.TRANSIENT, Trouble.AMBIGUOUS, "offer"),
+    ],
+)
+async def test_a_status_decides_where_the_body_says_nothing(
+    status: str, read: Trouble, create: Trouble, scope: str
+) -> None:
+    for creates, trouble in ((False, read), (True, create)):
+        error = await failure(http(status, b"no luck", "text/plain"), creates=creates)
+        assert (error.trouble, error.scope, error.status) == (trouble, scope, int(status[:3]))
+        assert error.message == f"acme: POST /machines: {status[:3]}: no luck"
+        assert error.outcome("m1").id == "m1"
+
+
+async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
+    def understand(status: int, data: Any) -> Refusal | None:
+        return Refusal(Trouble.CAPACITY, "zone", data["why"]) if isinstance(data, dict) else None
+
+    error = await failure(http("400 Bad Request", b'{"why": "sold out"}'), understand=understand)
+    assert (error.trouble, error.scope, error.data) == (Trouble.CAPACITY, "zone", {"why": "sold out"})
+    assert error.message == "acme: POST /machines: 400: sold out"
+    assert (await failure(http("400 Bad Request", b"[]"), understand=understand)).trouble is Trouble.INVALID
+
+
+async def test_how_long_to_wait_is_the_answers_word_or_our_own() -> None:
+    reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", b"\r\nRetry-After: 17\r\n\r\n")
+    assert (await failure(reply)).retry_after == 17
+    dated = reply.replace(b"17", b"Wed, 21 Oct 2026 07:28:00 GMT")
+    assert (await failure(dated, retry_after=12.0)).retry_after == 12
+
+
+async def test_a_key_that_the_api_quotes_is_not_quoted_by_us() -> None:
+    error = await failure(http("401 Unauthorized", b"unknown key sk-very-secret", "text/plain"))
+    assert error.message == "acme: POST /machines: 401: unknown key ***"
+    assert "sk-very-secret" not in repr(vars(error))
+
+
+async def test_an_api_that_does_not_answer_in_time_leaves_an_order_open() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    api = Api(Account("acme", "example", settings={"timeout": "0.2"}), url)
+    with pytest.raises(ApiError, match="no answer came: ReadTimeout") as caught:
+        await api.ask("POST", "/machines", creates=True)
+    assert caught.value.trouble is Trouble.AMBIGUOUS
+    await api.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("", "https://cloud.example/api/v1"),
+        ("http://10.0.0.1:8080", "http://10.0.0.1:8080/api/v1"),
+        ("http://10.0.0.1:8080/", "http://10.0.0.1:8080/api/v1"),
+        ("http://10.0.0.1:8080/other/v2/", "http://10.0.0.1:8080/other/v2"),
+    ],
+)
+async def test_an_address_without_a_path_has_the_api_at_its_usual_one(given: str, base: str) -> None:
+    api = Api(Account("acme", "example", url=given), "https://cloud.example/api/v1")
+    assert api.base == base
+    await api.close()
+
+
+def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
+    body = Body({"items": [{"id": "a", "price": 3, "on": True, "in": {"x": None}}, {"id": 7}]}, "acme: GET /x")
+    first, second = body.rows("items")
+    assert (first.text("id"), first.number("price"), first.flag("on")) == ("a", 3.0, True)
+    assert (first.text("name", "none"), first.maybe_number("size"), first.has("in")) == ("none", None, True)
+    assert first.piece("in").text("x", "y") == "y"
+    assert [name for name, _ in first.piece("in").items()] == ["x"]
+    assert second.rows_or_none("tags") == []
+    wrong = {
+        "the answer lacks items[1].name": lambda: second.text("name"),
+        "items[1].id is not text": lambda: second.text("id"),
+        "items[0].price is not an object": lambda: first.piece("price"),
+        "items[0].on is not a number": lambda: first.number("on"),
+        "items[0].id is not a list": lambda: first.rows("id"),
+        "the answer lacks items[0].in.x": lambda: first.piece("in").text("x"),
+        "the answer is not a list": lambda: body.rows(),
+        "the answer is not an object": lambda: Body(5, "acme: GET /x").text("id"),
+        "items[0].id is not an object": lambda: Body("a", "acme: GET /x", path="items[0].id").items(),
+    }
+    for told, read in wrong.items():
+        with pytest.raises(ApiError) as caught:
+            read()
+        assert caught.value.message == f"acme: GET /x: {told}"
+
+
+def _take(path: Path, count: int) -> list[float]:
+    pace = Pace(5.0, path)
+    return [pace._take_shared(1000.0) for _ in range(count)]
+
+
+def test_processes_that_share_a_file_never_take_the_same_moment(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        taken = pool.starmap(_take, [(tmp_path / "pace" / "lambda.create", 20)] * 3)
+    moments = sorted(moment for some in taken for moment in some)
+    assert moments == [1000.0 + 5.0 * count for count in range(60)]
+    assert (tmp_path / "pace" / "lambda.create").stat().st_mode & 0o077 == 0
+
+
+def test_a_pace_from_before_the_machine_was_started_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("999999999.0")
+    assert Pace(5.0, tmp_path / "x")._take_shared(10.0) == 10.0
+
+
+async def test_a_pace_keeps_calls_apart_and_settings_decide_how_far(tmp_path: Path) -> None:
+    settings = {"create_interval": "0.05", "pace_dir": str(tmp_path)}
+    pace = Pace.of(Account("acme", "example", settings=settings), "create", 12.0)
+    assert (pace.interval, pace.file) == (0.05, tmp_path / "acme.create")
+    begun = time.monotonic()
+    for _ in range(3):
+        await pace.wait()
+    assert time.monotonic() - begun >= 0.1
+    assert Pace.of(Account("acme", "example"), "request", 1.0) == Pace(1.0, None)

@@ -1,0 +1,277 @@
+"""A simulated cloud's machines live, cost and go wrong by its own clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.simulators import SIMULATORS, cloud
+from shoal.simulators.faults import KINDS, Fault, read_faults
+from shoal.simulators.ground import Nowhere
+from shoal.simulators.machines import Billing, MachineType, Profile, Wanted
+from shoal.simulators.market import REFUSALS, Market, Refused
+
+WANTED = Wanted("reef-n1", "big", "us-1", public_keys=("ssh-ed25519 AAAA x",), marks={"tag": "t"})
+TYPES = (
+    MachineType("big", "H100", 8, 80, 100, 1000, 20.0, 8.0, places={"us-1": 2, "us-2": 0}),
+    MachineType("small", usd_hour=0.5, places={"us-1": 5}),
+)
+PROFILE = Profile(boot_seconds=60, address_seconds=10, stop_seconds=5, notice_seconds=30, billing=Billing(1))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def market(profile: Profile = PROFILE, store: Path | None = None, ground: Nowhere | None = None) -> Market:
+    return Market(profile, TYPES, ground or Nowhere(), clock=Clock(), store=store)
+
+
+def move(it: Market, seconds: float) -> None:
+    assert isinstance(it.clock, Clock)
+    it.clock.now += seconds
+    it.look()
+
+
+def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
+    it = market()
+    one = it.order(WANTED, "m1")
+    it.look()
+    assert (one.phase, one.host) == ("pending", "")
+    move(it, 10)
+    assert (one.phase, one.host) == ("pending", "192.0.2.1")
+    move(it, 50)
+    assert (one.phase, one.up) == ("up", 1060.0)
+    it.delete("m1")
+    assert [found.phase for found in it.listed()] == ["stopping"]
+    move(it, 5)
+    assert it.listed() == []
+    with pytest.raises(Refused, match="m1"):
+        it.delete("m1")
+
+
+@pytest.mark.parametrize(
+    ("billing", "seconds", "usd"),
+    [
+        (Billing(1), 190, 190 * 20 / 3600),
+        (Billing(60, from_up=True), 180, 1.0),
+        (Billing(3600), 3600, 20.0),
+        (Billing(1, minimum_seconds=600), 600, 600 * 20 / 3600),
+    ],
+    ids=["by the second", "by the minute from up", "by the hour", "at least ten minutes"],
+)
+def test_a_machine_costs_what_the_providers_rule_makes_of_its_time(billing: Billing, seconds: int, usd: float) -> None:
+    it = market(replace(PROFILE, billing=billing))
+    it.order(WANTED, "m1")
+    move(it, 60)
+    move(it, 130)
+    it.delete("m1")
+    move(it, 5000)
+    [bill] = it.bill()
+    assert (bill["seconds"], bill["usd"]) == (seconds, pytest.approx(usd, abs=1e-6))
+    assert bill["ended"] == 1190.0
+
+
+def test_a_machine_that_never_came_up_costs_nothing_where_time_counts_from_up() -> None:
+    it = market(replace(PROFILE, billing=Billing(60, from_up=True)))
+    it.order(WANTED, "m1")
+    it.delete("m1")
+    assert [(one["started"], one["usd"]) for one in it.bill()] == [(None, 0)]
+
+
+def test_there_are_only_so_many_machines_in_a_place() -> None:
+    it = market()
+    it.order(WANTED, "m1")
+    it.order(replace(WANTED, name="b"), "m2")
+    with pytest.raises(Refused) as caught:
+        it.order(replace(WANTED, name="c"), "m3")
+    assert caught.value.why == "stockout"
+    it.delete("m1")
+    assert it.room("big", "us-1") == 1
+    assert it.room("big", "us-2") == 0
+    assert it.room("big", "nowhere") == 0
+
+
+@pytest.mark.parametrize("why", ["stockout", "quota", "balance", "error-before-create"])
+def test_a_refusal_makes_nothing_and_is_spent(why: str) -> None:
+    it = market()
+    it.faults = [Fault(why)]
+    with pytest.raises(Refused) as caught:
+        it.order(WANTED, "m1")
+    assert caught.value.why == why
+    assert it.machines == {}
+    assert it.order(WANTED, "m1").id == "m1"
+
+
+def test_an_error_after_the_create_leaves_a_machine() -> None:
+    it = market()
+    it.faults = [Fault("error-after-create")]
+    with pytest.raises(Refused):
+        it.order(WANTED, "m1")
+    assert list(it.machines) == ["m1"]
+
+
+def test_a_fault_may_be_for_one_type_or_place_and_for_ever() -> None:
+    it = market()
+    it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
+    for _ in range(3):
+        with pytest.raises(Refused):
+            it.order(WANTED, "m1")
+    assert it.order(Wanted("s", "small", "us-1"), "m2").live
+    with pytest.raises(Refused) as caught:
+        it.order(Wanted("s", "small", "us-2"), "m3")
+    assert caught.value.why == "quota"
+    assert it.take("stockout") is None
+    assert [fault.times for fault in it.faults] == [-1, 1]
+
+
+def test_a_machine_that_dies_is_in_error_and_costs_until_it_is_deleted() -> None:
+    it = market()
+    it.faults = [Fault("dies", seconds=7)]
+    one = it.order(WANTED, "m1")
+    move(it, 60)
+    move(it, 6)
+    assert one.phase == "up"
+    move(it, 1)
+    assert one.phase == "error"
+    assert it.ground.stand("m1").state == "dead"
+    move(it, 33)
+    assert it.bill()[0]["seconds"] == 100
+    it.delete("m1")
+    move(it, 100)
+    assert it.bill()[0]["seconds"] == 100
+
+
+def test_a_machine_is_told_before_it_is_taken_away() -> None:
+    it = market()
+    one = it.order(WANTED, "m1")
+    move(it, 60)
+    assert it.preempt("m1").takes_away == 1090.0
+    move(it, 29)
+    assert (one.phase, one.preempted) == ("up", True)
+    move(it, 1)
+    assert one.phase == "stopping"
+    move(it, 5)
+    assert one.phase == "gone"
+    assert it.bill()[0]["ended"] == 1090.0
+
+
+def test_a_machine_ends_at_its_lifetime() -> None:
+    it = market()
+    one = it.order(replace(WANTED, lifetime=100), "m1")
+    move(it, 99)
+    assert one.phase == "up"
+    move(it, 1)
+    assert one.phase == "stopping"
+
+
+def test_a_lagging_list_shows_a_machine_late_and_too_long() -> None:
+    it = market()
+    it.faults = [Fault("lagging-list", seconds=20)]
+    it.order(WANTED, "m1")
+    assert it.listed() == []
+    with pytest.raises(Refused):
+        it.find("m1")
+    move(it, 20)
+    assert it.find("m1").id == "m1"
+    it.delete("m1")
+    move(it, 6)
+    assert [one.phase for one in it.listed()] == ["gone"]
+    move(it, 20)
+    assert it.listed() == []
+
+
+def test_a_name_that_is_taken_is_refused_or_there_are_two() -> None:
+    it = market()
+    it.faults = [Fault("duplicate-name")]
+    it.order(WANTED, "machine-1")
+    assert [one.wanted.name for one in it.machines.values()] == ["reef-n1", "reef-n1"]
+    unique = market(replace(PROFILE, unique_names=True))
+    unique.order(WANTED, "m1")
+    with pytest.raises(Refused) as caught:
+        unique.order(WANTED, "m2")
+    assert caught.value.why == "duplicate-name"
+
+
+def test_a_price_change_is_what_the_machine_costs_and_not_what_was_offered() -> None:
+    it = market()
+    it.faults = [Fault("price-change")]
+    assert it.price("big") == 20.0
+    assert it.price("big", "spot") == 8.0
+    assert it.order(replace(WANTED, market="spot"), "m1").usd_hour == 16.0
+    assert it.order(replace(WANTED, name="b"), "m2").usd_hour == 20.0
+
+
+def test_slow_unreachable_and_broken_machines_are_made_so() -> None:
+    it = market()
+    it.faults = [Fault("slow-boot", seconds=40), Fault("never-reachable"), Fault("bad-gpu")]
+    one = it.order(WANTED, "m1")
+    assert (one.boot_seconds, one.reachable, one.gpu_works) == (100.0, False, False)
+    other = it.order(replace(WANTED, name="b"), "m2")
+    assert (other.boot_seconds, other.reachable, other.gpu_works) == (60.0, True, True)
+
+
+def test_machines_and_the_bill_outlive_a_restart(tmp_path: Path) -> None:
+    store, ground = tmp_path / "simulators" / "x.json", Nowhere()
+    before = market(store=store, ground=ground)
+    before.order(WANTED, "m1")
+    before.order(replace(WANTED, name="b"), "m2")
+    before.delete("m2")
+    before.notes["keys"] = {"a": 1}
+    move(before, 70)
+    after = market(store=store, ground=ground)
+    after.adopt()
+    assert after.machines == before.machines
+    assert after.notes == {"keys": {"a": 1}}
+    assert [one["usd"] for one in after.bill()][1] == before.bill()[1]["usd"]
+
+
+def test_after_a_restart_a_machine_whose_host_is_gone_is_in_error(tmp_path: Path) -> None:
+    class Empty(Nowhere):
+        def adopt(self, ids: object) -> set[str]:
+            return set()
+
+    market(store=tmp_path / "x.json").order(WANTED, "m1")
+    after = market(store=tmp_path / "x.json", ground=Empty())
+    after.adopt()
+    assert after.machines["m1"].phase == "error"
+
+
+def test_faults_are_read_from_json() -> None:
+    text = '[{"kind": "stockout", "times": -1, "region": "us-1"}, {"kind": "dies", "seconds": 3.5}]'
+    assert read_faults(json.loads(text)) == [Fault("stockout", -1, region="us-1"), Fault("dies", seconds=3.5)]
+    assert Fault("slow-boot").after == 600
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({}, "faults are a list of objects"),
+        (["stockout"], "fault 0: kind is one of stockout, quota"),
+        ([{"kind": "auth"}, {"kind": "meteor"}], "fault 1: kind is one of"),
+        ([{"kind": "auth", "time": 2}], "fault 0: .*beside it are times, type, region, seconds"),
+        ([{"kind": "auth", "times": "often"}], "fault 0: times is a whole number"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_told(data: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_faults(data)
+
+
+@pytest.mark.parametrize("kind", sorted(SIMULATORS))
+def test_every_simulator_has_errors_of_its_own_for_what_may_befall_any_request(kind: str) -> None:
+    made = cloud(kind)
+    it = made(Market(made.profile, made.types, Nowhere()))
+    reasons = [why for why in REFUSALS if why in ("auth", "rate", "list-fails", "invalid", "not-found")]
+    assert [why for why in reasons if it.refuse(why).status_code < 400] == []
+
+
+def test_every_kind_of_fault_is_documented_in_the_page_on_providers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "adding-a-provider.md").read_text()
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []

@@ -1,0 +1,181 @@
+"""The shell around simulated clouds: keys, limits, control routes, metadata, and `shoal simulate` itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal.errors import ProviderError, UsageError
+from shoal.simulators import cloud
+from shoal.simulators.ground import Nowhere
+from shoal.simulators.machines import Wanted
+from shoal.simulators.market import Market
+from shoal.simulators.server import METADATA, Limit, Simulation, serving
+from shoal.verbs.simulate import Simulated, simulate
+
+ORDER = {"token": "t1", "name": "n1", "type": "gpu", "zone": "sandbox-a", "public_key": "ssh-ed25519 AAAA x"}
+
+
+def simulation(key: str = "", *, limited: bool = False) -> Simulation:
+    made = cloud("sandbox")
+    return Simulation(made(Market(made.profile, made.types, Nowhere())), key=key, limited=limited)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(simulation()) as url, httpx.AsyncClient(base_url=url.removesuffix("/v1")) as made:
+        yield made
+
+
+async def test_the_bill_the_requests_and_the_faults_can_be_asked_for(client: httpx.AsyncClient) -> None:
+    made = await client.post("/v1/machines", json={"machines": [ORDER]})
+    id = made.json()["machines"][0]["id"]
+    bill = (await client.get("/_simulator/bill")).json()
+    assert [(one["id"], one["name"], one["usd_hour"]) for one in bill["machines"]] == [(id, "n1", 0.60)]
+    assert bill["usd"] == bill["machines"][0]["usd"]
+    seen = (await client.get("/_simulator/requests")).json()
+    assert [(one["method"], one["path"], one["status"]) for one in seen] == [("POST", "/v1/machines", 200)]
+    assert (await client.get("/_simulator/faults")).json() == []
+    put = await client.put("/_simulator/faults", json=[{"kind": "list-fails", "times": 1}])
+    assert put.json() == [{"kind": "list-fails", "times": 1, "type": "", "region": "", "seconds": None}]
+    assert [(await client.get("/v1/machines")).status_code for _ in range(2)] == [500, 200]
+
+
+async def test_faults_that_make_no_sense_are_refused_and_change_nothing(client: httpx.AsyncClient) -> None:
+    refused = await client.put("/_simulator/faults", json=[{"kind": "meteor"}])
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("fault 0: kind is one of")
+    assert (await client.put("/_simulator/faults", content=b"{")).status_code == 400
+    assert (await client.get("/_simulator/faults")).json() == []
+
+
+async def test_a_machine_is_preempted_and_killed_on_demand(client: httpx.AsyncClient) -> None:
+    orders = [ORDER, {**ORDER, "token": "t2", "name": "n2"}]
+    made = (await client.post("/v1/machines", json={"machines": orders})).json()["machines"]
+    assert (await client.post(f"/_simulator/preempt/{made[0]['id']}")).json()["takes_away"] > 0
+    assert (await client.post(f"/_simulator/kill/{made[1]['id']}")).json()["phase"] == "error"
+    shown = (await client.get("/v1/machines")).json()["machines"]
+    assert [(one["preempted"], one["state"]) for one in shown] == [(True, "booting"), (False, "failed")]
+    unknown = await client.post("/_simulator/kill/m-0")
+    assert (unknown.status_code, unknown.json()) == (404, {"error": "no live machine m-0"})
+
+
+async def test_a_wrong_key_is_turned_away_and_written_down_nowhere() -> None:
+    it = simulation("the-right-one")
+    async with serving(it) as url, httpx.AsyncClient(base_url=url) as client:
+        for headers in ({}, {"Authorization": "Bearer the-wrong-one"}):
+            assert (await client.get("/machines", headers=headers)).status_code == 401
+        right = {"Authorization": "Bearer the-right-one"}
+        assert (await client.get("/machines", headers=right)).status_code == 200
+        shown = await client.get(url.removesuffix("/v1") + "/_simulator/requests")
+    assert [one["status"] for one in shown.json()] == [401, 401, 200]
+    assert "one" not in shown.text
+    assert "the-right-one" not in repr(it)
+
+
+def test_a_limit_lets_a_burst_through_and_then_one_an_interval() -> None:
+    limit = Limit(10.0, r"POST /launch", slack=10.0)
+    assert [limit.admits("POST /launch", now) for now in (100.0, 100.0, 100.0, 109.0, 110.0, 115.0)] == [
+        *(True, True, False),
+        *(False, True, False),
+    ]
+    assert limit.admits("GET /list", 100.0)
+
+
+async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
+    it = simulation()
+    market = it.market
+    wanted = Wanted("n1", "gpu", "sandbox", "sandbox-a", "spot", marks={"token": "t1", "labels": {}})
+    machine = market.order(wanted, "m1")
+    market.look()
+
+    async def asked(path: str, client: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=it, client=(client, 1234))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{METADATA}") as asking:
+            return await asking.get(path)
+
+    assert (await asked("/notice", machine.host)).status_code == 404
+    market.preempt("m1")
+    assert (await asked("/notice", machine.host)).json() == {"seconds": 30}
+    assert (await asked("/notice", "192.0.2.250")).status_code == 404
+    assert (await asked("/v1/machines", machine.host)).status_code == 404
+
+
+async def test_a_port_that_is_taken_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ProviderError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            async with serving(simulation(), port):
+                pass
+
+
+async def test_simulate_says_where_it_answers_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "faults.json").write_text('[{"kind": "stockout", "times": -1}]')
+    found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        simulate("lambda", found.set_result, faults=tmp_path / "faults.json", boot_seconds=3.0)
+    )
+    told = await found
+    async with httpx.AsyncClient(base_url=told.url) as client:
+        assert [one["kind"] for one in (await client.get("/_simulator/faults")).json()] == ["stockout"]
+        types = await client.get("/api/v1/instance-types", headers={"Authorization": "Bearer k"})
+        assert types.status_code == 200
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(httpx.ConnectError):
+        await httpx.AsyncClient().get(told.url)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "faults.json: Expecting"),
+        ('[{"kind": "x"}]', "faults.json: fault 0: kind is one of"),
+        (None, "cannot read"),
+    ],
+)
+async def test_a_file_of_faults_that_cannot_be_read_is_told(tmp_path: Path, text: str | None, told: str) -> None:
+    path = tmp_path / "faults.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=told):
+        await simulate("lambda", lambda found: None, faults=path)
+
+
+async def test_a_provider_that_nobody_simulates_is_told_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match="there is no simulator of 'azure'\n  fix: use one of: gcp, lambda"):
+        await simulate("azure", lambda found: None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may make sandbox hosts")
+async def test_sandbox_hosts_take_root() -> None:
+    with pytest.raises(ProviderError, match="sandbox hosts take root"):
+        await simulate("lambda", lambda found: None, cluster="nobodys")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_prints_its_address_and_ends_well_on_a_signal(number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "shoal", "simulate", "sandbox", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert running.stdout is not None
+        lines = ""
+        while not lines.rstrip().endswith("}"):
+            lines += running.stdout.readline()
+        told = json.loads(lines)
+        assert told["kind"] == "sandbox"
+        assert httpx.get(told["url"] + "/v1/types").status_code == 200
+        running.send_signal(number)
+        assert running.wait(timeout=30) == 0
