@@ -90,6 +90,16 @@ def test_a_second_up_changes_nothing_and_every_pair_connects(cluster: Cluster) -
     every_pair_connects(cluster)
 
 
+def test_an_up_that_hears_nothing_from_a_host_leaves_a_link_that_works_as_it_is(cluster: Cluster) -> None:
+    rule = f"ip daddr {cluster.instances()['near1'].address} tcp dport {{ 22, 51820 }} drop"
+    chain = f"chain output {{ type filter hook output priority filter; {rule}; }}"
+    cluster.on("far2", "nft", f"table inet silence {{ {chain}; }}")
+    try:
+        assert cluster.json("up")["changed"] == []
+    finally:
+        cluster.on("far2", "nft", "delete table inet silence")
+
+
 def test_names_and_nodes_are_on_the_network(cluster: Cluster) -> None:
     told = cluster.on("far1", "getent", "ahostsv4", *HOSTS)
     for number, host in enumerate(HOSTS, 1):
