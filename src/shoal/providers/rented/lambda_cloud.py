@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.providers.rental import Abilities, Account, Offer, Order, Outcome, Query, Rented, State, Trouble
+from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
 from shoal.providers.rented.http import Api, ApiError, Body, Pace, Refusal
 
 BASE = "https://cloud.lambda.ai/api/v1"
@@ -52,6 +52,7 @@ class LambdaCloud:
         at_once=1,
         create_interval=12.0,
         stopped_bills=True,
+        billing=Billing(step=60, from_up=True),
         boots_with="user_data",
         boot_seconds=1800,
         grace_seconds=300,

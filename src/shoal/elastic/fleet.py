@@ -1,0 +1,140 @@
+"""What the service works with, and what it knows at the beginning of a step: Slurm's wishes and the ledger's rows."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal.elastic.clock import Clock
+from shoal.elastic.ledger import Ledger
+from shoal.elastic.rentals import Rental
+from shoal.elastic.slurm import Job, Slurm
+from shoal.elastic.source import Source
+from shoal.errors import SlurmError
+from shoal.providers.rental import Offer, Rented
+from shoal.slurm.state import NodeState
+from shoal.spec.rented import Budget, RentedSet
+
+log = logging.getLogger("shoal.elastic")
+
+BROKEN_SECONDS = 600.0
+"""An offer whose machine did not become a working node is left alone so long."""
+
+
+class Joiner(Protocol):
+    """Makes machines nodes of the cluster."""
+
+    async def join(self, nodes: Mapping[str, Rented]) -> Mapping[str, str]:
+        """Bring machines that are up to where slurmd has registered and the GPUs work, all side by side.
+
+        Says for every node what went wrong, and nothing (`""`) for one that takes jobs now. It may be asked again for
+        the same machine. Text that begins with `UNFIT` is final: the machine itself is no good.
+        """
+
+
+UNFIT = "unfit: "
+"""How a joiner begins what it says of a machine that is up and reached, and no good: a GPU that does not work."""
+
+
+class BootScript(Protocol):
+    """What a machine runs when it boots."""
+
+    def __call__(self, nodeset: RentedSet, offer: Offer) -> str: ...
+
+
+def _nothing(nodeset: RentedSet, offer: Offer) -> str:
+    return ""
+
+
+@dataclass
+class Fleet:
+    """The rented nodesets of a cluster, and whom to ask about them."""
+
+    cluster: str
+    sets: Mapping[str, RentedSet]
+    sources: Mapping[str, Source]
+    """The accounts at providers, by name."""
+    ledger: Ledger
+    slurm: Slurm
+    joiner: Joiner
+    clock: Clock
+    public_key: str = ""
+    """The line that lets the controller into its machines."""
+    budget: Budget | None = None
+    boot: BootScript = _nothing
+    said: dict[str, str] = field(default_factory=dict)
+    """What was last said on each job."""
+    set_by_node: dict[str, RentedSet] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.set_by_node = {node: nodeset for nodeset in self.sets.values() for node in nodeset.nodes}
+
+    def release(self, rental: Rental, why: str) -> None:
+        """Note that a machine is to go; the next step gives it back."""
+        if rental.state != "releasing":
+            log.info("%s: %s of %s is given back: %s", rental.node, rental.id or "the order", rental.account, why)
+            self.ledger.releasing(rental.token, why, self.clock.now())
+
+    def useless(self, rental: Rental, why: str) -> None:
+        """A machine did not become a working node: it goes, and its offer is left alone for a while."""
+        offer, now = rental.offer, self.clock.now()
+        until = now + BROKEN_SECONDS
+        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why)
+        self.release(rental, why)
+
+    async def say(self, job: str, text: str) -> None:
+        """Leave word on a job, once. One that has left the queue needs none."""
+        if not job or self.said.get(job) == text:
+            return
+        self.said[job] = text
+        log.info("job %s: %s", job, text)
+        try:
+            await self.slurm.comment(job, text)
+        except SlurmError as error:
+            log.info("job %s takes no comment: %s", job, error.message)
+
+
+@dataclass
+class World:
+    """What is known in one step."""
+
+    now: float
+    nodes: Mapping[str, NodeState]
+    """The nodes of rented nodesets that Slurm has."""
+    jobs: Sequence[Job]
+    rentals: Sequence[Rental] = ()
+    """All that is there, or may be."""
+    _by_node: dict[str, list[Rental]] = field(default_factory=dict)
+    _jobs_by_node: dict[str, list[Job]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, now: float, nodes: Iterable[NodeState], jobs: Sequence[Job], fleet: Fleet) -> World:
+        world = cls(now, {node.name: node for node in nodes if node.name in fleet.set_by_node}, jobs)
+        on: dict[str, list[Job]] = defaultdict(list)
+        for job in jobs:
+            if job.active:
+                for node in job.nodes:
+                    on[node].append(job)
+        world._jobs_by_node = dict(on)
+        world.read(fleet.ledger)
+        return world
+
+    def read(self, ledger: Ledger) -> None:
+        """Read the ledger again, after something was written there."""
+        self.rentals = ledger.live()
+        by_node: dict[str, list[Rental]] = defaultdict(list)
+        for rental in self.rentals:
+            if rental.state != "releasing":
+                by_node[rental.node].append(rental)
+        self._by_node = dict(by_node)
+
+    def kept(self, node: str) -> Sequence[Rental]:
+        """What a node has, or may have, without what is on its way out."""
+        return self._by_node.get(node, ())
+
+    def jobs_on(self, node: str) -> Sequence[Job]:
+        """The jobs that hold a node."""
+        return self._jobs_by_node.get(node, ())

@@ -1,0 +1,75 @@
+"""Gives machines back, and goes on until their provider lists them no longer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.rentals import Rental
+from shoal.elastic.source import AGAIN_SECONDS, Source
+from shoal.providers.rental import Rented
+
+
+@dataclass
+class Release:
+    """What was asked for, while the service runs. A new one asks again, which does no harm."""
+
+    fleet: Fleet
+    _asked: dict[str, float] = field(default_factory=dict)
+    """When a delete was last asked for, by token."""
+    _taken: dict[str, float] = field(default_factory=dict)
+    """When the provider took it."""
+
+    async def step(self, world: World) -> None:
+        """Delete what is to go, and strike off what no list shows any more."""
+        due: dict[str, list[Rental]] = {}
+        for rental in world.rentals:
+            if rental.state != "releasing" or not rental.id or rental.account not in self.fleet.sources:
+                continue  # one without an id is still being looked for
+            source = self.fleet.sources[rental.account]
+            if self._is_gone(source, rental):
+                self.fleet.ledger.gone(rental.token, world.now)
+                self._asked.pop(rental.token, None)
+                self._taken.pop(rental.token, None)
+            elif world.now >= self._asked.get(rental.token, float("-inf")) + AGAIN_SECONDS:
+                due.setdefault(rental.account, []).append(rental)
+        await asyncio.gather(*(self._delete(self.fleet.sources[name], rentals) for name, rentals in due.items()))
+        world.read(self.fleet.ledger)
+
+    def _is_gone(self, source: Source, rental: Rental) -> bool:
+        if source.gone(rental):
+            return True
+        taken = self._taken.get(rental.token)
+        return taken is not None and source.seen is not None and source.seen.at > taken and not source.machine(rental)
+
+    async def _delete(self, source: Source, rentals: list[Rental]) -> None:
+        now = self.fleet.clock.now()
+        machines = [source.machine(rental) or _unseen(self.fleet.cluster, rental) for rental in rentals]
+        for rental in rentals:
+            self._asked[rental.token] = now
+        for rental, outcome in zip(rentals, await source.give_back(machines), strict=True):
+            if outcome.ok:
+                if rental.token not in self._taken:
+                    self.fleet.ledger.billed(rental.token, until=self.fleet.clock.now())
+                self._taken[rental.token] = self.fleet.clock.now()
+            else:
+                self._asked[rental.token] = now + max(0.0, outcome.retry_after - AGAIN_SECONDS)
+                log.warning("%s: %s could not be given back: %s", source.name, rental.id, outcome.message)
+
+
+def _unseen(cluster: str, rental: Rental) -> Rented:
+    """A machine that is known by its id alone: lists lag, and it must go all the same."""
+    offer = rental.offer
+    return Rented(
+        id=rental.id,
+        cluster=cluster,
+        node=rental.node,
+        token=rental.token,
+        state="pending",
+        raw_state="",
+        type=offer.type,
+        region=offer.region,
+        zone=offer.zone,
+        market=offer.market,
+    )

@@ -1,0 +1,310 @@
+"""Rents a machine for every node that Slurm wakes: all nodes of a job in one place, or none of them.
+
+A group is the nodes of one job in one nodeset. Its offers are tried in order, within the same job of Slurm: where one
+is out, what was already ordered there is given back and the next place is tried for the whole group. Before an order
+goes out its price must fit the budget, and it stands in the ledger; nothing is ordered twice for a node while it is
+open what became of the first order. When nothing is left to try, the nodes go down with the reason and the job back
+into the queue, until what was out may be had again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.elastic import budget, choose
+from shoal.elastic.catalog import PATIENCE, SILENT_SECONDS, Catalog
+from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.inbox import Request
+from shoal.elastic.rentals import Rental
+from shoal.elastic.slurm import in_use, reason, wants_machine
+from shoal.elastic.source import Source
+from shoal.errors import ProviderError
+from shoal.providers.rental import Offer, Order, Outcome, Trouble
+from shoal.spec.rented import RentedSet
+
+SIDE_BY_SIDE = 16
+"""So many orders are under way at one provider that takes one at a time and asks for no pause."""
+SHORTEST, LONGEST = 30.0, 600.0
+"""A node for which there is no machine is down for so long at least and at most."""
+CONFLICT_SECONDS = 15.0
+CONFLICTS = 3
+"""A name that is taken is tried again so often: what had it may be on its way out."""
+REPLACED = 2
+"""A machine that fails beside others that serve the job already is replaced in the same place so often."""
+
+
+@dataclass
+class Group:
+    """The nodes of one job in one nodeset."""
+
+    job: str
+    """Empty where no job asks for the node: somebody has woken it by hand."""
+    nodeset: RentedSet
+    nodes: tuple[str, ...]
+    kept: dict[str, Rental] = field(default_factory=dict)
+    """What its nodes have already, or may have."""
+    trouble: str = ""
+    """What stood in the way of the last order."""
+
+    @property
+    def wanting(self) -> list[str]:
+        return [node for node in self.nodes if node not in self.kept]
+
+    @property
+    def serving(self) -> list[Rental]:
+        return [rental for rental in self.kept.values() if rental.state == "joined"]
+
+    @property
+    def coming(self) -> list[Rental]:
+        return [rental for rental in self.kept.values() if rental.state != "joined"]
+
+
+class Resume:
+    """Serves all groups, side by side. What it remembers of notes saves an order now and then, and no more."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._catalog = Catalog(fleet)
+        self._by_hand: set[str] = set()
+        """Nodes that somebody has woken without a job, as Slurm's notes say."""
+        self._needless: set[str] = set()
+        self._counted: dict[str, Rental] | None = None
+
+    def spent(self, now: float) -> dict[str, str]:
+        """The nodesets whose machines are to go because a budget says so, each with the reason."""
+        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
+        if not any(one is not None and one.then == "end" for one in (self._fleet.budget, *own.values())):
+            return {}
+        return budget.spent(self._fleet.budget, own, list(self._fleet.ledger.all(budget.since(now))), now)
+
+    async def step(self, world: World, requests: Sequence[Request] = ()) -> None:
+        """Order what is wanted and not ordered, as far as providers let us now."""
+        for request in requests:
+            if request.verb == "resume":
+                self._by_hand |= set(request.nodes) - {node for _, nodes in request.jobs for node in nodes}
+        self._counted = None
+        groups = self._groups(world)
+        await self._leave(world)
+        await asyncio.gather(*(self._serve(group, world) for group in groups))
+
+    def _groups(self, world: World) -> list[Group]:
+        """The groups that lack machines."""
+        groups: dict[tuple[str, str], Group] = {}
+        for node in world.nodes.values():
+            if not wants_machine(node) or world.kept(node.name):
+                continue
+            nodeset = self._fleet.set_by_node[node.name]
+            job = next(iter(world.jobs_on(node.name)), None)
+            if job is None and node.name not in self._by_hand:
+                continue
+            name, beside = (job.id, job.nodes) if job else ("", (node.name,))
+            nodes = tuple(one for one in beside if self._fleet.set_by_node.get(one) is nodeset)
+            kept = {one: rental for one in nodes for rental in world.kept(one)[:1]}
+            groups.setdefault((name or node.name, nodeset.name), Group(name, nodeset, nodes, kept))
+        return list(groups.values())
+
+    async def _leave(self, world: World) -> None:
+        """Send nodes back to sleep that are woken for a job which is no longer there, before anything is rented."""
+        needless = {
+            node.name
+            for node in world.nodes.values()
+            if wants_machine(node)
+            and not world.kept(node.name)
+            and not world.jobs_on(node.name)
+            and node.name not in self._by_hand
+        }
+        sure = sorted(needless & self._needless)  # seen twice: the job may have come between two questions
+        self._needless = needless
+        self._by_hand = {node for node in self._by_hand if node in world.nodes and wants_machine(world.nodes[node])}
+        if sure:
+            log.info("nobody waits for %s any more", ", ".join(sure))
+            await self._fleet.slurm.power_down(sure)
+
+    async def _serve(self, group: Group, world: World) -> None:
+        """Order until the group has what it wants, must wait, or nothing is left to try."""
+        fleet = self._fleet
+        while group.wanting:
+            now = fleet.clock.now()
+            listed = await self._catalog.offers(group.nodeset)
+            blocks = fleet.ledger.blocks(now)
+            offers = self._beside(group, choose.candidates(group.nodeset, listed, blocks))
+            if not offers and self._catalog.unsure(group.nodeset, blocks):
+                return  # ask again before a job is sent back
+            if not offers:
+                why, again = choose.why_none(group.nodeset, listed, blocks, now)
+                return await self._give_up(group, world, why or "the job's other nodes cannot be joined", again)
+            offer, refusal = self._affordable(group, _begun_first(group, offers), now)
+            if refusal:
+                return await self._give_up(group, world, refusal, None)
+            if not all(_same(one.offer, offer) for one in group.coming):
+                for rental in group.coming:
+                    self._drop(group, rental, f"the job's nodes are to be in one place: {group.trouble}")
+                continue
+            await fleet.say(group.job, choose.trying(offer, group.trouble))
+            source = fleet.sources[offer.provider]
+            if now < source.free_at() or (key_name := await self._key_name(source)) is None:
+                return
+            await self._order(group, offer, source, key_name)
+
+    def _beside(self, group: Group, offers: list[Offer]) -> list[Offer]:
+        """Where some nodes of the job work already, the others belong beside them."""
+        if not group.serving:
+            return offers
+        offer = group.serving[0].offer
+        near = [one for one in offers if (one.provider, one.place) == (offer.provider, offer.place)]
+        return near or ([offer] if self._failures(group) < REPLACED else [])
+
+    def _failures(self, group: Group) -> int:
+        """How often machines for the nodes that still lack one came to nothing, for this job."""
+        histories = (self._fleet.ledger.of_node(node) for node in group.wanting)
+        return max(sum(group.job in one.jobs and one.joined_at is None for one in history) for history in histories)
+
+    def _affordable(self, group: Group, offers: Sequence[Offer], now: float) -> tuple[Offer, str]:
+        """The first offer that every budget admits for all that the group lacks, or why there is none."""
+        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
+        if self._fleet.budget is None and not any(own.values()):
+            return offers[0], ""
+        refusals: list[str] = []
+        for offer in offers:
+            # What is on its way counts already, where the group stays with its offer.
+            count = len(group.wanting) + sum(not _same(one.offer, offer) for one in group.coming)
+            billing = self._fleet.sources[offer.provider].abilities.billing
+            wish = budget.Wish(group.nodeset.name, offer, count, billing)
+            why = budget.refusal(wish, self._fleet.budget, own, list(self._rows(now).values()), now)
+            if why is None:
+                return offer, ""
+            refusals.append(why)
+        return offers[0], refusals[0]
+
+    def _rows(self, now: float) -> dict[str, Rental]:
+        """What counts against budgets: the ledger's rows of this month, with what was ordered in this step."""
+        if self._counted is None:
+            self._counted = {one.token: one for one in self._fleet.ledger.all(budget.since(now))}
+        return self._counted
+
+    async def _key_name(self, source: Source) -> str | None:
+        try:
+            return await source.key_name(self._fleet.public_key)
+        except ProviderError as error:
+            log.warning("%s: %s", source.name, error.message)
+            source.not_before = self._fleet.clock.now() + SHORTEST
+            return None
+
+    async def _order(self, group: Group, offer: Offer, source: Source, key_name: str) -> None:
+        """One round of orders at one offer: written down, sent, and what came of each written down."""
+        fleet, able = self._fleet, source.abilities
+        now = fleet.clock.now()
+        nodes = group.wanting[: able.at_once * (1 if able.create_interval else SIDE_BY_SIDE)]
+        rentals = [_rental(group, node, offer, source, now) for node in nodes]
+        fleet.ledger.paced(source.name, now)
+        fleet.ledger.intend(*rentals)
+        group.kept.update({rental.node: rental for rental in rentals})
+        if self._counted is not None:
+            self._counted.update({rental.token: rental for rental in rentals})
+        orders = [self._order_of(rental, group.nodeset, key_name) for rental in rentals]
+        calls = [orders[start : start + able.at_once] for start in range(0, len(orders), able.at_once)]
+        answers = await asyncio.gather(*(source.order(call) for call in calls))
+        for rental, outcome in zip(rentals, (one for answer in answers for one in answer), strict=True):
+            self._note(group, rental, outcome, source)
+
+    def _note(self, group: Group, rental: Rental, outcome: Outcome, source: Source) -> None:
+        """Write down what came of one order."""
+        fleet, now = self._fleet, self._fleet.clock.now()
+        if outcome.ok:
+            fleet.ledger.made(rental.token, outcome.id, outcome.usd_hour, now)
+            return
+        assert outcome.trouble is not None
+        log.info("%s: %s: %s", rental.node, rental.account, outcome.message or outcome.trouble.value)
+        if outcome.trouble is Trouble.AMBIGUOUS:
+            return  # it stays as it is, and is looked for
+        fleet.ledger.failed(rental.token, outcome.trouble, outcome.message, now)
+        self._forget(group, rental)
+        if outcome.trouble is Trouble.TRANSIENT and source.refusals >= PATIENCE:
+            why = f"{source.name} cannot be asked"
+            fleet.ledger.block(source.name, "", "", "", now + SILENT_SECONDS, why)
+            group.trouble = why
+        elif outcome.trouble is Trouble.CONFLICT and self._conflicts(rental) < CONFLICTS:
+            source.not_before = max(source.not_before, now + CONFLICT_SECONDS)
+        elif block := choose.block(rental.offer, outcome, now):
+            fleet.ledger.block(block.account, block.type, block.place, block.market, block.until, block.why)
+            group.trouble = block.why
+
+    def _order_of(self, rental: Rental, nodeset: RentedSet, key_name: str) -> Order:
+        return Order(
+            cluster=self._fleet.cluster,
+            node=rental.node,
+            token=rental.token,
+            offer=rental.offer,
+            public_key=self._fleet.public_key,
+            key_name=key_name,
+            user_data=self._fleet.boot(nodeset, rental.offer),
+            disk_gb=nodeset.disk_gb,
+            lifetime=nodeset.lifetime,
+        )
+
+    def _drop(self, group: Group, rental: Rental, why: str) -> None:
+        self._fleet.release(rental, why)
+        self._forget(group, rental)
+
+    def _forget(self, group: Group, rental: Rental) -> None:
+        del group.kept[rental.node]
+        if self._counted is not None:
+            self._counted.pop(rental.token, None)
+
+    def _conflicts(self, rental: Rental) -> int:
+        """How often the name was taken, of late, where this order went."""
+        since = rental.intended_at - LONGEST
+        before = [one for one in self._fleet.ledger.of_node(rental.node) if one.intended_at >= since]
+        return sum(one.trouble == Trouble.CONFLICT.value and one.offer.place == rental.offer.place for one in before)
+
+    async def _give_up(self, group: Group, world: World, why: str, again: float | None) -> None:
+        """Nothing is left to try now: the job goes back into the queue, and what it has of machines is given back."""
+        fleet, now = self._fleet, self._fleet.clock.now()
+        log.warning("job %s gets no nodes of %s: %s", group.job or "(none)", group.nodeset.name, why)
+        for rental in group.coming:
+            self._drop(group, rental, f"the job does not get all its nodes: {why}")
+        await fleet.say(group.job, why)
+        until = now + (LONGEST if again is None else min(max(again - now, SHORTEST), LONGEST))
+        waking = [node for node in group.nodes if node not in {rental.node for rental in group.serving}]
+        await fleet.slurm.down(waking, reason(why, until))
+        # What serves this job alone has nothing to do any more.
+        alone = [
+            rental.node
+            for rental in group.serving
+            if all(job.id == group.job for job in world.jobs_on(rental.node)) and in_use(world.nodes[rental.node])
+        ]
+        if alone:
+            await fleet.slurm.power_down(alone)
+
+
+def _begun_first(group: Group, offers: Sequence[Offer]) -> list[Offer]:
+    """The offer that the group has begun with comes first, as long as it may be had."""
+    return sorted(offers, key=lambda offer: not any(_same(offer, one.offer) for one in group.coming))
+
+
+def _same(one: Offer, other: Offer) -> bool:
+    """Whether two offers are of the same machine in the same place, whatever it costs by now."""
+    return (one.provider, one.type, one.region, one.zone, one.market) == (
+        other.provider,
+        other.type,
+        other.region,
+        other.zone,
+        other.market,
+    )
+
+
+def _rental(group: Group, node: str, offer: Offer, source: Source, now: float) -> Rental:
+    return Rental(
+        token=secrets.token_hex(8),
+        node=node,
+        nodeset=group.nodeset.name,
+        account=source.name,
+        offer=offer,
+        usd_hour=offer.usd_hour,
+        intended_at=now,
+        jobs=(group.job,) if group.job else (),
+        billing=source.abilities.billing,
+    )

@@ -1,0 +1,154 @@
+"""shoal-elastic.service: runs on the controller, wakes and gives back rented nodes as Slurm asks for them.
+
+All it does is a step, over and over. A step reads what Slurm wants, what the ledger says and what providers list, and
+does what is due; it remembers nothing that matters. Killed anywhere, the next one goes on from there. Only joining a
+machine takes longer than a step, and runs beside.
+
+    recognise, lost, strays   reconcile.py
+    ends                      spot.py
+    given back                release.py
+    machines to nodes         boot.py
+    nodes to machines         resume.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.elastic import spot, status
+from shoal.elastic.boot import Boot
+from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.inbox import Inbox, Request
+from shoal.elastic.reconcile import reconcile
+from shoal.elastic.release import Release
+from shoal.elastic.resume import Resume
+from shoal.elastic.slurm import wants_machine
+from shoal.elastic.source import Source
+from shoal.errors import HostError, SlurmError
+
+RECONCILE_SECONDS = 60.0
+"""How old what is known of a provider may become when nothing is awaited from it."""
+LOOK_SECONDS = 5.0
+"""The same while machines come up or go."""
+STEP_SECONDS = 2.0
+"""From one step to the next while something is awaited."""
+POLL_SECONDS = 0.2
+"""How soon a note of Slurm's is seen."""
+
+
+class Service:
+    """The service, with what it remembers between steps for convenience alone."""
+
+    def __init__(self, fleet: Fleet, *, inbox: Inbox | None = None, status_file: Path | None = None) -> None:
+        self.fleet = fleet
+        self._inbox = inbox
+        self._status_file = status_file
+        self._wake = asyncio.Event()
+        self._release = Release(fleet)
+        self._boot = Boot(fleet, self._wake.set)
+        self._resume = Resume(fleet)
+        self._problem = ""
+
+    async def step(self, requests: Sequence[Request] = ()) -> float:
+        """Do what is due. Returns the seconds after which to come again, at the latest."""
+        fleet = self.fleet
+        rentals = fleet.ledger.live()
+        awaited = {rental.account for rental in rentals if rental.state != "joined"}
+        await self._look(awaited)
+        world = await self._world()
+        if world is None:
+            # Nobody knows what is wanted. What was to go before goes on going.
+            await self._release.step(World.of(fleet.clock.now(), (), (), fleet))
+            self._report(None)
+            return STEP_SECONDS
+        await reconcile(fleet, world)
+        await spot.end(fleet, world, self._resume.spent(world.now))
+        await self._boot.step(world)
+        await self._resume.step(world, requests)
+        world.read(fleet.ledger)
+        await self._release.step(world)
+        self._report(world)
+        return self._next(world)
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            self._wake.clear()
+            requests = self._inbox.take() if self._inbox else []
+            try:
+                wait = await self.step(requests)
+            except Exception:
+                # One bad step must not end the service: machines would bill on.
+                log.exception("a step failed; the next one tries again")
+                wait = STEP_SECONDS
+            await self._sleep(wait)
+
+    async def close(self) -> None:
+        await self._boot.close()
+        for source in self.fleet.sources.values():
+            await source.renter.close()
+
+    async def _look(self, awaited: set[str]) -> None:
+        now = self.fleet.clock.now()
+
+        def due(source: Source) -> bool:
+            return now >= source.due(LOOK_SECONDS if source.name in awaited else RECONCILE_SECONDS)
+
+        await asyncio.gather(*(source.look() for source in self.fleet.sources.values() if due(source)))
+
+    async def _world(self) -> World | None:
+        slurm = self.fleet.slurm
+        try:
+            # In this order: a node that is being woken for a job is one whose job can be seen.
+            nodes = await slurm.nodes()
+            jobs = await slurm.jobs()
+        except (SlurmError, HostError) as error:
+            if not self._problem:
+                log.warning("slurmctld cannot be asked: %s", error.message)
+            self._problem = error.message
+            return None
+        self._problem = ""
+        return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet)
+
+    def _next(self, world: World) -> float:
+        busy = any(rental.state != "joined" for rental in world.rentals) or self._boot.waits
+        busy = busy or any(wants_machine(node) or "DOWN" in node.state for node in world.nodes.values())
+        return STEP_SECONDS if busy else RECONCILE_SECONDS / 4
+
+    def _report(self, world: World | None) -> None:
+        if self._status_file is None:
+            return
+        queued = {job.id for job in world.jobs} if world else set()
+        for job in self.fleet.said.keys() - queued if world else ():
+            del self.fleet.said[job]
+        told = status.Status(
+            at=self.fleet.clock.now(),
+            problem=self._problem,
+            accounts={name: source.problem for name, source in self.fleet.sources.items()},
+            jobs=dict(self.fleet.said),
+            nodes={
+                rental.node: {
+                    "state": rental.state,
+                    "account": rental.account,
+                    "type": rental.offer.type,
+                    "place": rental.offer.place,
+                    "market": rental.offer.market,
+                    "id": rental.id,
+                    "usd_hour": rental.usd_hour,
+                    "since": rental.intended_at,
+                }
+                for rental in (world.rentals if world else self.fleet.ledger.live())
+            },
+        )
+        status.write(self._status_file, told)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until it is time, a join has ended, or Slurm asks for something."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while loop.time() < end and not self._wake.is_set() and not (self._inbox and self._inbox.waiting()):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), min(POLL_SECONDS, max(0.0, end - loop.time())))

@@ -1,0 +1,159 @@
+"""An account at a provider as the service uses it: what it lists, how fast it may be asked, what it is known to have.
+
+A list that fails leaves what was known before, and its age: nothing is ever taken for gone because nobody could be
+asked. A machine counts as gone when lists that came after it show it no longer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.elastic.clock import Clock
+from shoal.elastic.ledger import Ledger
+from shoal.elastic.rentals import Rental
+from shoal.errors import ProviderError
+from shoal.providers.rental import Abilities, Order, Outcome, Rented, Renter, Trouble
+
+log = logging.getLogger("shoal.elastic.source")
+
+LOOK_SECONDS = 120.0
+"""An order whose answer got lost is looked for so long before anything is ordered again."""
+ABSENCES = 2
+"""A machine that was there is gone when so many lists in a row do not show it."""
+AGAIN_SECONDS = 30.0
+"""A machine that is still listed is deleted again after so long."""
+_FIRST_WAIT, _LONGEST_WAIT = 5.0, 60.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An answer to the question what there is."""
+
+    at: float
+    """When it was asked: what happened later is not in it."""
+    machines: Mapping[str, tuple[Rented, ...]]
+    """Those of our cluster, by token. More than one of a token is one too many."""
+
+
+@dataclass
+class Source:
+    """One account, with what is remembered of it while the service runs."""
+
+    name: str
+    renter: Renter
+    cluster: str
+    ledger: Ledger
+    clock: Clock
+    seen: Seen | None = None
+    problem: str = ""
+    """Why the last list failed; empty when it did not."""
+    not_before: float = 0.0
+    """No order before this time: the provider has asked for patience."""
+    refusals: int = 0
+    """So many orders in a row came to nothing because the provider could not be asked."""
+    _asked_at: float = float("-inf")
+    _failures: int = 0
+    _absences: dict[str, int] = field(default_factory=dict)
+    _first_seen: dict[str, float] = field(default_factory=dict)
+    _orphans: dict[str, float] = field(default_factory=dict)
+    _key_name: str | None = None
+
+    @property
+    def abilities(self) -> Abilities:
+        return self.renter.abilities
+
+    # ---- what there is
+
+    def due(self, age: float) -> float:
+        """When to list again, so that what is known is at most so old; later where the provider does not answer."""
+        wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (self._failures - 1)) if self._failures else 0.0
+        return self._asked_at + max(age, wait)
+
+    async def look(self) -> None:
+        """Ask what there is."""
+        self._asked_at = self.clock.now()
+        try:
+            listed = await self.renter.rented(self.cluster)
+        except ProviderError as error:
+            self._failures += 1
+            if not self.problem:
+                log.warning("%s cannot be asked what there is: %s", self.name, error.message)
+            self.problem = error.message
+            return
+        if self.problem:
+            log.info("%s answers again", self.name)
+        self._failures, self.problem = 0, ""
+        machines: dict[str, tuple[Rented, ...]] = {}
+        for machine in listed:
+            if machine.cluster == self.cluster and machine.token:  # what has no mark of ours is not ours
+                machines[machine.token] = (*machines.get(machine.token, ()), machine)
+        self.seen = Seen(self._asked_at, machines)
+        for token in machines:
+            self._first_seen.setdefault(token, self._asked_at)
+            self._absences[token] = 0
+        for token in self._absences.keys() - machines.keys():
+            self._absences[token] += 1
+
+    def machine(self, rental: Rental) -> Rented | None:
+        """The machine of a rental, as it was last listed."""
+        found = self.seen.machines.get(rental.token, ()) if self.seen else ()
+        return next((one for one in found if one.id == rental.id), found[0] if found and not rental.id else None)
+
+    def first_seen(self, machine: Rented) -> float:
+        """Since when it is known that there is such a machine."""
+        since = self._first_seen.get(machine.token, self.clock.now())
+        return since if machine.created is None else min(since, machine.created)
+
+    def gone(self, rental: Rental) -> bool:
+        """Whether the machine of a rental is certainly there no longer; False as long as nobody can know."""
+        if self.seen is None or self.machine(rental) is not None:
+            return False
+        if rental.made_at is None:
+            return self.seen.at >= rental.intended_at + LOOK_SECONDS
+        if rental.token not in self._first_seen and self.seen.at < rental.made_at + self.abilities.grace_seconds:
+            return False  # lists lag
+        absences = self._absences.setdefault(rental.token, 0 if rental.token in self._first_seen else 1)
+        return absences >= ABSENCES
+
+    # ---- what we do there
+
+    def free_at(self) -> float:
+        """When the next order may go out."""
+        paced = self.ledger.last_rate(self.name) + self.abilities.create_interval
+        return max(self.not_before, paced if self.abilities.create_interval else 0.0)
+
+    async def key_name(self, public_key: str) -> str:
+        """The controller's key as the provider knows it. Raises ProviderError."""
+        if self._key_name is None:
+            self._key_name = await self.renter.ensure_key(self.cluster, public_key)
+        return self._key_name
+
+    async def order(self, orders: Sequence[Order]) -> list[Outcome]:
+        """Order machines of one offer, at most `abilities.at_once`. The intents are in the ledger already."""
+        try:
+            outcomes = await self.renter.create(orders)
+        except ProviderError as error:
+            # It may have raised before anything was sent or after: we look, which is always right.
+            outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=error.message)] * len(orders)
+        for outcome in outcomes:
+            self.refusals = self.refusals + 1 if outcome.trouble is Trouble.TRANSIENT else 0
+            if outcome.trouble in (Trouble.RATE, Trouble.TRANSIENT):
+                wait = outcome.retry_after or max(self.abilities.create_interval, _FIRST_WAIT)
+                self.not_before = max(self.not_before, self.clock.now() + wait)
+        return outcomes
+
+    def may_ask_again(self, machine: Rented) -> bool:
+        """Whether to delete a machine that belongs to nobody, or whether that was just asked for."""
+        due = self.clock.now() >= self._orphans.get(machine.id, float("-inf")) + AGAIN_SECONDS
+        if due:
+            self._orphans[machine.id] = self.clock.now()
+        return due
+
+    async def give_back(self, machines: Sequence[Rented]) -> list[Outcome]:
+        """Delete machines. What could not be done shows in the outcomes, and is tried again later."""
+        try:
+            return await self.renter.delete(machines)
+        except ProviderError as error:
+            return [Outcome(one.id, Trouble.TRANSIENT, message=error.message) for one in machines]

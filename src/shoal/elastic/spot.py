@@ -1,0 +1,87 @@
+"""Machines that are about to be taken away: their jobs are warned as by Slurm's own preemption, and go on elsewhere.
+
+The end of a machine is known beforehand when its provider gives notice, in its list or to the machine itself (which
+then drains its node with a reason that begins with NOTICE), when its lifetime is over, and when the budget is spent and
+says `then: end`. Then
+
+    at once          jobs that `shoal run` started get the warning signal, and the node takes no new ones
+    shortly before   what still runs is put back into the queue
+    when it is free  the node goes down and to sleep, and its machine is given back
+
+How far this is stands in the reason of the node, so that a service that was killed goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+
+from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.rentals import Rental
+from shoal.elastic.slurm import again, in_use, ours, reason
+from shoal.errors import SlurmError
+from shoal.train.contract import GRACE_SECONDS
+
+NOTICE = "notice: "
+"""How the reason begins that a machine gives to its own node when its provider has told it that it must go."""
+MARGIN = 5.0
+"""So long before the end what still runs is put back into the queue."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a machine goes, and how long its jobs have."""
+
+    why: str
+    seconds: float
+
+
+async def end(fleet: Fleet, world: World, spent: Mapping[str, str]) -> None:
+    """See to the machines that are about to go. `spent` says which nodesets are to end now, and why."""
+    for rental in world.rentals:
+        if rental.state != "joined" or rental.node not in world.nodes:
+            continue
+        node = world.nodes[rental.node]
+        ending = _ending(fleet, rental, world.now, spent, node.reason.startswith(NOTICE))
+        if ending is None or not in_use(node):
+            continue
+        jobs = world.jobs_on(rental.node)
+        if not ("DRAIN" in node.state and ours(node)):
+            for job in jobs:
+                if job.saves:
+                    await _told(fleet.slurm.warn(job.id), job.id)
+                await fleet.say(job.id, f"{rental.node}: {ending.why}")
+            log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, ending.why, len(jobs), ending.seconds)
+            await fleet.slurm.drain([rental.node], reason(ending.why, world.now + max(0.0, ending.seconds - MARGIN)))
+            if jobs:
+                continue
+        if jobs and world.now < again(node):
+            continue
+        for job in jobs:
+            await _told(fleet.slurm.requeue(job.id), job.id)
+        # Its jobs have left, or were put back: whatever is still there goes with the machine.
+        await fleet.slurm.down([rental.node], reason(ending.why, world.now))
+
+
+def _ending(
+    fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str], noticed: bool
+) -> Ending | None:
+    source = fleet.sources.get(rental.account)
+    machine = source.machine(rental) if source else None
+    if source is not None and (noticed or (machine is not None and machine.ending)):
+        return Ending(f"{rental.account} takes {rental.id} away", float(source.abilities.notice_seconds))
+    nodeset = fleet.sets.get(rental.nodeset)
+    begun = rental.intended_at if rental.made_at is None else rental.made_at
+    if nodeset is not None and nodeset.lifetime and now >= begun + nodeset.lifetime - GRACE_SECONDS:
+        return Ending(f"its lifetime of {nodeset.lifetime} s is over", max(0.0, begun + nodeset.lifetime - now))
+    if rental.nodeset in spent:
+        return Ending(spent[rental.nodeset], float(GRACE_SECONDS))
+    return None
+
+
+async def _told(telling: Awaitable[None], job: str) -> None:
+    """A job that has just ended minds nothing."""
+    try:
+        await telling
+    except SlurmError as error:
+        log.info("job %s: %s", job, error.message)
