@@ -18,6 +18,7 @@ from shoal.cli import (
     env_commands,
     job_commands,
     key_commands,
+    money_commands,
     prove_commands,
     simulate_commands,
     ui_commands,
@@ -263,6 +264,7 @@ job_commands.register(app)
 prove_commands.register(app)
 account_commands.register(app)
 key_commands.register(app)
+money_commands.register(app)
 bench_commands.register(app)
 env_commands.register(app)
 ui_commands.register(app)

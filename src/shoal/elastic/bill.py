@@ -31,10 +31,12 @@ def rate(rental: Rental) -> int:
     return micros(rental.usd_hour) if rental.usd_hour is not None and rental.live and not rental.billed_until else 0
 
 
-def seconds(rental: Rental, since: float, until: float) -> float:
-    """How long its machine was there within a period."""
+def presence(rental: Rental, since: float, until: float) -> tuple[float, float] | None:
+    """From when to when its machine was there within a period; None where it was not."""
     begun = _begun(rental, False)
-    return 0.0 if begun is None else max(0.0, min(until, _ended(rental)) - max(since, begun))
+    if begun is None or begun >= until or _ended(rental) < since:
+        return None
+    return max(since, begun), max(since, begun, min(until, _ended(rental)))
 
 
 def day_of(at: float) -> tuple[float, float]:

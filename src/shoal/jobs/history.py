@@ -36,7 +36,12 @@ def sacct_command() -> tuple[str, ...]:
 
 def parse_jobcomp(text: str) -> list[JobRecord]:
     """What the file says, oldest first. A job that was queued again has several lines; the last one counts."""
-    return _last(_from_jobcomp(record) for record in split_records(text))
+    return _last(parse_runs(text))
+
+
+def parse_runs(text: str) -> list[JobRecord]:
+    """What the file says, each run of a job for itself."""
+    return [_from_jobcomp(record) for record in split_records(text)]
 
 
 def parse_sacct(text: str) -> list[JobRecord]:

@@ -1,0 +1,60 @@
+"""`shoal offers`: which machines the providers of the spec have now, where, and for how much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.errors import ShoalError
+from shoal.providers.prices import prices, refreshed
+from shoal.providers.rental import Account, Offer, Query, Renter
+from shoal.providers.rented import renter
+from shoal.verbs.accounts import Open, ask_all, open_accounts
+from shoal.verbs.context import Context
+
+
+@dataclass(frozen=True)
+class OffersResult:
+    cluster: str
+    offers: tuple[Offer, ...]
+    """Cheapest first; what has no price comes after, and last what cannot be had now."""
+    failures: Mapping[str, ShoalError] = field(default_factory=dict)
+    """The accounts that could not be asked."""
+
+
+async def offers(context: Context, query: Query, providers: Iterable[str] = (), opened: Open = renter) -> OffersResult:
+    """Ask all accounts, or those named, side by side. Prices that an API lacks come from our table, with their day."""
+    accounts = open_accounts(context.spec, providers)
+    with context.progress.phase("providers asked", len(accounts.usable)) as phase:
+
+        async def question(account: Account, one: Renter) -> list[Offer]:
+            found = await one.offers(query)
+            phase.done(account.name)
+            return found
+
+        answers, failures = await ask_all(accounts, question, opened)
+    kinds = {account.name: account.kind for account in accounts.usable}
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    found: list[Offer] = []
+    for name, told in answers.items():
+        refreshed(kinds[name], told, today)
+        found += (offer for offer in prices().fill(kinds[name], told) if _asked_for(offer, query))
+    return OffersResult(context.cluster, tuple(sorted(found, key=_order)), failures)
+
+
+def _asked_for(offer: Offer, query: Query) -> bool:
+    """Providers may list more than they are asked for, and some learn what is in a machine from our table."""
+    return (
+        query.gpu.lower() in offer.gpu.lower()
+        and offer.gpus >= query.gpus
+        and (not query.types or offer.type in query.types)
+        and (not query.regions or offer.region in query.regions)
+        and (not query.zones or offer.zone in query.zones)
+        and query.market in (None, offer.market)
+    )
+
+
+def _order(offer: Offer) -> tuple[bool, bool, float, str, str, str]:
+    unknown = offer.usd_hour is None
+    return (offer.available == "no", unknown, offer.usd_hour or 0.0, offer.provider, offer.type, offer.place)

@@ -1,0 +1,118 @@
+"""Providers in memory, for verbs that ask all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tests.unit.plan.fake_world import LAB, spec_of
+
+from shoal.errors import ProviderError
+from shoal.providers.rental import Abilities, Account, Offer, Order, Outcome, Query, Rented, Trouble
+from shoal.verbs.context import Context
+
+RENTING = (
+    LAB.replace(
+        "partitions:\n",
+        "  burst: {offers: [{provider: lambda, type: gpu_1x_a10}, {provider: cloud, type: "
+        "g2-standard-4}], max: 4}\npartitions:\n  burst: {nodesets: [burst]}\n",
+    )
+    + """
+providers:
+  lambda: {key: env:PATH}
+  cloud: {kind: gcp, key: env:PATH, project: p}
+budget: {per_hour: 20, per_month: 500}
+"""
+)
+"""Its keys are in a variable that is always set: nobody is asked with them."""
+
+
+def context(text: str = RENTING) -> Context:
+    return Context(spec_of(text))
+
+
+def machine(id: str, node: str = "burst1", **values: object) -> Rented:
+    made = Rented(id, "reef", node, f"token-{id}", "up", "active", type="gpu_1x_a10", region="us-west-1", usd_hour=1.29)
+    return replace(made, **values)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeRenter:
+    """One provider: what it offers, what it has, and how it misbehaves."""
+
+    listed: list[Offer] = field(default_factory=list)
+    machines: list[Rented] = field(default_factory=list)
+    down: bool = False
+    slow: bool = False
+    lists_that_fail: int = 0
+    deletes_that_fail: int = 0
+    lag: int = 0
+    """A machine that was deleted is listed so often still."""
+    hidden: int = 0
+    """The first lists do not show anything."""
+    refuses: Trouble | None = None
+    abilities: Abilities = field(default_factory=Abilities)
+    deleted: list[str] = field(default_factory=list)
+    closed: int = 0
+    _going: dict[str, int] = field(default_factory=dict)
+
+    async def offers(self, query: Query) -> list[Offer]:
+        await self._answer()
+        return self.listed
+
+    async def create(self, orders: Sequence[Order]) -> list[Outcome]:
+        raise NotImplementedError("nothing here orders")
+
+    async def rented(self, cluster: str) -> list[Rented]:
+        await self._answer()
+        if self.lists_that_fail:
+            self.lists_that_fail -= 1
+            raise ProviderError("lambda: GET /instances: 503", hint="wait")
+        if self.hidden:
+            self.hidden -= 1
+            return []
+        for id, left in list(self._going.items()):
+            self._going[id] = left - 1
+            if left <= 0:
+                self.machines = [one for one in self.machines if one.id != id]
+        return [one for one in self.machines if one.cluster == cluster]
+
+    async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
+        await self._answer()
+        if self.refuses:
+            return [Outcome(one.id, self.refuses, message="you may not delete") for one in rented]
+        if self.deletes_that_fail:
+            self.deletes_that_fail -= 1
+            return [Outcome(one.id, Trouble.TRANSIENT, message="try again") for one in rented]
+        for one in rented:
+            self.deleted.append(one.id)
+            self._going.setdefault(one.id, self.lag)
+            stopping = replace(one, state="stopping", raw_state="terminating")
+            self.machines = [stopping if other.id == one.id else other for other in self.machines]
+        return [Outcome(one.id) for one in rented]
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        return ""
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def _answer(self) -> None:
+        if self.slow:
+            await asyncio.sleep(3600)
+        if self.down:
+            raise ProviderError("cloud: cannot be reached: connection refused", hint="see that it is up")
+
+
+def opener(**renters: FakeRenter):  # type: ignore[no-untyped-def]
+    """Makes the fake renter of an account, by the account's name."""
+
+    def opened(account: Account) -> FakeRenter:
+        return renters[account.name]
+
+    return opened
+
+
+async def no_sleep(seconds: float) -> None:
+    """Time passes at once."""

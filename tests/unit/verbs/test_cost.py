@@ -1,0 +1,136 @@
+"""`shoal cost`: what the controller's ledger says, with the limits of the file beside it."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from tests.unit.plan.fake_world import LAB, World, lab
+from tests.unit.verbs.fake_renters import RENTING
+
+from shoal.cli.render_money import cost_json, show_cost
+from shoal.elastic.costs import Costs, JobCost, encode
+from shoal.elastic.money import micros
+from shoal.errors import LedgerError, UsageError
+from shoal.hosts.api import Result
+from shoal.verbs.context import Context
+from shoal.verbs.cost import COMMAND, CostResult, Limit, cost
+
+COSTS = Costs(
+    at=1000.0,
+    month="2026-11",
+    per_hour=micros("31.92"),
+    machines=1,
+    today=micros("12.345"),
+    total=micros("100.10"),
+    nodesets={"burst": micros("100.10")},
+    users={"ann": micros("60.05"), "bob": micros("20.03")},
+    jobs=(JobCost("7", "ann", "train", micros("60.05")), JobCost("8", "bob", "eval", micros("20.03"))),
+    starting=micros("5"),
+    idle=micros("15.02"),
+)
+
+
+def world(answer: object, text: str = RENTING) -> World:
+    made = lab(text)
+    made.hosts["c1"].answers = {**made.hosts["c1"].answers, COMMAND[0]: answer, COMMAND[:1]: answer}  # type: ignore[dict-item]
+    return made
+
+
+async def asked(answer: object, month: str | None = None, text: str = RENTING) -> CostResult:
+    made = world(answer, text)
+    return await cost(Context(made.spec, connector=made.connector), month)
+
+
+def shown(result: CostResult) -> list[str]:
+    out = StringIO()
+    show_cost(Console(file=out, width=100), result)
+    return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()]
+
+
+async def test_the_controller_is_asked_as_root_and_the_files_limits_stand_beside() -> None:
+    made = world(encode(COSTS).encode())
+    result = await cost(Context(made.spec, connector=made.connector))
+    assert result == CostResult("reef", COSTS, Limit(micros(20), None, micros(500)))
+    [call] = [call for call in made.hosts["c1"].calls if call.argv[0] == COMMAND[0]]
+    assert call.argv == COMMAND and call.root
+
+
+async def test_another_month_is_asked_for_by_name() -> None:
+    made = world(encode(COSTS).encode())
+    await cost(Context(made.spec, connector=made.connector), "2026-10")
+    assert made.hosts["c1"].calls[-1].argv[-2:] == ("--month", "2026-10")
+
+
+@pytest.mark.parametrize("month", ["2026", "2026-13", "10-2026", "last; rm -rf /"])
+async def test_what_is_no_month_is_refused(month: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        await asked(b"", month)
+    assert str(caught.value) == f"--month {month}: that is no month\n  fix: write it as 2026-11"
+
+
+async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
+    with pytest.raises(UsageError) as caught:
+        await asked(b"", text=LAB)
+    assert str(caught.value) == (
+        "cluster reef rents no machines\n  fix: what your own GPUs cost is told by `shoal usage`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Result(127, b"", b"sh: not found"), "c1 has no Shoal of its own yet\n  fix: run `shoal up`"),
+        (
+            Result(1, json.dumps({"error": "the ledger is broken", "fix": "keep a copy"}).encode()),
+            "c1: the ledger is broken\n  fix: keep a copy",
+        ),
+        (
+            Result(1, b"", b"Traceback\nImportError: no module"),
+            "c1 does not tell what was spent: ImportError: no module\n  fix: run `shoal up`",
+        ),
+        (Result(0, b""), "c1 does not tell what was spent: nothing\n  fix: run `shoal up`"),
+    ],
+)
+async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str) -> None:
+    with pytest.raises(LedgerError) as caught:
+        await asked(answer)
+    assert str(caught.value) == said
+
+
+def test_a_person_reads_the_sums_and_who_had_what() -> None:
+    result = CostResult("reef", COSTS, Limit(micros(40), None, micros(500)), {"burst": Limit(per_month=micros(300))})
+    assert shown(result) == [
+        "reef: 1 machine",
+        "of",
+        "now, an hour $31.92 $40.00",
+        "today, by UTC $12.35",
+        "2026-11 $100.10 $500.00",
+        "nodeset cost of",
+        "burst $100.10 $300.00",
+        "user cost",
+        "ann $60.05",
+        "bob $20.03",
+        "(starting) $5.00",
+        "(idle) $15.02",
+        "job user name cost",
+        "7 ann train $60.05",
+        "8 bob eval $20.03",
+    ]
+
+
+def test_what_is_not_in_the_sums_is_said() -> None:
+    odd = Costs(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
+    assert shown(CostResult("reef", odd))[-2:] == [
+        "not in these sums, for nobody knows their price: burst1",
+        "! by user and job it is not told: scontrol does not answer",
+    ]
+
+
+def test_scripts_get_dollars() -> None:
+    found = cost_json(CostResult("reef", COSTS, Limit(per_month=micros(500))))
+    assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)
+    assert found["jobs"][0] == {"id": "7", "user": "ann", "name": "train", "usd": 60.05}
+    assert found["budget"] == {"per_month": 500.0}

@@ -1,0 +1,146 @@
+"""`shoal offers`: all providers side by side, cheapest first, and one that is down hides nobody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from tests.unit.plan.fake_world import LAB
+from tests.unit.verbs.fake_renters import RENTING, FakeRenter, context, opener
+
+from shoal.cli.as_json import dump
+from shoal.cli.render_money import ROWS, show_offers
+from shoal.errors import UsageError
+from shoal.providers.prices import prices
+from shoal.providers.rental import Offer, Query
+from shoal.verbs import accounts
+from shoal.verbs.accounts import open_accounts
+from shoal.verbs.offers import OffersResult, offers
+
+H100 = Offer("lambda", "gpu_8x_h100_sxm5", "us-west-1", usd_hour=31.92, gpu="H100", gpus=8, available="yes")
+A10 = Offer("lambda", "gpu_1x_a10", "us-east-1", usd_hour=1.29, gpu="A10", gpus=1, available="yes")
+A3 = Offer("cloud", "a3-highgpu-8g", "us-central1", "us-central1-b")
+SPOT = replace(A3, market="spot")
+
+
+def text_of(result: OffersResult) -> str:
+    out = StringIO()
+    show_offers(Console(file=out, width=160), result)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+async def test_offers_of_all_providers_come_cheapest_first_with_prices_from_the_table_where_they_tell_none() -> None:
+    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3, SPOT])})
+    result = await offers(context(), Query(gpu="h100", gpus=8), opened=renters)
+    assert [(one.type, one.market, one.usd_hour, one.as_of) for one in result.offers] == [
+        ("gpu_8x_h100_sxm5", "on-demand", 31.92, ""),
+        ("a3-highgpu-8g", "spot", 52.568, "2026-09-26"),
+        ("a3-highgpu-8g", "on-demand", 87.8328, "2026-09-26"),
+    ]
+    assert [one.gpu for one in result.offers] == ["H100", "H100", "H100"]  # from the table, too
+    assert result.failures == {}
+
+
+async def test_what_was_not_asked_for_is_left_out_whatever_a_provider_lists() -> None:
+    renters = opener(**{"lambda": FakeRenter([H100, A10]), "cloud": FakeRenter([A3, SPOT])})
+    found = (await offers(context(), Query(gpu="A10"), opened=renters)).offers
+    assert [one.type for one in found] == ["gpu_1x_a10"]
+    found = (await offers(context(), Query(market="spot"), opened=renters)).offers
+    assert [one.market for one in found] == ["spot"]
+    found = (await offers(context(), Query(regions=("us-east-1",)), opened=renters)).offers
+    assert [one.region for one in found] == ["us-east-1"]
+
+
+async def test_what_cannot_be_had_now_comes_last_and_what_has_no_price_before_it() -> None:
+    out = replace(A10, region="us-west-1", available="no", usd_hour=0.5)
+    odd = Offer("lambda", "gpu_1x_moon", "us-west-1", gpu="Moon", gpus=1, available="yes")
+    renters = opener(**{"lambda": FakeRenter([out, odd, A10]), "cloud": FakeRenter()})
+    result = await offers(context(), Query(), opened=renters)
+    assert [(one.type, one.available) for one in result.offers] == [
+        ("gpu_1x_a10", "yes"),
+        ("gpu_1x_moon", "yes"),
+        ("gpu_1x_a10", "no"),
+    ]
+
+
+async def test_a_provider_that_is_down_is_told_and_hides_nobody() -> None:
+    lambda_, cloud = FakeRenter([H100]), FakeRenter(down=True)
+    result = await offers(context(), Query(), opened=opener(**{"lambda": lambda_, "cloud": cloud}))
+    assert [one.type for one in result.offers] == ["gpu_8x_h100_sxm5"]
+    assert text_of(result).startswith(
+        "✗ cloud: cannot be reached: connection refused\n    fix: see that it is up\nprovider "
+    )
+    assert (lambda_.closed, cloud.closed) == (1, 1)
+
+
+async def test_a_provider_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts.ask_all, "__defaults__", (accounts.renter, 0.01))
+    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter(slow=True)})
+    result = await offers(context(), Query(), opened=renters)
+    assert len(result.offers) == 1
+    assert str(result.failures["cloud"]) == "cloud does not answer within 0 s\n  fix: try again later"
+
+
+async def test_only_the_named_providers_are_asked_by_account_or_by_kind() -> None:
+    lambda_, cloud = FakeRenter([H100]), FakeRenter([A3])
+    renters = opener(**{"lambda": lambda_, "cloud": cloud})
+    for word in ("cloud", "gcp"):
+        result = await offers(context(), Query(), [word], renters)
+        assert [one.provider for one in result.offers] == ["cloud"]
+    assert lambda_.closed == 0
+    with pytest.raises(UsageError) as caught:
+        await offers(context(), Query(), ["azure"], renters)
+    assert str(caught.value) == "cluster reef has no account azure\n  fix: use one of lambda, cloud"
+
+
+async def test_prices_that_a_provider_told_are_kept_for_when_it_does_not() -> None:
+    told = replace(H100, usd_hour=20.0)
+    renters = opener(**{"lambda": FakeRenter([told]), "cloud": FakeRenter()})
+    await offers(context(), Query(), opened=renters)
+    found = prices().find("lambda", H100.type, H100.region, "on-demand")
+    assert found is not None and found.usd_hour == 20.0
+
+
+async def test_a_cluster_without_accounts_is_told_how_to_name_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        await offers(context(LAB), Query())
+    assert str(caught.value) == (
+        "cluster reef has no account at a provider\n"
+        "  fix: write one into the file, as in `providers: {lambda: {key: env:LAMBDA_API_KEY}}`"
+    )
+
+
+async def test_a_key_that_is_not_there_is_that_accounts_problem_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:SHOAL_TEST_KEY}")
+    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
+    result = await offers(context(text), Query(), opened=renters)
+    assert [one.provider for one in result.offers] == ["cloud"]
+    assert str(result.failures["lambda"]) == (
+        "providers.lambda.key is env:SHOAL_TEST_KEY, and SHOAL_TEST_KEY is not set\n  fix: export SHOAL_TEST_KEY=..."
+    )
+    monkeypatch.setenv("SHOAL_TEST_KEY", "sk-very-secret")
+    made = open_accounts(context(text).spec)
+    assert made.usable[0].secret == "sk-very-secret"
+    assert "sk-very-secret" not in repr(made)
+    assert (made.usable[1].kind, made.usable[1].settings) == ("gcp", {"project": "p"})
+
+
+async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> None:
+    renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter([A3])})
+    result = await offers(context(), Query(), opened=renters)
+    lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
+    assert lines == [
+        "provider type where market GPUs price of $/hour $/GPU",
+        "lambda gpu_8x_h100_sxm5 us-west-1 on-demand 8 × H100 now there 31.92 3.99",
+        "cloud a3-highgpu-8g us-central1-b on-demand 8 × H100 2026-09-26 not told 87.83 10.98",
+    ]
+    assert json.loads(dump(result))["offers"][1]["as_of"] == "2026-09-26"
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    many = tuple(replace(A10, region=f"r{number}") for number in range(ROWS + 3))
+    assert text_of(OffersResult("reef", many)).endswith("and 3 more; --json shows all")
+    assert text_of(OffersResult("reef", ())) == "nothing of that kind is offered"
