@@ -66,6 +66,18 @@ CASES = {
             maps=frozenset({"data"}),
         ),
         Case(
+            kind="sandbox",
+            offer=Offer("acme", "gpu-2", "sandbox", "sandbox-a", "spot", usd_hour=0.40),
+            troubles={
+                "stockout": Trouble.CAPACITY,
+                "quota": Trouble.QUOTA,
+                "balance": Trouble.BALANCE,
+                "auth": Trouble.AUTH,
+                "rate": Trouble.RATE,
+            },
+            required=("machines", "id", "state"),
+        ),
+        Case(
             kind="gcp",
             offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.571),
             troubles={
@@ -79,6 +91,20 @@ CASES = {
             settings={"project": "reefs"},
             dead_states=("stopped",),
             price_from="nowhere",
+        ),
+        Case(
+            kind="runpod",
+            offer=Offer("acme", "NVIDIA A40", "EU-RO-1", usd_hour=0.44),
+            troubles={
+                "stockout": Trouble.CAPACITY,
+                "quota": Trouble.QUOTA,
+                "balance": Trouble.BALANCE,
+                "auth": Trouble.AUTH,
+                "rate": Trouble.RATE,
+            },
+            required=("pods", "id", "status"),
+            maps=frozenset({"env"}),
+            price_from="create",
         ),
     )
 }

@@ -1,0 +1,270 @@
+"""RunPod, v2 of its REST API: containers with GPUs, behind one mapped TCP port each.
+
+A pod has neither tags nor an idempotent create, and names are not unique; its environment comes back with every list,
+so that is where our marks are. There is no cloud-init: the container's command is a script of ours that starts sshd.
+A 400 may mean that nothing is left or that the order is wrong; only its text tells. A type is a GPU's id, `8x ` before
+it for eight of them in one pod.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
+from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+
+BASE = "https://api.runpod.io/v2"
+IMAGE = "debian:12"
+"""A bare system: the driver's libraries come from the machine, all else is installed when the node joins."""
+CLUSTER, NODE, TOKEN = "SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN"
+ANYWHERE = "any"
+"""The region of the community cloud, whose machines are nobody's data centre."""
+COUNTS = (1, 2, 4, 8)
+CPUS_AT_LEAST, MEMORY_GB_AT_LEAST = 2, 8
+"""What every pod has for each of its GPUs. The API does not tell how much more."""
+STATES: dict[str, State] = {
+    "PROVISIONING": "pending",
+    "STARTING": "pending",
+    "RUNNING": "up",
+    "EXITED": "stopped",
+    "ERROR": "error",
+}
+GONE = "TERMINATED"
+AVAILABLE = {"NONE": "no", "LOW": "low", "MEDIUM": "yes", "HIGH": "yes"}
+NO_CAPACITY = re.compile(
+    r"no longer any instances available|does not have the resources|no instances|no (gpu|machine)s? available|"
+    r"(out of|insufficient|not enough) (capacity|stock|resources)",
+    re.IGNORECASE,
+)
+OVER_LIMIT = re.compile(r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number", re.IGNORECASE)
+BOOT = """\
+export DEBIAN_FRONTEND=noninteractive
+for program in /usr/sbin/sshd /usr/bin/python3 /usr/bin/sudo; do
+    [ -x $program ] && continue
+    until apt-get update && apt-get install -y --no-install-recommends openssh-server python3 sudo ca-certificates
+    do sleep 5; done
+done
+mkdir -p /run/sshd
+install -d -m 0700 /root/.ssh
+printf '%s\\n' "$PUBLIC_KEY" >> /root/.ssh/authorized_keys
+chmod 0600 /root/.ssh/authorized_keys
+ssh-keygen -A
+pgrep -x sshd > /dev/null || /usr/sbin/sshd -o ClientAliveInterval=15 -o PermitRootLogin=prohibit-password
+"""
+"""What a container does first. It outlives nothing: a pod that is restarted does it again."""
+
+
+class RunPod:
+    """Implements `shoal.providers.rental.Renter`."""
+
+    abilities = Abilities(
+        container=True,
+        user="root",
+        idempotent="none",
+        at_once=1,
+        stopped_bills=True,
+        boots_with="args",
+        boot_seconds=1200,
+        grace_seconds=300,
+        billing=Billing(step=1),
+    )
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._api = Api(account, BASE, understand=understand, interval=0.5)
+        self._cloud = account.settings.get("cloud", "SECURE").upper()
+
+    async def offers(self, query: Query) -> list[Offer]:
+        counts = sorted({split_type(one)[1] for one in query.types} or set(COUNTS))
+        found: list[Offer] = []
+        for count in counts:
+            if count >= query.gpus:
+                params: dict[str, str | int] = {"include": "AVAILABILITY", "product": "POD", "count": count}
+                params["cloud"] = self._cloud
+                body = await self._api.ask("GET", "/catalog/gpus", params=params)
+                found += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
+        return [one for one in found if _suits(one, query)]
+
+    async def create(self, orders: Sequence[Order]) -> list[Outcome]:
+        return [await self._order(order) for order in orders]
+
+    async def rented(self, cluster: str) -> list[Rented]:
+        found = [_rented(pod) for pod in await self._pods() if pod.text("status") != GONE]
+        return [one for one in found if one.cluster == cluster]
+
+    async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
+        return [await self._terminate(one.id) for one in rented]
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        return ""  # it travels with each order
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _pods(self) -> list[Body]:
+        """The pods of all pages. The documented list has one page; newer answers say that there are more."""
+        found: list[Body] = []
+        params: dict[str, str | int] = {"includeClusterPods": "true"}
+        while True:
+            body = await self._api.ask("GET", "/pods", params=params)
+            found += body.rows("pods")
+            paging = body.piece_or_empty("pagination")
+            if not paging.flag("hasNextPage", False):
+                return found
+            cursor = paging.text("nextCursor")
+            if cursor == params.get("cursor"):
+                raise body.wrong("the list comes back to the same page again and again")
+            params["cursor"] = cursor
+
+    async def _order(self, order: Order) -> Outcome:
+        gpu, count = split_type(order.offer.type)
+        wanted: dict[str, Any] = {
+            "name": f"{order.cluster}--{order.node}--{order.token}",
+            "image": order.image or self._account.settings.get("image", IMAGE),
+            "gpu": {"id": gpu, "count": count},
+            "cloud": self._cloud,
+            "disk": order.disk_gb,
+            "ports": ["22/tcp"],
+            "env": {
+                CLUSTER: order.cluster,
+                NODE: order.node,
+                TOKEN: order.token,
+                "PUBLIC_KEY": order.public_key.strip(),
+            },
+            "args": boot_args(order.user_data),
+        }
+        if order.offer.region not in ("", ANYWHERE):
+            wanted["dataCenterIds"] = [order.offer.region]
+        try:
+            body = await self._api.ask("POST", "/pods", json=wanted, creates=True)
+            return Outcome(body.text("id"), usd_hour=body.maybe_number("cost"))
+        except ApiError as error:
+            return error.outcome()
+
+    async def _terminate(self, id: str) -> Outcome:
+        try:
+            await self._api.ask("DELETE", f"/pods/{id}")
+        except ApiError as error:
+            return Outcome(id) if error.status == 404 else error.outcome(id)
+        return Outcome(id)
+
+    def _offers(self, gpu: Body, count: int) -> Iterator[Offer]:
+        cloud = self._cloud.lower()
+        if int(gpu.piece("maxCount").number(cloud, 0)) < count:
+            return
+        price = gpu.piece("price").maybe_number(cloud)
+        places = [(one.text("id"), one.text("availability")) for one in gpu.rows_or_none("dataCenters")]
+        for place, level in places if cloud == "secure" else [(ANYWHERE, gpu.text("availability", ""))]:
+            yield Offer(
+                provider=self._account.name,
+                type=joined_type(gpu.text("id"), count),
+                region=place,
+                usd_hour=round(price * count, 4) if price else None,
+                gpu=gpu.text("name"),
+                gpus=count,
+                gpu_memory_gb=int(gpu.number("memory")),
+                cpus=CPUS_AT_LEAST * count,
+                memory_gb=MEMORY_GB_AT_LEAST * count,
+                available=AVAILABLE.get(level, "unknown"),  # type: ignore[arg-type]
+            )
+
+
+def split_type(type: str) -> tuple[str, int]:
+    """A GPU's id and how many: `8x NVIDIA H200` is eight of them."""
+    found = re.fullmatch(r"(\d+)x (.+)", type)
+    return (found[2], int(found[1])) if found else (type, 1)
+
+
+def joined_type(gpu: str, count: int) -> str:
+    return gpu if count == 1 else f"{count}x {gpu}"
+
+
+def boot_args(user_data: str) -> str:
+    """The container's command: our script, the order's own beside it, and then nothing more until the pod goes."""
+    own = base64.b64encode(user_data.encode()).decode()
+    beside = f"echo {own} | base64 -d > /run/user-data && {{ setsid sh /run/user-data & }}\n" if user_data else ""
+    script = base64.b64encode(f"{BOOT}{beside}exec sleep infinity\n".encode()).decode()
+    return shlex.join(["bash", "-c", f"echo {script} | base64 -d | bash"])
+
+
+def understand(status: int, data: Any) -> Refusal | None:
+    """What an error of RunPod's means: `application/problem+json`, without any code of a machine's."""
+    if status == 410:
+        gone = "RunPod has retired this version of its API"
+        return Refusal(Trouble.INVALID, "provider", gone, "install a newer Shoal")
+    if not isinstance(data, dict) or not isinstance(detail := data.get("detail"), str):
+        return None
+    errors = data.get("errors")
+    words = "; ".join([detail, *(str(one) for one in errors)]) if isinstance(errors, list) else detail
+    if status == 401:
+        return Refusal(Trouble.AUTH, "provider", words, "make a key in RunPod's console")
+    if status == 402:
+        return Refusal(Trouble.BALANCE, "provider", words, "add credit in RunPod's console")
+    if status == 403 and "access denied" not in detail:
+        return Refusal(Trouble.QUOTA, message=words)  # this pool is not for us; others may be
+    if status == 400 and NO_CAPACITY.search(detail):
+        return Refusal(Trouble.CAPACITY, message=words)
+    if status == 400 and OVER_LIMIT.search(detail):
+        return Refusal(Trouble.QUOTA, "provider", words, "raise the limit in RunPod's console")
+    if status in (400, 404, 422):
+        return Refusal(Trouble.INVALID, message=words)
+    return None
+
+
+def _rented(pod: Body) -> Rented:
+    status, env, gpu = pod.text("status"), pod.piece_or_empty("env"), pod.piece_or_empty("gpu")
+    cluster, node, token = (env.text(name, "") for name in (CLUSTER, NODE, TOKEN))
+    if not token and pod.text("name", "").count("--") == 2:
+        cluster, node, token = pod.text("name").split("--")
+    host, port = _door(pod)
+    state = STATES.get(status, "pending")  # a word that we do not know is no reason to give a machine back
+    return Rented(
+        id=pod.text("id"),
+        cluster=cluster,
+        node=node,
+        token=token,
+        # RUNNING is said before there is a way in.
+        state="pending" if state == "up" and not host else state,
+        raw_state=status,
+        host=host,
+        port=port,
+        user="root",
+        type=joined_type(gpu.text("id", ""), int(gpu.number("count", 1))) if gpu.has("id") else "",
+        region=pod.text("dataCenterId", ANYWHERE),
+        usd_hour=pod.maybe_number("cost") or None,  # a pod that has stopped says 0
+        created=_seconds(pod.text("createdAt", "")),
+    )
+
+
+def _door(pod: Body) -> tuple[str, int]:
+    """Where SSH is let in. The other way, through RunPod's own host, forwards nothing."""
+    direct = pod.piece_or_empty("ssh").piece_or_empty("direct")
+    if direct.has("host"):
+        return direct.text("host"), int(direct.number("port"))
+    for port in pod.piece_or_empty("runtime").rows_or_none("ports"):
+        if port.has("ip") and port.has("public") and int(port.number("private", 0)) == 22:
+            return port.text("ip"), int(port.number("public"))
+    return "", 22
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def _suits(offer: Offer, query: Query) -> bool:
+    return (
+        query.gpu.lower() in offer.gpu.lower()
+        and offer.gpus >= query.gpus
+        and (not query.types or offer.type in query.types)
+        and (not query.regions or offer.region in query.regions)
+        and not query.zones
+        and query.market in (None, offer.market)
+    )

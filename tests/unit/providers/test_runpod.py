@@ -1,0 +1,236 @@
+"""RunPod's own ways: texts that must be read, a way in that comes late, a command that carries a script."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.contract.renters import CASES, Trial, account, http, saying, trial
+
+from shoal.errors import ProviderError
+from shoal.providers.rental import Query, Trouble
+from shoal.providers.rented import renter
+from shoal.providers.rented.runpod import BOOT, boot_args, joined_type, split_type, understand
+
+CASE = CASES["runpod"]
+
+
+def problem(detail: str, **more: Any) -> dict[str, Any]:
+    return {"title": "…", "status": 0, "detail": detail, **more}
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "trouble", "scope"),
+    [
+        (400, "There are no longer any instances available with the requested specifications. Please refresh and try "
+         "again.", Trouble.CAPACITY, "offer"),
+        (400, "This machine does not have the resources to deploy your pod. Please try a different machine",
+         Trouble.CAPACITY, "offer"),
+        (400, "You have reached your spend limit. Contact support to raise it.", Trouble.QUOTA, "provider"),
+        (400, "request could not be processed", Trouble.INVALID, "offer"),
+        (401, "missing bearer token", Trouble.AUTH, "provider"),
+        (402, "Your account balance is too low to rent a pod", Trouble.BALANCE, "provider"),
+        (403, "pool AMPERE_80 is not allowed", Trouble.QUOTA, "offer"),
+        (404, "resource not found", Trouble.INVALID, "offer"),
+        (410, "gone", Trouble.INVALID, "provider"),
+        (422, "Request validation failed.", Trouble.INVALID, "offer"),
+    ],
+)  # fmt: skip
+def test_an_error_means_what_its_status_and_text_say(status: int, detail: str, trouble: Trouble, scope: str) -> None:
+    found = understand(status, problem(detail))
+    assert found is not None
+    assert (found.trouble, found.scope) == (trouble, scope)
+    assert status == 410 or detail in found.message
+
+
+@pytest.mark.parametrize(
+    ("status", "data"), [(500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7)]
+)
+def test_what_the_text_does_not_decide_is_left_to_the_status(status: int, data: Any) -> None:
+    assert understand(status, data) is None
+
+
+def test_a_key_that_may_not_do_it_is_not_taken_for_a_closed_pool() -> None:
+    assert understand(403, problem("access denied")) is None  # then it is AUTH, as every 403
+
+
+def test_the_parts_of_an_order_that_were_wrong_are_named() -> None:
+    found = understand(422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"]))
+    assert found is not None
+    assert found.message == "Request validation failed.; $: additional properties 'x' not allowed"
+
+
+async def test_an_api_that_was_retired_says_so_and_makes_nothing() -> None:
+    async with trial(CASE) as it:
+        order = await it.order()
+    async with saying(http("410 Gone", b'{"error": "v1 is gone"}')) as url:
+        away = renter(account(CASE, url))
+        try:
+            [outcome] = await away.create([order])
+            with pytest.raises(ProviderError, match=r"retired this version of its API\n  fix: install a newer Shoal"):
+                await away.rented("reef")
+        finally:
+            await away.close()
+    assert (outcome.trouble, outcome.scope) == (Trouble.INVALID, "provider")
+
+
+@pytest.mark.parametrize(
+    ("type", "gpu", "count"),
+    [("NVIDIA A40", "NVIDIA A40", 1), ("8x NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", 8)],
+)
+def test_a_type_is_a_gpu_and_how_many(type: str, gpu: str, count: int) -> None:
+    assert split_type(type) == (gpu, count)
+    assert joined_type(gpu, count) == type
+
+
+def decoded(args: str) -> str:
+    """The script inside a container's command."""
+    shell, option, line = shlex.split(args)
+    assert (shell, option) == ("bash", "-c")
+    found = re.fullmatch(r"echo (\S+) \| base64 -d \| bash", line)
+    assert found
+    return base64.b64decode(found[1]).decode()
+
+
+def test_the_command_starts_sshd_and_then_waits() -> None:
+    script = decoded(boot_args(""))
+    assert script == BOOT + "exec sleep infinity\n"
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    assert "ssh-ed25519" not in script, "the key is in the environment"
+
+
+def test_the_orders_own_script_runs_beside_it() -> None:
+    own = "#!/bin/sh\necho 'it''s mine' \"$HOME\"\n"
+    script = decoded(boot_args(own))
+    found = re.search(r"echo (\S+) \| base64 -d > /run/user-data && \{ setsid sh /run/user-data & \}\n", script)
+    assert found
+    assert base64.b64decode(found[1]).decode() == own
+    assert script.endswith("exec sleep infinity\n")
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+async def test_running_is_not_up_until_there_is_a_way_in() -> None:
+    async with trial(CASE) as it:
+        await it.create()
+        seen = []
+        for _ in range(6):
+            [found] = await it.listed()
+            seen.append((found.raw_state, found.state))
+            it.clock.now += it.market.profile.boot_seconds / 5
+        assert ("RUNNING", "pending") in seen
+        assert seen[-1] == ("RUNNING", "up")
+
+
+async def test_the_way_in_is_also_found_among_the_ports() -> None:
+    async with trial(CASE) as it:
+        await it.create()
+        it.boot()
+        it.simulation.rewrite = without_direct
+        [found] = await it.listed()
+        assert (found.state, found.host, found.port) == ("up", "192.0.2.1", 22)
+
+
+def without_direct(line: str, data: Any) -> Any:
+    for pod in data["pods"]:
+        pod["ssh"]["direct"] = None
+    return data
+
+
+@pytest.mark.parametrize("page", [3, 50])
+async def test_all_pods_are_found_on_one_page_and_on_many(page: int) -> None:
+    async with trial(CASE) as it:
+        it.simulation.cloud.page = page  # type: ignore[attr-defined]
+        for count in range(7):
+            assert (await it.create(f"gpu{count}", f"t{count}")).ok
+        assert sorted(one.token for one in await it.listed()) == [f"t{count}" for count in range(7)]
+        lists = [one for one in it.simulation.requests if (one["method"], one["path"]) == ("GET", "/v2/pods")]
+        assert len(lists) == (3 if page == 3 else 1)
+
+
+async def test_pages_without_an_end_are_an_error() -> None:
+    async with trial(CASE) as it:
+        await it.create()
+        it.simulation.rewrite = lambda line, data: {**data, "pagination": {"hasNextPage": True, "nextCursor": "1"}}
+        with pytest.raises(ProviderError, match="the list comes back to the same page again and again"):
+            await it.listed()
+
+
+async def test_more_gpus_in_one_pod_cost_as_many_times_as_much() -> None:
+    async with trial(CASE) as it:
+        [offer] = await it.renter.offers(Query(types=("4x NVIDIA H200",), regions=("US-KS-2",)))
+        assert (offer.gpus, offer.gpu, offer.gpu_memory_gb) == (4, "H200 SXM", 141)
+        assert offer.usd_hour == pytest.approx(4 * 4.59)
+        [outcome] = await it.renter.create([replace(await it.order(), offer=offer)])
+        assert outcome.usd_hour == pytest.approx(4 * 4.59)
+        [found] = await it.listed()
+        assert (found.type, found.region) == ("4x NVIDIA H200", "US-KS-2")
+
+
+async def test_an_order_says_where_and_asks_for_the_one_port() -> None:
+    async with trial(CASE) as it:
+        outcome = await it.create()
+        order = it.market.machines[outcome.id].wanted.marks["order"]
+        assert (order["dataCenterIds"], order["ports"], order["image"]) == (["EU-RO-1"], ["22/tcp"], "debian:12")
+        assert {name: order["env"][name] for name in ("SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN")} == {
+            "SHOAL_CLUSTER": "reef",
+            "SHOAL_NODE": "gpu1",
+            "SHOAL_TOKEN": "t0ken1",
+        }
+
+
+async def test_the_community_cloud_has_one_place_and_its_own_price() -> None:
+    async with trial(CASE) as it:
+        own = renter(account(CASE, it.url, cloud="community"))
+        try:
+            [offer] = await own.offers(Query(types=("NVIDIA L40S",)))
+            assert (offer.region, offer.usd_hour) == ("any", pytest.approx(0.87))
+            [outcome] = await own.create([replace(await it.order(), offer=offer)])
+            assert outcome.ok
+        finally:
+            await own.close()
+        order = it.market.machines[outcome.id].wanted.marks["order"]
+        assert order["cloud"] == "COMMUNITY"
+        assert "dataCenterIds" not in order
+
+
+async def test_a_pod_that_lost_its_environment_is_known_by_its_name() -> None:
+    async with trial(CASE) as it:
+        await it.create()
+        it.simulation.rewrite = without_env
+        [found] = await it.listed()
+        assert (found.cluster, found.node, found.token) == ("reef", "gpu1", "t0ken1")
+
+
+def without_env(line: str, data: Any) -> Any:
+    return {"pods": [{**pod, "env": {}} for pod in data["pods"]]}
+
+
+async def test_somebody_elses_pod_is_nobodys_to_delete() -> None:
+    async with trial(CASE) as it:
+        await it.create()
+        it.simulation.rewrite = lambda line, data: {
+            "pods": [{**one, "env": {}, "name": "mine"} for one in data["pods"]]
+        }
+        assert await it.listed() == []
+        assert [one.token for one in await it.listed("")] == [""]
+
+
+@pytest.fixture
+async def it() -> Any:
+    async with trial(CASE) as made:
+        yield made
+
+
+async def test_a_stopped_pod_is_listed_and_tells_no_price(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    it.simulation.rewrite = lambda line, data: {
+        "pods": [{**one, "status": "EXITED", "cost": 0} for one in data["pods"]]
+    }
+    [found] = await it.listed()
+    assert (found.state, found.usd_hour) == ("stopped", None)
