@@ -14,6 +14,7 @@ from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
+from shoal.plan.secrets import with_digests
 from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.auth import auth_skew
@@ -28,6 +29,7 @@ from shoal.slurm.state import ACTIVE_STATES
 from shoal.slurm.versions import window_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
+from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
 CLOCK_LIMIT = 60.0
@@ -51,12 +53,13 @@ def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted
     """The desired cluster. Raises VersionWindow when the hosts' Slurm versions cannot talk to each other."""
     members = members_of(spec)
     before = in_force(observed.facts.get(members[0].name))
-    computes = {member.name for member in members if "compute" in member.roles}
+    rented = {member.name for member in rented_members(spec)}
+    computes = {member.name for member in members if "compute" in member.roles} | rented
     leaving = tuple(name for name in before.nodes if name not in computes)
     now = assemble(spec, observed.facts, reached, before, leaving)
     _refuse_skew(now)
     later = assemble(spec, observed.facts, reached, before) if leaving else None
-    names = {member.name for member in members}
+    names = {member.name for member in members} | rented
     left = tuple(name for name in {**before.nodes, **before.addresses} if name not in names)
     return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses))
 
@@ -206,8 +209,11 @@ def _refuse_skew(cluster: Cluster) -> None:
 
 
 def _stages(cluster: Cluster) -> dict[str, tuple[tuple[Stage, Document], ...]]:
+    given = given_secrets(cluster.spec)
     return {
-        member.name: tuple(sorted(documents(cluster, member).items()))
+        member.name: tuple(
+            (stage, with_digests(document, given)) for stage, document in sorted(documents(cluster, member).items())
+        )
         for member in cluster.members
         if member.name in cluster.facts
     }

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from shoal.agent.document import Document, File, SecretRef
+from shoal.agent.document import Document, File, Item, SecretRef
+from shoal.errors import UsageError
 from shoal.plan.fleet import Fleet
 from shoal.roles.part import Kept
 from shoal.spec.secret import resolve_secret
+
+
+def with_digests(document: Document, given: Mapping[str, str]) -> Document:
+    """The document with the digests of secrets that the user has, so that a host tells when one was replaced.
+
+    One that cannot be looked up now stays as it is: a host that has some value keeps it until it is sent another.
+    """
+
+    def known(item: Item) -> Item:
+        if not isinstance(item, File) or not isinstance(item.content, SecretRef):
+            return item
+        if item.content.sha256 or item.content.name not in given:
+            return item
+        try:
+            value = resolve_secret(given[item.content.name], item.content.name)
+        except UsageError:
+            return item
+        return replace(item, content=replace(item.content, sha256=hashlib.sha256(value).hexdigest()))
+
+    return tuple(known(item) for item in document)
 
 
 async def secrets_for(

@@ -19,6 +19,7 @@ from shoal.roles.in_force import InForce
 from shoal.roles.own_name import keeps_another
 from shoal.roles.pmix import all_have_pmix
 from shoal.roles.reduced import containers_apart, tunnels
+from shoal.roles.rented import addressed, power_saving, present, rented_findings, rented_nodes, suspend_time
 from shoal.roles.spanning import can_span
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
@@ -30,6 +31,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
 from shoal.spec.members import partitions as partitions_of
+from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
 SLURM_PACKAGES = ("slurmctld", "slurmd", "slurm-client")
@@ -71,42 +73,47 @@ def assemble(
     """
     before = before or InForce()
     leaving = tuple(name for name in leaving if name in before.nodes)
-    members = members_of(spec)
+    always = members_of(spec)
+    members = (*always, *present(spec, facts))
     inside = _inside_containers(spec, members, facts, before)
     ports = choose_ports(inside, {name: node.port for name, node in before.nodes.items() if node.port})
     outside = tuple(m for m in members if m.name not in inside)
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
-    addresses = _addresses(spec, outside, facts, reached, before, meshed)
+    addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *addressed(spec, facts, before)))
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
-    computes = [m.name for m in outside if "compute" in m.roles]
+    staying = tuple(m for m in outside if not m.rented)
+    # What is yet to be rented cannot be asked: it is taken for a machine like those that are there.
+    computes = [m.name for m in staying if "compute" in m.roles] or [always[0].name]
     nodes = [
         node
-        for m in members
+        for m in always
         if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes, ports.get(m.name))) is not None
     ]
     controller = members[0]
     jobs = _confinement(computes, facts, versions, before, meshed)
-    everyone = (*nodes, *(before.nodes[name] for name in leaving))
+    everyone = (*nodes, *rented_nodes(spec), *(before.nodes[name] for name in leaving))
+    known = (*always, *rented_members(spec))
     conf = ClusterConf(
         name=spec.cluster,
         controller=controller.name,
         controller_address=addresses.get(controller.name, ""),
         controller_hostname=facts[controller.name].hostname if controller.name in facts else None,
-        versions=tuple(versions.values()),
+        versions=tuple(versions[m.name] for m in always if m.name in versions),
         nodes=everyone,
-        partitions=_partitions(spec, members, everyone, before, leaving),
-        switches=_switches(members, (node.name for node in everyone), before, facts),
+        partitions=_partitions(spec, known, everyone, before, leaving),
+        switches=_switches(known, (node.name for node in everyone), before, facts),
         options={key: str(value) for key, value in spec.slurm.options.items()},
         proctrack_cgroup=jobs.tracked,
         constrain_cores=jobs.cores,
         constrain_devices=jobs.devices,
         constrain_memory=jobs.memory,
         cgroup_plugin=jobs.plugin,
-        pmix=_pmix(members, facts, versions, before),
+        pmix=_pmix(always, facts, versions, before),
         spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
-        one_address=_one_address(spec, outside, facts, addresses, before),
+        one_address=_one_address(spec, staying, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
+        power=power_saving(spec),
     )
     return Cluster(
         spec=spec,
@@ -116,7 +123,7 @@ def assemble(
         versions=versions,
         ids=choose_ids(controller.name, facts),
         conf=conf,
-        findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf)),
+        findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf), *rented_findings(spec)),
         tunnels=tunnels(spec, {n: facts[n] for n in inside if n in facts}, ports, addresses, controller.name),
     )
 
@@ -310,6 +317,7 @@ def _partitions(
                 priority=partition.priority,
                 grace=partition.grace,
                 preemptable=partition.preemptable,
+                suspend_time=suspend_time(spec, name),
             )
         )
     return containers_apart(lines, nodes)

@@ -44,7 +44,9 @@ def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
     if "controller" in member.roles:
         return ()
     name = cluster.controller.name
-    return ("--conf-server", f"{cluster.addresses.get(name, name)}:{SLURMCTLD_PORT}")
+    # Slurm asked for the node before its kernel started, or so it must seem: containers tell their host's uptime.
+    rented = ("-b", "-N", member.name) if member.rented else ()
+    return ("--conf-server", f"{cluster.addresses.get(name, name)}:{SLURMCTLD_PORT}", *rented)
 
 
 def device_rules() -> str:

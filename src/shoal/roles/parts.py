@@ -11,6 +11,7 @@ from shoal.agent.facts import Facts
 from shoal.network.tunnel import needs_tunnel
 from shoal.roles.accounting import AccountingPart
 from shoal.roles.auth import Auth
+from shoal.roles.elastic import Elastic
 from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
@@ -39,6 +40,7 @@ PARTS: tuple[Part, ...] = (
     TrackingPart(),
     Auth(),
     AccountingPart(),
+    Elastic(),
     Reduced(),
 )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.providers.rental import Account, Renter
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from shoal.providers.rental import Abilities, Account, Renter
 from shoal.providers.table import make
 
 RENTERS = {
@@ -22,3 +25,11 @@ def renter(account: Account) -> Renter:
     """The renter for an account. Raises ProviderError with the kinds there are."""
     made: Renter = make(account.kind, RENTERS, GROUP, account)
     return made
+
+
+def abilities(kind: str) -> Abilities:
+    """What a provider's machines and its API can do, without access to it. Raises LookupError for an unknown kind."""
+    places = [RENTERS[kind]] if kind in RENTERS else [one.value for one in entry_points(group=GROUP, name=kind)]
+    module, _, attribute = places[0].partition(":")
+    found: Abilities = getattr(import_module(module), attribute).abilities
+    return found

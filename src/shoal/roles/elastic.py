@@ -1,0 +1,234 @@
+"""What rents nodes and gives them back: on the controller, Shoal itself as a service, with the accounts at providers.
+
+slurmctld starts a small program as its own user, which leaves a note; the service is root's and reads it. Keys of
+accounts are in files that root alone reads: neither jobs nor slurmctld see them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
+from shoal.agent.facts import Facts
+from shoal.providers.sandbox.layout import cache_dir
+from shoal.roles.own_wheel import kept_wheel, own_wheel
+from shoal.roles.part import How, Part
+from shoal.roles.rented import PROGRAMS
+from shoal.roles.stage import Stage
+from shoal.spec.finding import Finding
+from shoal.spec.member import Member
+from shoal.spec.model import Spec
+from shoal.spec.rented import account_settings, accounts, rented_sets
+
+if TYPE_CHECKING:
+    from shoal.roles.cluster import Cluster
+
+SERVICE = "shoal-elastic"
+UNIT = f"/etc/systemd/system/{SERVICE}.service"
+SETTINGS = "/etc/shoal/elastic"
+SPEC = f"{SETTINGS}/spec.json"
+ACCOUNTS = f"{SETTINGS}/accounts.json"
+KEYS = f"{SETTINGS}/keys"
+IDENTITY = f"{SETTINGS}/id_ed25519"
+"""With this the controller logs in to machines that it rented."""
+STATE = "/var/lib/shoal/elastic"
+REQUESTS = f"{STATE}/requests"
+INSTALLED = "/opt/shoal"
+WHEELS = f"{INSTALLED}/wheels"
+WHEEL_SECRET = "shoal itself"
+OLDEST_PYTHON = (3, 11)
+VERBS = ("resume", "suspend", "resume-fail")
+_HEAD = "# Written by shoal; changes here are lost.\n"
+
+INSTALL = r"""
+set -eu
+place=$1 wheel=$2 extras=$3
+rm -rf "$place"
+python3 -m venv "$place"
+"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras"
+touch "$place/.complete"
+"""
+"""A venv counts once its mark is there: what a killed run left without one is made anew."""
+
+FORGET = r"""
+for old in "$1"/shoal-* "$2"/*; do
+    case "$old" in "$3" | "$4") ;; *) rm -rf "$old" ;; esac
+done
+"""
+"""What earlier versions left, once the service runs from the new one."""
+
+
+class Elastic(Part):
+    """The service that rents, where the spec has rented nodesets, and nothing of it where it has none."""
+
+    files: Mapping[str, How] = {UNIT: "there"}
+    services = (SERVICE,)
+
+    def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
+        return ("python3-venv", "openssh-client") if _rents(spec, member) else ()
+
+    def given(self, spec: Spec) -> Mapping[str, str]:
+        """The accounts' keys; and Shoal itself, which like a secret is sent only where its digest is another."""
+        if not rented_sets(spec):
+            return {}
+        keys = {secret_name(name): account.key for name, account in accounts(spec).items() if account.key}
+        return {**keys, WHEEL_SECRET: f"file:{kept_wheel(cache_dir() / 'wheels')}"}
+
+    def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        if _rents(cluster.spec, member):
+            return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running()}
+        unit = cluster.facts[member.name].files.get(UNIT)
+        return {Stage.SERVICES: without_service()} if unit and unit.there else {}
+
+    def farewell(self) -> Document:
+        return without_service()
+
+    def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
+        """A controller whose Python cannot run Shoal."""
+        facts = cluster.facts.get(cluster.controller.name)
+        if facts is None or not _rents(cluster.spec, cluster.controller) or _new_enough(facts.python):
+            return ()
+        return (
+            Finding(
+                "error",
+                "the service that rents nodes needs Python 3.11 or newer",
+                f"Python {facts.python}",
+                "use a controller with Debian 12, Ubuntu 24.04 or newer",
+                host=cluster.controller.name,
+            ),
+        )
+
+
+def secret_name(account: str) -> str:
+    """The name of an account's key among secrets, as messages about it say it."""
+    return f"providers.{account}.key"
+
+
+def prefix() -> str:
+    """Where this Shoal is installed on the controller."""
+    return f"{INSTALLED}/shoal-{own_wheel().mark}"
+
+
+def unit() -> str:
+    """The service. It changes the controller's own files when nodes come and go, so it is not shut away."""
+    return (
+        f"{_HEAD}"
+        "[Unit]\n"
+        "Description=Rents nodes when Slurm asks for them, and gives them back\n"
+        "After=network-online.target munge.service slurmctld.service\n"
+        "Wants=network-online.target\n"
+        "StartLimitIntervalSec=0\n"
+        "\n"
+        "[Service]\n"
+        f"ExecStart={prefix()}/bin/python -m shoal.elastic\n"
+        # Whatever befalls it, machines bill on while it is not there.
+        "Restart=always\n"
+        "RestartSec=3\n"
+        "UMask=0077\n"
+        f"Environment=HOME=/root XDG_CACHE_HOME={STATE}/cache\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=multi-user.target\n"
+    )
+
+
+def accounts_json(spec: Spec) -> str:
+    """What the service knows of accounts; where their keys are, and not the keys."""
+    told = {
+        name: {
+            "kind": account.kind or name,
+            "url": account.url or "",
+            "settings": dict(account_settings(account)),
+            "key": f"{KEYS}/{name}" if account.key else "",
+        }
+        for name, account in accounts(spec).items()
+    }
+    return json.dumps(told, indent=1, sort_keys=True) + "\n"
+
+
+def without_service() -> Document:
+    """The service taken away, with keys and programs. The ledger stays: it says what was rented and what it cost."""
+    away = (SETTINGS, PROGRAMS, REQUESTS)
+    gone = " && ".join(f"! test -e {path}" for path in away)
+    return (
+        Service(SERVICE, enabled=False, running=False),
+        File(UNIT),
+        Command(
+            "forget accounts at providers",
+            ("sh", "-c", f"rm -rf {' '.join(away)} {INSTALLED}/shoal-* {WHEELS}"),
+            unless=("sh", "-c", gone),
+        ),
+    )
+
+
+def _made(spec: Spec) -> Document:
+    wheel = f"{WHEELS}/{own_wheel().mark}/{own_wheel().name}"
+    proxies = spec.proxy.variables if spec.proxy else {}
+    environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
+    extras = "[gcp]" if any(account.kind == "gcp" for account in accounts(spec).values()) else ""
+    restarts = (SERVICE,)
+    keys = [
+        File(f"{KEYS}/{name}", SecretRef(secret_name(name)), mode=0o600, restarts=restarts)
+        for name, account in accounts(spec).items()
+        if account.key
+    ]
+    return (
+        Directory("/etc/shoal"),
+        Directory(SETTINGS, mode=0o700),
+        Directory(KEYS, mode=0o700),
+        Directory("/var/lib/shoal"),
+        Directory(STATE),
+        Directory(REQUESTS, owner="slurm", group="slurm", mode=0o700),
+        Directory(PROGRAMS),
+        *(File(f"{PROGRAMS}/{verb}", _program(), mode=0o755) for verb in VERBS),
+        Command(
+            "make a key for rented machines",
+            ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY),
+            unless=("test", "-s", f"{IDENTITY}.pub"),
+        ),
+        *keys,
+        File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
+        File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
+        Directory(INSTALLED),
+        Directory(f"{WHEELS}/{own_wheel().mark}"),
+        File(wheel, SecretRef(WHEEL_SECRET, own_wheel().sha256)),
+        Command(
+            "install Shoal",
+            (*environment, "sh", "-c", INSTALL, "sh", prefix(), wheel, extras),
+            unless=("test", "-e", f"{prefix()}/.complete"),
+            timeout=1800.0,
+            restarts=restarts,
+            fix="see that the host reaches a package index, or set `proxy`",
+        ),
+        File(UNIT, unit(), restarts=restarts),
+    )
+
+
+def _running() -> Document:
+    wheels = f"{WHEELS}/{own_wheel().mark}"
+    kept = (INSTALLED, WHEELS, prefix(), wheels)
+    return (
+        Service(SERVICE),
+        Command(
+            "forget older versions of Shoal",
+            ("sh", "-c", FORGET, "sh", *kept),
+            unless=("sh", "-c", 'test "$(ls -d "$1"/shoal-* "$2"/* | wc -l)" -le 2', "sh", *kept),
+        ),
+    )
+
+
+def _program() -> str:
+    """What slurmctld starts: the same under three names."""
+    return files("shoal").joinpath("elastic/request.py").read_text(encoding="utf-8")
+
+
+def _rents(spec: Spec, member: Member) -> bool:
+    return "controller" in member.roles and bool(rented_sets(spec))
+
+
+def _new_enough(python: str) -> bool:
+    found = tuple(int(part) for part in python.split(".")[:2] if part.isdigit())
+    return len(found) < 2 or found >= OLDEST_PYTHON

@@ -1,0 +1,136 @@
+"""Rented nodes as Slurm is told of them before there is any: what their machines will have, and when they go. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from shoal.agent.facts import Facts
+from shoal.providers.prices import Shape, shape_of
+from shoal.providers.rented import abilities
+from shoal.roles.in_force import InForce
+from shoal.slurm.conf import gpu_type
+from shoal.slurm.model import GpuLine, Node, PowerSaving
+from shoal.spec.finding import Finding
+from shoal.spec.member import Member
+from shoal.spec.members import partitions, rented_members
+from shoal.spec.model import Spec
+from shoal.spec.rented import RentedSet, accounts, rented_sets
+
+PROGRAMS = "/usr/local/lib/shoal/elastic"
+"""Where slurmctld finds what it starts to have nodes made and given back."""
+SMALLEST = Shape(cpus=1, memory_mb=1024)
+"""What is promised of a machine of which nothing is known."""
+
+
+def rented_nodes(spec: Spec) -> tuple[Node, ...]:
+    """Every node that may be rented, the same whether or not it is there: slurmctld keeps its configuration."""
+    found = []
+    for one in rented_sets(spec).values():
+        shape = promised(spec, one)
+        gpus = tuple(GpuLine(shape.gpu, f"/dev/nvidia{number}") for number in range(shape.gpus))
+        for name in one.nodes:
+            node = Node(
+                name=name,
+                hostname=name,
+                address=name,
+                cpus=shape.cpus,
+                cores_per_socket=shape.cpus,
+                memory_mb=shape.memory_mb,
+                gpus=gpus,
+                features=(one.name, *one.features),
+                weight=one.weight,
+                cloud=True,
+            )
+            found.append(node)
+    return tuple(found)
+
+
+def promised(spec: Spec, one: RentedSet) -> Shape:
+    """What every machine of a rented nodeset has at least; what the file says goes before what is known of types.
+
+    The GPU is Slurm's type of it, and empty where the offers are of different ones.
+    """
+    known = _shapes(spec, one) or [SMALLEST]
+    kinds = {gpu_type(shape.gpu) if shape.gpu else "" for shape in known}
+    return Shape(
+        cpus=one.cpus or min(shape.cpus for shape in known),
+        memory_mb=one.memory_mb or min(shape.memory_mb for shape in known),
+        gpus=min(shape.gpus for shape in known) if one.gpus is None else one.gpus,
+        gpu=kinds.pop() if len(kinds) == 1 else "",
+    )
+
+
+def power_saving(spec: Spec) -> PowerSaving | None:
+    """How nodes come and go; None where none do."""
+    sets = rented_sets(spec)
+    if not sets:
+        return None
+    kinds = {accounts(spec)[name].kind or name for one in sets.values() for name in one.accounts}
+    return PowerSaving(PROGRAMS, max(_boot_seconds(kind) for kind in kinds))
+
+
+def suspend_time(spec: Spec, partition: str) -> int | None:
+    """When idle nodes of a partition are given back: the longest `idle` of its nodesets, as Slurm knows one only."""
+    sets, inside = rented_sets(spec), partitions(spec)[partition].nodesets
+    return max((sets[name].idle for name in inside if name in sets), default=None)
+
+
+def present(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Member, ...]:
+    """The rented nodes that are there: those that were asked."""
+    return tuple(member for member in rented_members(spec) if member.name in facts)
+
+
+def addressed(spec: Spec, facts: Mapping[str, Facts], before: InForce) -> tuple[str, ...]:
+    """Rented nodes that have an address though nobody asked them now.
+
+    On a network of our own each has its address for good, so that members know the way to it before it is there.
+    """
+    own = spec.network.kind == "wireguard"
+    absent = [member.name for member in rented_members(spec) if member.name not in facts]
+    return tuple(name for name in absent if own or name in before.addresses)
+
+
+def rented_findings(spec: Spec) -> Iterator[Finding]:
+    """What is worth saying about rented nodesets before anything is rented."""
+    sets = rented_sets(spec)
+    for one in sets.values():
+        unknown = [
+            f"{offer.type} of {offer.provider}"
+            for offer in one.offers
+            if _shape(spec, offer.provider, offer.type) is None
+        ]
+        if unknown and not (one.cpus and one.memory_mb):
+            yield Finding(
+                "warning",
+                f"nodeset `{one.name}`: what is in this machine is not known, so Slurm counts on very little",
+                ", ".join(unknown),
+                "say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
+                path=f"nodesets.{one.name}",
+            )
+    for name, partition in partitions(spec).items():
+        times = {inside: sets[inside].idle for inside in partition.nodesets if inside in sets}
+        if len(set(times.values())) > 1:
+            longest = max(times, key=lambda inside: times[inside])
+            yield Finding(
+                "warning",
+                f"partition `{name}`: Slurm knows one time for idle nodes, so all wait as long as `{longest}`'s",
+                ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items()),
+                "give them the same `idle`, or a partition each",
+                path=f"partitions.{name}",
+            )
+
+
+def _shapes(spec: Spec, one: RentedSet) -> list[Shape]:
+    found: Iterable[Shape | None] = (_shape(spec, offer.provider, offer.type) for offer in one.offers)
+    return [shape for shape in found if shape is not None]
+
+
+def _shape(spec: Spec, account: str, type: str | None) -> Shape | None:
+    return shape_of(accounts(spec)[account].kind or account, type) if type else None
+
+
+def _boot_seconds(kind: str) -> int:
+    try:
+        return abilities(kind).boot_seconds
+    except (LookupError, ImportError):
+        return 1800  # somebody else's, and not installed here: the service on the controller tells
