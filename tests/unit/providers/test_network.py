@@ -21,6 +21,7 @@ from shoal.providers.sandbox.network import (
     render_table,
 )
 from shoal.spec.member import Shape
+from shoal.spec.network import WIREGUARD_SUBNET
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef-2")
 SITES = [Site("a", 0, "10.70.1.0/24"), Site("b", 1, "10.70.2.0/24")]
@@ -33,6 +34,14 @@ def test_a_chosen_subnet_overlaps_with_none_that_is_taken(seed: str, taken: list
     assert subnet.subnet_of(POOL)
     assert subnet.prefixlen == 24
     assert not any(subnet.overlaps(other) for other in taken)
+
+
+def test_hosts_are_never_in_the_network_that_a_cluster_makes_for_itself() -> None:
+    private = ipaddress.IPv4Network(WIREGUARD_SUBNET)
+    others = [one for one in POOL.subnets(new_prefix=16) if one != private]
+    assert private.subnet_of(POOL)
+    with pytest.raises(ProviderError, match="no free subnet is left"):
+        choose_subnet("reef", others)
 
 
 def test_the_same_cluster_gets_the_same_subnet_again() -> None:

@@ -22,6 +22,7 @@ from shoal.errors import ProviderError
 from shoal.providers.sandbox.kernel import raise_settings, restore_settings
 from shoal.providers.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets
 from shoal.providers.sandbox.programs import call
+from shoal.spec.network import WIREGUARD_SUBNET
 
 POOL = ipaddress.IPv4Network("10.64.0.0/10")
 MACHINE_LOCK = Path("/run")
@@ -52,7 +53,8 @@ def outer_address(layout: Layout) -> str:
 
 def choose_subnet(seed: str, taken: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
     """A /24 of our pool that overlaps with none of `taken`; the same seed begins its search at the same place."""
-    used = list(taken)
+    # The private network that a cluster on these hosts has by itself is no place for the hosts' own.
+    used = [*taken, ipaddress.IPv4Network(WIREGUARD_SUBNET)]
     count = 1 << (24 - POOL.prefixlen)
     start = int(hashlib.sha256(seed.encode()).hexdigest(), 16) % count
     for step in range(count):
