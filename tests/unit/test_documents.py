@@ -29,8 +29,8 @@ def test_every_command_in_the_documents_is_run_by_a_test() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_only_blocks_of_a_known_kind_are_used_so_that_no_command_hides(document: Path) -> None:
     fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
-    # The two scripts of the page on training are run by tests/unit/train/test_training_page.py.
-    scripts = {"python", "diff"} if document == TRAINING else set()
+    # The scripts of these pages are run by tests/unit/train/test_training_page.py and tests/unit/test_provider_page.py.
+    scripts = {TRAINING.name: {"python", "diff"}, "adding-a-provider.md": {"python", "toml"}}.get(document.name, set())
     assert set(fences[::2]) <= {"yaml", "console"} | scripts
     assert set(fences[1::2]) <= {""}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
@@ -19,11 +20,15 @@ SIMULATORS = {
 }
 """Kind -> `module:class`, a `server.Cloud`."""
 
+GROUP = "shoal.simulators"
+"""The entry point group by which an installed package adds a kind."""
+
 
 def cloud(kind: str) -> type[Cloud]:
     """The simulated cloud of a kind of provider. Raises UsageError with the kinds there are."""
-    if kind not in SIMULATORS:
-        raise UsageError(f"there is no simulator of {kind!r}", hint=f"use one of: {', '.join(sorted(SIMULATORS))}")
-    module, _, attribute = SIMULATORS[kind].partition(":")
+    known = {**{one.name: one.value for one in entry_points(group=GROUP)}, **SIMULATORS}
+    if kind not in known:
+        raise UsageError(f"there is no simulator of {kind!r}", hint=f"use one of: {', '.join(sorted(known))}")
+    module, _, attribute = known[kind].partition(":")
     found: type[Cloud] = getattr(import_module(module), attribute)
     return found

@@ -1,0 +1,204 @@
+"""A simulated cloud's machines are hosts that boot, let us in, break and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import asyncssh
+import httpx
+import pytest
+
+from shoal.providers.api import Request
+from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.providers.sandbox.machine import ssh_answers
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.simulators.faults import Fault
+from shoal.simulators.machines import MachineType, Profile, Wanted
+from shoal.simulators.market import Market
+from shoal.simulators.sandbox_ground import SandboxGround
+from shoal.spec.member import Shape
+from shoal.verbs.simulate import Simulated, simulate
+
+CLUSTER = "t-simulated"
+TYPES = (MachineType("gpu", "A10", 2, 24, 1, 3, 1.0, places={"here": 9}),)
+VM = Profile(user="ubuntu", boot_seconds=0.0, stop_seconds=0.0)
+SCRIPT = "#!/bin/sh\nhostname > /root/user-data-ran\n"
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-nspawn"), reason="needs root and systemd-nspawn"),
+]
+
+
+@pytest.fixture
+async def ground() -> AsyncIterator[SandboxGround]:
+    await SandboxProvider().destroy(CLUSTER, _silent)
+    made = SandboxGround("lambda", CLUSTER)
+    await made.open()
+    yield made
+    await made.close()
+    await SandboxProvider().destroy(CLUSTER, _silent)
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pair = asyncssh.generate_private_key("ssh-ed25519")
+    path = tmp_path_factory.mktemp("key") / "id"
+    path.write_bytes(pair.export_private_key())
+    path.chmod(0o600)
+    path.with_suffix(".pub").write_bytes(pair.export_public_key())
+    return path
+
+
+def wanted(key: Any, name: str = "n1", **more: Any) -> Wanted:
+    public = key.with_suffix(".pub").read_text()
+    return replace(Wanted(name, "gpu", "here", public_keys=(public,), user_data=SCRIPT), **more)
+
+
+async def until(market: Market, holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(90):
+        while not holds():
+            await asyncio.sleep(0.1)
+            market.look()
+
+
+async def on(address: str, port: int, key: Any, user: str, command: str) -> asyncssh.SSHCompletedProcess:
+    """Run a shell command on a machine, with the key that it was ordered with."""
+    connection = asyncssh.connect(address, port, username=user, client_keys=[str(key)], known_hosts=None, config=None)
+    async with asyncio.timeout(60), connection as there:
+        return await there.run(command)
+
+
+async def test_a_machine_boots_lets_the_key_in_runs_its_script_and_is_given_back(
+    ground: SandboxGround, key: Any
+) -> None:
+    market = Market(VM, TYPES, ground)
+    one = market.order(wanted(key), "0" * 31 + "1")
+    await until(market, lambda: one.phase == "up")
+    said = await on(one.host, 22, key, "ubuntu", "id -un; sudo id -un; nvidia-smi -L | wc -l; cat /dev/nvidia1")
+    assert str(said.stdout).split() == ["ubuntu", "root", "2"]
+    script = await on(one.host, 22, key, "ubuntu", "until sudo cat /root/user-data-ran; do sleep 0.1; done")
+    assert str(script.stdout).strip() == ground.host_name(one.id)
+    with pytest.raises(asyncssh.PermissionDenied):
+        await on(one.host, 22, key, "root", "true")
+
+    assert await SandboxProvider().instances(CLUSTER) == []
+    market.delete(one.id)
+    await until(market, lambda: one.phase == "gone")
+    assert Layout(cache_dir(), CLUSTER).hosts() == {}
+    assert not await ssh_answers(one.host)
+
+
+async def test_the_clusters_own_hosts_reach_a_machine_and_stay_when_it_goes(ground: SandboxGround, key: Any) -> None:
+    provider = SandboxProvider()
+    [own] = await provider.create(CLUSTER, [Request("c1", Shape())], _silent)
+    market = Market(VM, TYPES, ground)
+    one = market.order(wanted(key), "m1")
+    await until(market, lambda: one.phase == "up")
+    assert own.target.address
+    ask = f"exec 3<>/dev/tcp/{one.host}/22; head -c 4 <&3"
+    reached = await on(own.target.address, 22, own.target.identity, "root", f"bash -c '{ask}'")
+    assert reached.stdout == "SSH-"
+    await ground.close()
+    assert [found.name for found in await provider.instances(CLUSTER)] == ["c1"]
+    assert set(Layout(cache_dir(), CLUSTER).hosts()) == {"c1"}
+
+
+async def test_machines_can_be_broken_from_the_start(ground: SandboxGround, key: Any) -> None:
+    market = Market(VM, TYPES, ground)
+    market.faults = [Fault("bad-gpu"), Fault("never-reachable", region="here")]
+    both_broken = market.order(wanted(key, "n1"), "m1")
+    market.faults = [Fault("bad-gpu")]
+    bad_gpu = market.order(wanted(key, "n2"), "m2")
+    await until(market, lambda: bad_gpu.phase == "up" and both_broken.phase == "up" and both_broken.host)
+    assert not await ssh_answers(both_broken.host)
+    said = await on(bad_gpu.host, 22, key, "ubuntu", "nvidia-smi -L; echo $?; cat /dev/nvidia0")
+    assert said.exit_status != 0
+    assert str(said.stdout).split() == ["15"]
+    assert "No such device or address" in str(said.stderr)
+
+
+async def test_a_machine_that_dies_or_shuts_itself_down_is_in_error_until_it_is_deleted(
+    ground: SandboxGround, key: Any
+) -> None:
+    market = Market(VM, TYPES, ground)
+    one, other = market.order(wanted(key, "n1"), "m1"), market.order(wanted(key, "n2"), "m2")
+    await until(market, lambda: one.phase == other.phase == "up")
+    market.kill(one.id)
+    with contextlib.suppress(asyncssh.Error, OSError):
+        await on(other.host, 22, key, "ubuntu", "sudo systemctl poweroff")
+    await until(market, lambda: one.phase == other.phase == "error")
+    await until(market, lambda: ground.stand("m1").state == "dead")
+    assert not await ssh_answers(one.host)
+    market.delete("m1")
+    market.delete("m2")
+    await until(market, lambda: one.phase == other.phase == "gone")
+
+
+async def test_machines_that_were_kept_are_there_for_the_next_run(ground: SandboxGround, key: Any) -> None:
+    before = Market(VM, TYPES, ground, store=ground.store)
+    one = before.order(wanted(key, "n1"), "m1")
+    lost = before.order(wanted(key, "n2"), "m2")
+    await until(before, lambda: one.phase == lost.phase == "up")
+    await ground.close(keep=True)
+    await SandboxProvider().delete(CLUSTER, [ground.host_name("m2")], _silent)
+    stray = SandboxGround("lambda", CLUSTER)
+    Market(VM, TYPES, stray).order(wanted(key, "n3"), "m3")
+    await stray.close(keep=True)
+
+    after = SandboxGround("lambda", CLUSTER)
+    market = Market(VM, TYPES, after, store=after.store)
+    market.adopt()
+    assert {id: found.phase for id, found in market.machines.items()} == {"m1": "up", "m2": "error"}
+    assert (await on(market.machines["m1"].host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
+    await until(market, lambda: set(after.layout.hosts()) == {ground.host_name("m1")})
+    await after.close()
+    assert not after.layout.dir.exists()
+
+
+async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(ground: SandboxGround, key: Any) -> None:
+    container = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0, container=True)
+    market = Market(container, TYPES, ground)
+    one = market.order(wanted(key, user_data="echo ran > /root/args-ran"), "m1")
+    await until(market, lambda: one.phase == "up")
+    assert one.port != 22
+    look = "until cat /root/args-ran; do sleep 0.1; done; ls /dev/net /run/systemd"
+    said = await on(one.host, one.port, key, "root", look)
+    assert str(said.stdout).split() == ["ran"]
+
+
+async def test_a_spot_machine_is_told_by_the_cloud_that_it_will_be_taken_away(key: Any) -> None:
+    found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(simulate("sandbox", found.set_result, cluster=CLUSTER))
+    try:
+        told = await asyncio.wait_for(found, 60)
+        assert not told.warning
+        public = key.with_suffix(".pub").read_text()
+        order = {"token": "t1", "name": "n1", "type": "cpu", "market": "spot", "public_key": public}
+        async with httpx.AsyncClient(base_url=told.url) as client:
+            [made] = (await client.post("/v1/machines", json={"machines": [order]})).json()["machines"]
+            shown: dict[str, Any] = {}
+            async with asyncio.timeout(60):
+                while shown.get("state") != "running":
+                    [shown] = (await client.get("/v1/machines")).json()["machines"]
+                    await asyncio.sleep(0.1)
+            ask = "import urllib.request as u; print(u.urlopen('http://169.254.169.254/notice').read().decode())"
+            before = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
+            await client.post(f"/_simulator/preempt/{made['id']}")
+            after = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
+        assert "404" in str(before.stderr)
+        assert str(after.stdout).startswith('{"seconds":')
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not Layout(cache_dir(), CLUSTER).dir.exists()
+
+
+def _silent(what: str, done: float) -> None:
+    """Nobody watches."""

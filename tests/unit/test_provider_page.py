@@ -1,0 +1,73 @@
+"""The provider that docs/adding-a-provider.md makes is one: its code is installed, found and held to the contract."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.documents import ROOT
+
+PAGE = ROOT / "docs" / "adding-a-provider.md"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's code as an installed package would have it: two modules, and entry points."""
+    place = tmp_path_factory.mktemp("tidepool")
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    [points] = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for name, text in zip(("tidepool.py", "tidepool_simulator.py", "test_tidepool.py"), blocks, strict=True):
+        (place / name).write_text(text)
+    about = place / "tidepool-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tidepool\nVersion: 1.0\n")
+    plain = re.sub(r'\[project\.entry-points\."([a-z.]+)"\]', r"[\1]", points)
+    (about / "entry_points.txt").write_text(plain.replace('"', ""))
+    return place
+
+
+def run(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join((str(installed), str(ROOT)))
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=installed,
+    )
+
+
+@pytest.mark.timeout(400)
+def test_the_pages_provider_passes_every_contract_test(installed: Path) -> None:
+    done = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),
+               "--rootdir", str(installed), "test_tidepool.py")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found
+    assert int(found[1]) > 50
+
+
+def test_the_pages_provider_is_found_by_its_entry_points(installed: Path) -> None:
+    code = (
+        "from shoal.providers.rented import renter; from shoal.providers.rental import Account;"
+        "from shoal.simulators import cloud;"
+        "print(type(renter(Account('x', 'tidepool'))).__name__, cloud('tidepool').__name__)"
+    )
+    done = run(installed, "-c", code)
+    assert done.stdout.split() == ["Tidepool", "SimulatedTidepool"], done.stderr
+
+
+def test_a_kind_that_no_package_has_is_told_with_those_that_are_there(installed: Path) -> None:
+    done = run(installed, "-m", "shoal", "simulate", "tidepol")
+    assert done.returncode == 2
+    assert "there is no simulator of 'tidepol'" in done.stderr
+    assert "sandbox, tidepool" in done.stderr
+
+
+def test_the_renter_of_the_page_is_as_short_as_the_page_says(installed: Path) -> None:
+    assert len((installed / "tidepool.py").read_text().splitlines()) < 250
