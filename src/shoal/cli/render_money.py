@@ -27,9 +27,8 @@ def show_offers(console: Console, result: OffersResult) -> None:
     if not result.offers:
         console.print("nothing of that kind is offered")
         return
-    table = _table("provider", "type", "where", "market", "GPUs", "price of", "")
-    for title in ("$/hour", "$/GPU"):
-        table.add_column(title, justify="right")
+    titles = ("provider", "type", "where", "market", "GPUs", "price of", "stock")
+    table = _table(*titles, right=("$/hour", "$/GPU"))
     for offer in result.offers[:ROWS]:
         style = "dim" if offer.available == "no" else ""
         where = f"{offer.region} {offer.zone}".strip() if not offer.zone.startswith(offer.region) else offer.zone

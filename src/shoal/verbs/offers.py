@@ -34,12 +34,13 @@ async def offers(context: Context, query: Query, providers: Iterable[str] = (), 
             return found
 
         answers, failures = await ask_all(accounts, question, opened)
-    kinds = {account.name: account.kind for account in accounts.usable}
     today = time.strftime("%Y-%m-%d", time.gmtime())
     found: list[Offer] = []
-    for name, told in answers.items():
-        refreshed(kinds[name], told, today)
-        found += (offer for offer in prices().fill(kinds[name], told) if _asked_for(offer, query))
+    for account in accounts.usable:
+        told = answers.get(account.name, [])
+        if not account.url:  # what a simulator asks is nobody's price
+            refreshed(account.kind, told, today)
+        found += (offer for offer in prices().fill(account.kind, told) if _asked_for(offer, query))
     return OffersResult(context.cluster, tuple(sorted(found, key=_order)), failures)
 
 

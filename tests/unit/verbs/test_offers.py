@@ -104,6 +104,14 @@ async def test_prices_that_a_provider_told_are_kept_for_when_it_does_not() -> No
     assert found is not None and found.usd_hour == 20.0
 
 
+async def test_the_prices_of_a_simulator_are_not_kept() -> None:
+    text = RENTING.replace("lambda: {key: env:PATH}", "lambda: {key: env:PATH, url: 'http://127.0.0.1:1'}")
+    renters = opener(**{"lambda": FakeRenter([replace(H100, usd_hour=20.0)]), "cloud": FakeRenter()})
+    await offers(context(text), Query(), opened=renters)
+    found = prices().find("lambda", H100.type, H100.region, "on-demand")
+    assert found is not None and found.usd_hour == 31.92
+
+
 async def test_a_cluster_without_accounts_is_told_how_to_name_one() -> None:
     with pytest.raises(UsageError) as caught:
         await offers(context(LAB), Query())
@@ -133,7 +141,7 @@ async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> N
     result = await offers(context(), Query(), opened=renters)
     lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
     assert lines == [
-        "provider type where market GPUs price of $/hour $/GPU",
+        "provider type where market GPUs price of stock $/hour $/GPU",
         "lambda gpu_8x_h100_sxm5 us-west-1 on-demand 8 × H100 now there 31.92 3.99",
         "cloud a3-highgpu-8g us-central1-b on-demand 8 × H100 2026-09-26 not told 87.83 10.98",
     ]
