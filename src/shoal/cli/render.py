@@ -84,11 +84,13 @@ def show_up(console: Console, result: UpResult) -> None:
 def show_down(console: Console, result: DownResult) -> None:
     show_findings(console, result.findings)
     show_failures(console, {name: error for name, error in result.failures.items()})
+    if result.given_back:
+        console.print(f"given back: {', '.join(result.given_back)}; no provider lists any more machines of the cluster")
     if result.deleted:
         console.print(f"removed {compress(result.deleted)}")
     if result.released:
         console.print(f"released {compress(result.released)}: Slurm stopped, our files gone, packages left in place")
-    if not (result.deleted or result.released or result.failures):
+    if not (result.deleted or result.released or result.given_back or result.failures):
         console.print(f"{result.cluster}: nothing to take down")
 
 
@@ -130,7 +132,8 @@ def show_status(console: Console, status: Status) -> None:
     for column in ("job", "name", "user", "state", "time", "limit", "nodes", "where or why"):
         jobs.add_column(column, overflow="fold")
     for job in status.jobs:
-        where = job.nodes or f"({job.reason})"
+        why = status.rented.waiting.get(job.id, "") if status.rented else ""
+        where = job.nodes or why or f"({job.reason})"
         jobs.add_row(
             job.id,
             _free(job.name),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from shoal.cli.render_rented import rented_lines
 from shoal.cli.render_tailnet import tailnet_lines
 from shoal.hostlist import compress
 from shoal.spec.words import printable
@@ -58,6 +59,8 @@ def show_services(console: Console, status: Status) -> None:
     lines += [_share(share) for share in status.shares]
     if status.accounting:
         lines.append(accounting_line(status.accounting))
+    if status.rented:
+        lines += rented_lines(status.rented)
     if lines:
         console.print()
     for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from shoal.plan.apply import ending
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.roles.documents import farewell
+from shoal.roles.elastic import SERVICE
 from shoal.roles.in_force import SLURM_CONF
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.context import Context, Holdings, state_directory, telling
+from shoal.verbs.reap import reap
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class DownResult:
     """Hosts on which Slurm was stopped and our configuration taken away."""
     failures: Mapping[str, HostError] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    given_back: tuple[str, ...] = ()
+    """Rented machines that are gone: no provider's list shows one of the cluster's any more."""
 
 
 async def down(context: Context, *, force: bool = False) -> DownResult:
@@ -34,12 +39,46 @@ async def down(context: Context, *, force: bool = False) -> DownResult:
     holdings = await context.holdings()
     if not force:
         await _refuse_running_jobs(context, holdings)
+    rented, told = await _give_back(context, force)
     lent = [member for member in context.members if member.provider is None]
     released, failures = await release(context, lent)
     deleted = await _delete(context, holdings)
     if not failures:
         shutil.rmtree(state_directory(context.cluster), ignore_errors=True)
-    return DownResult(context.cluster, deleted, released, failures, holdings.findings)
+    return DownResult(context.cluster, deleted, released, failures, (*holdings.findings, *told), rented)
+
+
+async def _give_back(context: Context, force: bool) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+    """Give rented machines back before the controller goes: while one is left, somebody must go on deleting it.
+
+    Where a provider cannot be asked the controller stays, and its service goes on; forced, what is left is told.
+    """
+    if not context.spec.providers:
+        return (), ()
+    await _service(context, "stop")  # it would rent again what jobs in the queue ask for
+    result = await reap(context)
+    gone = tuple(f"{holding.machine.node} ({holding.account} {holding.machine.id})" for holding in result.gone)
+    if result.clean:
+        return gone, ()
+    left = ", ".join(f"{holding.account} {holding.machine.id}" for holding in result.remaining) or "not known"
+    causes = "; ".join(f"{name}: {error.message}" for name, error in result.failures.items())
+    fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
+    if force:
+        return gone, (Finding("error", f"rented machines may be left: {causes}", left, fix),)
+    await _service(context, "start")
+    raise ProviderError(
+        f"rented machines may be left ({left}): {causes}",
+        hint="run `shoal down` again when the provider answers; the controller goes on giving them back. "
+        "Or say --force, and see to them with `shoal reap`",
+    )
+
+
+async def _service(context: Context, verb: str) -> None:
+    """Stop or start what rents on the controller. One that does not answer rents nothing that `reap` would not find."""
+    with contextlib.suppress(ShoalError):
+        async with await context.connections([context.controller]) as fleet:
+            host = await fleet.host(context.controller.name)
+            await host.run(("systemctl", verb, SERVICE), timeout=120)
 
 
 async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:

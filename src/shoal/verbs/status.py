@@ -25,6 +25,7 @@ from shoal.verbs.context import Context, computing
 if TYPE_CHECKING:
     from shoal.verbs.accounting_health import AccountingHealth
     from shoal.verbs.health import Clocks, TrackingHealth
+    from shoal.verbs.rented import RentedView
     from shoal.verbs.shares import ShareState
     from shoal.verbs.tailnet import TailnetView
     from shoal.verbs.wireguard import WireGuardView
@@ -52,12 +53,15 @@ class Status:
     tailnet: TailnetView | None = None
     wireguard: WireGuardView | None = None
     accounting: AccountingHealth | None = None
+    rented: RentedView | None = None
 
 
 async def status(context: Context) -> Status:
     """What Slurm says of the cluster now."""
+    from shoal.spec.rented import rented_sets
     from shoal.verbs.accounting_health import accounting_health
     from shoal.verbs.health import clocks, present, tracking_health
+    from shoal.verbs.rented import rented_view
     from shoal.verbs.shares import share_states
     from shoal.verbs.tailnet import tailnet_members, tailnet_view
     from shoal.verbs.wireguard import wireguard_view
@@ -75,12 +79,14 @@ async def status(context: Context) -> Status:
             tailnet = await tailnet_view(context, host)
             wireguard = await wireguard_view(context.spec, host)
             accounting = await accounting_health(fleet, context.spec)
+            rented = await rented_view(context.spec, host)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
     found = tuple(parse_nodes(nodes))
     wanted = computing(context)
     known = {node.name for node in found}
+    may_come = {name for one in rented_sets(context.spec).values() for name in one.nodes}
     return Status(
         cluster=context.cluster,
         controller=context.controller.name,
@@ -89,13 +95,14 @@ async def status(context: Context) -> Status:
         partitions=tuple(parse_partitions(partitions)),
         jobs=tuple(parse_jobs(jobs)),
         absent=tuple(name for name in wanted if name not in known),
-        extra=tuple(node.name for node in found if node.name not in wanted),
+        extra=tuple(node.name for node in found if node.name not in (*wanted, *may_come)),
         clocks=times,
         tracking=tracking,
         shares=shares,
         tailnet=tailnet_members(context, tailnet, found),
         wireguard=wireguard,
         accounting=accounting,
+        rented=rented,
     )
 
 
