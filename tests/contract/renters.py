@@ -106,6 +106,19 @@ CASES = {
             maps=frozenset({"env"}),
             price_from="create",
         ),
+        Case(
+            kind="paperspace",
+            offer=Offer("acme", "A4000", "NY2", usd_hour=0.76),
+            troubles={
+                "stockout": Trouble.CAPACITY,
+                "quota": Trouble.QUOTA,
+                "balance": Trouble.BALANCE,
+                "auth": Trouble.AUTH,
+                "rate": Trouble.RATE,
+            },
+            required=("id", "name", "state"),
+            dead_states=("stopped",),
+        ),
     )
 }
 

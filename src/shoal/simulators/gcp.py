@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.simulators.gcp_rules import API, check, filtered, number, page_of, read_order, shown_type, stamp, type_of
@@ -111,6 +111,13 @@ class GoogleCompute(Cloud):
         domain = "usageLimits" if status == 403 else "global"
         error = {"message": message, "domain": domain, "reason": reason}
         return JSONResponse({"error": {"code": status, "message": message, "errors": [error]}}, status)
+
+    def metadata(self, request: Request, machine: Machine) -> Response | None:
+        if request.headers.get("metadata-flavor") != "Google":
+            return PlainTextResponse("Missing Metadata-Flavor:Google header.", 403)
+        name = request.url.path.removeprefix("/computeMetadata/v1/instance/")
+        told = {"preempted": "TRUE" if machine.preempted else "FALSE", "name": machine.wanted.name}
+        return PlainTextResponse(told[name]) if name in told else None
 
     # Orders
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from tests.contract.renters import Clock
 
 from shoal.simulators.faults import Fault
@@ -275,3 +276,22 @@ async def test_refusals_have_google_s_shape(google: Google, fault: str, status: 
 async def test_the_keys_that_travel_with_an_order_reach_the_machine(google: Google) -> None:
     await google.insert()
     assert google.market.machines["a"].wanted.public_keys == ("ssh-ed25519 AAAA me",)
+
+
+@pytest.mark.parametrize(
+    ("path", "flavor", "status", "told"),
+    [
+        ("/computeMetadata/v1/instance/preempted", "Google", 200, "TRUE"),
+        ("/computeMetadata/v1/instance/name", "Google", 200, "a"),
+        ("/computeMetadata/v1/instance/preempted", "", 403, "Missing Metadata-Flavor:Google header."),
+    ],
+)
+async def test_a_machine_that_is_taken_away_is_told_so_when_it_asks(
+    google: Google, path: str, flavor: str, status: int, told: str
+) -> None:
+    await google.insert()
+    machine = google.market.preempt("a")
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"metadata-flavor", flavor.encode())]}
+    answer = GoogleCompute(google.market).metadata(Request(scope), machine)
+    assert answer is not None
+    assert (answer.status_code, bytes(answer.body).decode()) == (status, told)

@@ -1,0 +1,334 @@
+"""Paperspace, v1 of its API: whole virtual machines, which have no tags and get their keys from a startup script.
+
+A machine's name, `c-<cluster>--<node>--<epoch>-<token>`, is all that marks it as ours. Its startup script is a thing of
+its own: it has the machine's name and goes with it. What went wrong is told by events, not by a machine's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from shoal.providers.prices import prices
+from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
+from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+
+BASE = "https://api.paperspace.com/v1"
+USER = "paperspace"
+PAGE = 120
+FOLLOW_SECONDS = 20.0
+"""So long an order is followed until Paperspace has begun with it, or has failed."""
+SCRIPT_GRACE = 900.0
+"""A startup script without a machine is left alone so long: its machine may be on its way."""
+EVENT_SLACK = 60.0
+"""An order's event may be a little older than its machine."""
+DISKS = (50, 100, 250, 500, 1000, 2000)
+REGIONS = {"NY2": "East Coast (NY2)", "CA1": "West Coast (CA1)", "AMS1": "Europe (AMS1)"}
+"""The code by which a place is known -> what the API calls it."""
+TEMPLATES = {
+    "H100x8": "t7vp562h",
+    "H100": "tilqt47t",
+    "A100-80Gx8": "tvimtol9",
+    "A100-80G": "tqqsxr6b",
+}
+"""Ubuntu with the driver of a family of GPUs."""
+GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
+STATES: dict[str, State] = {
+    "provisioning": "pending",
+    "starting": "pending",
+    "restarting": "pending",
+    "upgrading": "pending",
+    "serviceready": "up",
+    "ready": "up",
+    "stopping": "stopping",
+    "off": "stopped",
+}
+WORDS = {
+    r"out of capacity": Refusal(Trouble.CAPACITY),
+    r"quota|(machine|account|team)\b.*\blimit|limit\b.*\b(reached|exceeded)": Refusal(
+        Trouble.QUOTA, "provider", hint="ask Paperspace to raise the account's limit"
+    ),
+    r"payment|balance|credit card": Refusal(
+        Trouble.BALANCE, "provider", hint="see to the account's payment in Paperspace's console"
+    ),
+}
+"""What Paperspace says where it has no code of its own for it."""
+CODES = {
+    "UNAUTHORIZED": Refusal(Trouble.AUTH, "provider", hint="make an API key in the team's settings at Paperspace"),
+    "FORBIDDEN": Refusal(Trouble.AUTH, "provider", hint="the key's owner must be allowed to make machines"),
+    "TOO_MANY_REQUESTS": Refusal(Trouble.RATE, "provider"),
+    "CONFLICT": Refusal(Trouble.CONFLICT),
+    "BAD_REQUEST": Refusal(Trouble.INVALID),
+    "NOT_FOUND": Refusal(Trouble.INVALID),
+    "PRECONDITION_FAILED": Refusal(Trouble.INVALID),
+}
+
+
+class Paperspace:
+    """Implements `shoal.providers.rental.Renter`."""
+
+    abilities = Abilities(
+        user=USER,
+        idempotent="none",
+        at_once=1,
+        stopped_bills=False,  # its disk does, until it is deleted
+        billing=Billing(step=3600),
+        boots_with="script",
+        boot_seconds=1200,
+        grace_seconds=300,
+    )
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._api = Api(account, BASE, understand=understand, retry_after=10.0)
+
+    async def offers(self, query: Query) -> list[Offer]:
+        """What our table knows of Paperspace's machines, and which of them it has now: it lists none itself."""
+        known = {row.type for row in prices() if row.kind == self._account.kind}
+        regions = {code_of(region) for region in query.regions} or set(REGIONS)
+        blank = [
+            Offer(self._account.name, name, region)
+            for name in sorted(set(query.types) or known)
+            for region in sorted(regions)
+        ]
+        wanted = [offer for offer in prices().fill(self._account.kind, blank) if _suits(offer, query)]
+        return [await self._with_availability(offer) for offer in wanted]
+
+    async def create(self, orders: Sequence[Order]) -> list[Outcome]:
+        return [await self._create(order) for order in orders]
+
+    async def rented(self, cluster: str) -> list[Rented]:
+        every = [_rented(one) async for one in self._all("/machines") if not one.has("dtDeleted")]
+        found = [one for one in every if one.cluster == cluster]
+        failures = await self._failures(found)
+        return [
+            replace(one, state="error", raw_state=f"{one.raw_state}: {failures[one.id]}") if one.id in failures else one
+            for one in found
+        ]
+
+    async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
+        outcomes = [await self._delete(one.id) for one in rented]
+        for cluster in sorted({one.cluster for one in rented if one.cluster}):
+            with contextlib.suppress(ApiError):  # a script costs nothing; the next delete sweeps again
+                await self._sweep(cluster, {one.token for one, done in zip(rented, outcomes, strict=True) if done.ok})
+        return outcomes
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        return ""
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _create(self, order: Order) -> Outcome:
+        if "--" in order.node or "--" in order.token:
+            return Outcome("", Trouble.INVALID, message=f"{order.node}: two hyphens in a row part the name's fields")
+        name = f"c-{order.cluster}--{order.node}--{int(time.time())}-{order.token}"
+        script = {"name": name, "script": startup_script(order), "isRunOnce": True}
+        try:
+            made = await self._api.ask("POST", "/startup-scripts", json=script, creates=True)
+            script_id = made.text("id")
+        except ApiError as error:
+            return error.outcome()
+        outcome = await self._order(order, name, script_id)
+        if outcome.trouble not in (None, Trouble.AMBIGUOUS):
+            await self._forget(f"/startup-scripts/{script_id}")
+        return outcome
+
+    async def _order(self, order: Order, name: str, script_id: str) -> Outcome:
+        wanted = machine_order(order, name, script_id, self._account.settings)
+        try:
+            answer = await self._api.ask("POST", "/machines", json=wanted, creates=True)
+            machine = answer.piece("data")
+            id, usd_hour = machine.text("id"), machine.maybe_number("usageRate")
+            event = await self._begun(answer.piece("event"))
+        except ApiError as error:
+            return error.outcome()
+        if event.text("state") in ("error", "cancelled"):
+            await self._forget(f"/machines/{id}")
+            return _of_event(self._account.name, event)
+        return Outcome(id, usd_hour=usd_hour)
+
+    async def _begun(self, event: Body) -> Body:
+        """The event of an order when it is more than noted. One that stays new is as good as begun: lists tell."""
+        pause, ends = 0.1, time.monotonic() + FOLLOW_SECONDS
+        while event.text("state") == "new" and time.monotonic() < ends:
+            await asyncio.sleep(pause)
+            pause = min(5.0, pause * 2)
+            try:
+                event = await self._api.ask("GET", f"/machine-events/{event.text('id')}")
+                event.text("state")
+            except ApiError as error:  # the order was taken; only what became of it is not known
+                raise ApiError(error.message, Trouble.AMBIGUOUS, retry_after=error.retry_after) from error
+        return event
+
+    async def _failures(self, machines: Sequence[Rented]) -> dict[str, str]:
+        """A machine whose making failed stays in its first state for ever; what is said of it is in its events."""
+        pending = {one.id for one in machines if one.raw_state == "provisioning"}
+        since = min((one.created or 0.0 for one in machines if one.id in pending), default=0.0) - EVENT_SLACK
+        failures: dict[str, str] = {}
+        if not pending:
+            return failures
+        async for event in self._all("/machine-events", orderBy="dtCreated", order="desc"):
+            machine = event.text("machineId", "")
+            if event.text("name") == "create" and machine in pending:
+                pending.discard(machine)
+                if event.text("state") in ("error", "cancelled"):
+                    failures[machine] = event.text("error", "") or event.text("state")
+            if not pending or (_seconds(event.text("dtCreated", "")) or since) < since:
+                break
+        return failures
+
+    async def _delete(self, id: str) -> Outcome:
+        try:
+            await self._api.ask("DELETE", f"/machines/{id}")
+        except ApiError as error:
+            if error.status != 404:
+                return error.outcome(id)
+        return Outcome(id)
+
+    async def _sweep(self, cluster: str, gone: set[str]) -> None:
+        """Remove the startup scripts of machines that are gone, and old ones whose machine never came."""
+        there = {one.token for one in await self.rented(cluster)} - gone
+        for script in [one async for one in self._all("/startup-scripts")]:  # pages shift under who deletes
+            owner, _, token, born = read_name(script.text("name"))
+            if owner != cluster or token in there:
+                continue
+            if token in gone or time.time() - (born or 0.0) > SCRIPT_GRACE:
+                await self._forget(f"/startup-scripts/{script.text('id')}")
+
+    async def _forget(self, path: str) -> None:
+        """Remove something that may be gone, and that is looked for again if it is not."""
+        with contextlib.suppress(ApiError):
+            await self._api.ask("DELETE", path)
+
+    async def _with_availability(self, offer: Offer) -> Offer:
+        asked = {"machineType": offer.type, "region": REGIONS[offer.region]}
+        there = (await self._api.ask("GET", "/machine-availability", params=asked)).flag("available")
+        return replace(offer, available="yes" if there else "no")
+
+    async def _all(self, path: str, **more: str) -> AsyncIterator[Body]:
+        params: dict[str, str | int] = {"limit": PAGE, **more}
+        while True:
+            page = await self._api.ask("GET", path, params=params)
+            for one in page.rows("items"):
+                yield one
+            if not page.flag("hasMore"):
+                return
+            params["after"] = page.text("nextPage")
+
+
+def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    """The body that orders a machine."""
+    body: dict[str, Any] = {
+        "name": name,
+        "machineType": order.offer.type,
+        "templateId": order.image or settings.get("template") or template_of(order.offer),
+        "region": REGIONS.get(code_of(order.offer.region), order.offer.region),
+        "diskSize": next((size for size in DISKS if size >= order.disk_gb), DISKS[-1]),
+        "publicIpType": "dynamic",
+        "startupScriptId": script_id,
+        "startOnCreate": True,
+        "emailPassword": False,
+        "takeInitialSnapshot": False,
+    }
+    return body | ({"networkId": settings["network"]} if "network" in settings else {})
+
+
+def startup_script(order: Order) -> str:
+    """Lets the controller in, and then does what the order says."""
+    key, home = order.public_key.strip().replace("'", ""), f"/home/{USER}/.ssh"
+    lines = [
+        "#!/bin/sh",
+        f"install -d -m 0700 -o {USER} -g {USER} {home}",
+        f"printf '%s\\n' '{key}' >> {home}/authorized_keys",
+        f"chown {USER}:{USER} {home}/authorized_keys",
+        f"chmod 0600 {home}/authorized_keys",
+    ]
+    if order.user_data:
+        packed = base64.b64encode(order.user_data.encode()).decode()
+        lines += ["script=$(mktemp)", f"echo {packed} | base64 -d > $script", "chmod 0700 $script", "exec $script"]
+    return "\n".join(lines) + "\n"
+
+
+def template_of(offer: Offer) -> str:
+    """Which system suits a machine."""
+    if re.fullmatch(r"C\d+", offer.type):
+        return CPU_TEMPLATE
+    return TEMPLATES.get(offer.type, GPU_TEMPLATE)
+
+
+def code_of(region: str) -> str:
+    """`NY2` of `East Coast (NY2)`, which is how some answers have it, and of `NY2`."""
+    found = re.search(r"\((\w+)\)", region)
+    return found[1] if found else region
+
+
+def read_name(name: str) -> tuple[str, str, str, float | None]:
+    """Cluster, node, token and time of birth that a name of ours tells; empty for a name that is not."""
+    found = re.fullmatch(r"c-(.+)--(.+)--(\d+)-(.+)", name)
+    return (found[1], found[2], found[4], float(found[3])) if found else ("", "", "", None)
+
+
+def understand(status: int, data: Any) -> Refusal | None:
+    """What an error of Paperspace's means: by its words where its code says too little, else by its code."""
+    if not isinstance(data, dict) or not isinstance(data.get("message"), str):
+        return None
+    code, message = str(data.get("code", "")), data["message"]
+    told = f"{code}: {message}" if code else message
+    if status < 500 and code not in ("UNAUTHORIZED", "TOO_MANY_REQUESTS") and (found := _by_words(message)):
+        return replace(found, message=told)
+    return replace(CODES[code], message=told) if code in CODES else None
+
+
+def _by_words(message: str) -> Refusal | None:
+    return next((refusal for words, refusal in WORDS.items() if re.search(words, message.lower())), None)
+
+
+def _of_event(account: str, event: Body) -> Outcome:
+    message = event.text("error", "") or f"the order ended as {event.text('state')}"
+    found = _by_words(message) or Refusal(Trouble.AMBIGUOUS)
+    return Outcome("", found.trouble, found.scope, message=f"{account}: {message}")
+
+
+def _rented(one: Body) -> Rented:
+    state = one.text("state")
+    cluster, node, token, born = read_name(one.text("name"))
+    return Rented(
+        id=one.text("id"),
+        cluster=cluster,
+        node=node,
+        token=token,
+        state=STATES.get(state, "pending"),  # a word that we do not know is no reason to give a machine back
+        raw_state=state,
+        host=one.text("publicIp", ""),
+        user=USER,
+        private_address=one.text("privateIp", ""),
+        type=one.text("machineType", ""),
+        region=code_of(one.text("region", "")),
+        usd_hour=one.maybe_number("usageRate"),
+        created=_seconds(one.text("dtCreated", "")) or born,
+        ending=state == "stopping",
+    )
+
+
+def _seconds(stamp: str) -> float | None:
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return None
+
+
+def _suits(offer: Offer, query: Query) -> bool:
+    return (
+        query.gpu.lower() in offer.gpu.lower()
+        and offer.gpus >= query.gpus
+        and offer.region in REGIONS
+        and query.market in (None, offer.market)
+    )

@@ -1,0 +1,259 @@
+"""What is particular to renting from Paperspace; what all have in common is a contract test."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+
+from shoal.providers.rental import Offer, Order, Query, Trouble
+from shoal.providers.rented import paperspace
+
+CASE = CASES["paperspace"]
+ORDER = Order("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
+
+
+@pytest.fixture
+async def it() -> AsyncIterator[Trial]:
+    async with trial(CASE) as made:
+        yield made
+
+
+def scripts(it: Trial) -> list[str]:
+    return [script["name"] for script in it.market.notes.get("scripts", {}).values()]
+
+
+# Names and words
+
+
+def test_a_name_tells_cluster_node_token_and_time_of_birth() -> None:
+    assert paperspace.read_name("c-my-reef--gpu-1--1800000000-ab12") == ("my-reef", "gpu-1", "ab12", 1800000000.0)
+
+
+@pytest.mark.parametrize("name", ["", "my machine", "c-reef", "c-reef--gpu1", "c-reef--gpu1--then-ab12", "c---1-a"])
+def test_a_name_that_is_not_ours_marks_nothing(name: str) -> None:
+    assert paperspace.read_name(name) == ("", "", "", None)
+
+
+async def test_a_machine_of_somebody_else_is_not_listed(it: Trial) -> None:
+    await it.create()
+    for machine in it.market.machines.values():
+        machine.wanted = replace(machine.wanted, name="my own machine")
+    assert await it.listed() == []
+
+
+async def test_a_field_that_would_break_the_name_is_refused_before_anything_is_sent(it: Trial) -> None:
+    [outcome] = await it.renter.create([replace(ORDER, node="gpu--1")])
+    assert (outcome.trouble, outcome.message) == (
+        Trouble.INVALID,
+        "gpu--1: two hyphens in a row part the name's fields",
+    )
+    assert it.simulation.requests == []
+
+
+@pytest.mark.parametrize(("written", "code"), [("NY2", "NY2"), ("East Coast (NY2)", "NY2"), ("Mars", "Mars")])
+def test_a_region_has_two_spellings(written: str, code: str) -> None:
+    assert paperspace.code_of(written) == code
+
+
+@pytest.mark.parametrize(
+    ("type_", "template"),
+    [
+        ("H100", "tilqt47t"),
+        ("H100x8", "t7vp562h"),
+        ("A100-80G", "tqqsxr6b"),
+        ("A100-80Gx8", "tvimtol9"),
+        ("A4000", "twnlo3zj"),
+        ("C5", "t0nspur5"),
+    ],
+)
+def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
+    assert paperspace.template_of(Offer("p", type_, "NY2")) == template
+
+
+@pytest.mark.parametrize(
+    ("status", "data", "trouble", "scope"),
+    [
+        (400, {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"}, Trouble.CAPACITY, "offer"),
+        (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, Trouble.QUOTA, "provider"),
+        (403, {"code": "FORBIDDEN", "message": "Not for you"}, Trouble.AUTH, "provider"),
+        (401, {"code": "UNAUTHORIZED", "message": "No"}, Trouble.AUTH, "provider"),
+        (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, Trouble.BALANCE, "provider"),
+        (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}, Trouble.RATE, "provider"),
+        (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}, Trouble.INVALID, "offer"),
+        (409, {"code": "CONFLICT", "message": "taken"}, Trouble.CONFLICT, "offer"),
+    ],
+)
+def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: Trouble, scope: str) -> None:
+    refusal = paperspace.understand(status, data)
+    assert refusal is not None
+    assert (refusal.trouble, refusal.scope) == (trouble, scope)
+    assert data["message"] in refusal.message
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"message": 7}, {"code": "TIMEOUT", "message": "out of capacity"}])
+def test_an_error_of_theirs_is_left_to_its_status(data: Any) -> None:
+    assert paperspace.understand(500, data) is None
+
+
+# What is ordered
+
+
+def test_an_order_asks_for_no_password_by_mail_and_no_snapshot() -> None:
+    order = replace(ORDER, disk_gb=120)
+    assert paperspace.machine_order(order, "a name", "ss1", {}) == {
+        "name": "a name",
+        "machineType": "A4000",
+        "templateId": "twnlo3zj",
+        "region": "East Coast (NY2)",
+        "diskSize": 250,
+        "publicIpType": "dynamic",
+        "startupScriptId": "ss1",
+        "startOnCreate": True,
+        "emailPassword": False,
+        "takeInitialSnapshot": False,
+    }
+
+
+def test_settings_choose_the_network_and_the_system_and_an_order_its_own() -> None:
+    settings = {"network": "n1", "template": "tmine"}
+    found = paperspace.machine_order(ORDER, "a name", "ss1", settings)
+    assert (found["networkId"], found["templateId"]) == ("n1", "tmine")
+    assert paperspace.machine_order(replace(ORDER, image="town"), "a name", "ss1", settings)["templateId"] == "town"
+
+
+def test_the_startup_script_is_one_that_a_shell_takes_and_holds_key_and_script(tmp_path: Any) -> None:
+    text = paperspace.startup_script(ORDER)
+    assert f"'{PUBLIC_KEY}' >> /home/paperspace/.ssh/authorized_keys" in text
+    own = text.replace("/home/paperspace", str(tmp_path)).replace("-o paperspace -g paperspace", "")
+    own = own.replace("chown paperspace:paperspace", "true")
+    ran = subprocess.run(["sh", "-e"], input=own, capture_output=True, text=True, check=True)
+    assert ran.stdout == "its me\n"
+    assert (tmp_path / ".ssh/authorized_keys").read_text() == PUBLIC_KEY + "\n"
+
+
+# Scripts come and go with machines
+
+
+async def test_a_script_goes_with_its_machine(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    await it.create("gpu2", "t2")
+    assert len(scripts(it)) == 2
+    assert next(one.wanted.user_data for one in it.market.machines.values()).startswith("#!/bin/sh\ninstall")
+    first = [one for one in await it.listed() if one.token == "t1"]
+    assert (await it.renter.delete(first))[0].ok
+    assert [paperspace.read_name(name)[2] for name in scripts(it)] == ["t2"]
+
+
+@pytest.mark.parametrize("fault", ["stockout", "quota", "balance"])
+async def test_a_refused_order_leaves_no_script(it: Trial, fault: str) -> None:
+    it.fault(fault)
+    assert not (await it.create()).ok
+    assert scripts(it) == []
+
+
+async def test_a_script_whose_machine_may_be_on_its_way_stays_until_it_is_old(it: Trial) -> None:
+    it.fault("error-before-create")
+    assert (await it.create("gpu1", "t1")).trouble is Trouble.AMBIGUOUS
+    await it.create("gpu2", "t2")
+    assert (await it.renter.delete(await it.listed()))[0].ok
+    assert [paperspace.read_name(name)[2] for name in scripts(it)] == ["t1"]
+    for script in it.market.notes["scripts"].values():
+        script["name"] = f"c-{CLUSTER}--gpu1--{int(time.time() - paperspace.SCRIPT_GRACE - 1)}-t1"
+    await it.create("gpu3", "t3")
+    await it.renter.delete(await it.listed())
+    assert scripts(it) == []
+
+
+async def test_scripts_of_other_clusters_and_of_nobody_are_left_alone(it: Trial) -> None:
+    await it.create(cluster="lagoon")
+    it.market.notes["scripts"]["x"] = {**next(iter(it.market.notes["scripts"].values())), "id": "x", "name": "mine"}
+    await it.create()
+    await it.renter.delete(await it.listed())
+    assert sorted(name[:9] for name in scripts(it)) == ["c-lagoon-", "mine"]
+
+
+async def test_a_delete_is_done_even_where_its_script_cannot_be_swept(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    found = await it.listed()
+    it.fault("list-fails")
+    assert (await it.renter.delete(found))[0].ok
+    assert len(scripts(it)) == 1
+
+
+# Events
+
+
+async def test_an_order_that_fails_for_an_unknown_reason_leaves_open_what_was_made(it: Trial) -> None:
+    def broken(line: str, data: Any) -> Any:
+        return {**data, "state": "error", "error": "Hypervisor says no"} if "/machine-events/" in line else data
+
+    it.simulation.rewrite = broken
+    outcome = await it.create()
+    assert (outcome.trouble, outcome.message) == (Trouble.AMBIGUOUS, "acme: Hypervisor says no")
+
+
+async def test_an_order_whose_event_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
+    it.simulation.rewrite = lambda line, data: {"id": "x"} if "/machine-events/" in line else data
+    outcome = await it.create()
+    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert "lacks state" in outcome.message
+    assert len(it.market.machines) == 1
+
+
+async def test_an_order_that_paperspace_is_slow_to_begin_counts_as_taken(
+    it: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paperspace, "FOLLOW_SECONDS", 0.2)
+    it.simulation.rewrite = lambda line, data: {**data, "state": "new"} if "/machine-events/" in line else data
+    assert (await it.create()).ok
+
+
+async def test_a_machine_whose_making_failed_later_is_in_error_with_paperspace_s_words(it: Trial) -> None:
+    await it.create("gpu1", "t1")
+    await it.create("gpu2", "t2")
+    event = next(iter(it.market.notes["events"].values()))
+    event["fails"] = "We are currently out of capacity"
+    found = {one.token: one for one in await it.listed()}
+    assert (found["t1"].state, found["t1"].raw_state) == ("error", "provisioning: We are currently out of capacity")
+    assert found["t2"].state == "pending"
+
+
+async def test_events_are_asked_for_only_while_a_machine_is_being_made(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    await it.listed()
+    before = len(it.simulation.requests)
+    await it.listed()
+    assert [line["path"] for line in it.simulation.requests[before:]] == ["/v1/machines"]
+
+
+async def test_all_pages_are_read(it: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paperspace, "PAGE", 2)
+    for count in range(5):
+        await it.create(f"gpu{count}", f"t{count}")
+    assert {one.token for one in await it.listed()} == {"t0", "t1", "t2", "t3", "t4"}
+    await it.renter.delete(await it.listed())
+    assert scripts(it) == []
+
+
+# Offers
+
+
+async def test_offers_come_from_our_table_and_say_what_there_is_now(it: Trial) -> None:
+    full = it.market.types["H100"]
+    it.market.types["H100"] = replace(full, places={**full.places, "Europe (AMS1)": 0})
+    found = await it.renter.offers(Query(types=("H100",), regions=("Europe (AMS1)", "NY2")))
+    assert [(one.region, one.available, one.usd_hour, one.gpus) for one in found] == [
+        ("AMS1", "no", 5.95, 1),
+        ("NY2", "yes", 5.95, 1),
+    ]
+    assert {one.as_of for one in found} == {"2026-08-22"}
+    assert await it.renter.offers(Query(market="spot")) == []
+    assert await it.renter.offers(Query(regions=("us-west-1",))) == []
