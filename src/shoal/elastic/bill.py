@@ -11,8 +11,8 @@ from shoal.elastic.rentals import Rental
 def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
     """What was billed for it up to that time, in millionths of a dollar.
 
-    An order of which nothing is known yet costs nothing, or, with `whole`, what it costs if it was filled at once: that
-    is how budgets count.
+    What is not known to be billed yet costs nothing, or, with `whole`, what it costs if it was billed at once: that is
+    how budgets count.
     """
     begun = _begun(rental, whole)
     if begun is None or rental.usd_hour is None or at <= begun:
@@ -55,9 +55,11 @@ def month_of(at: float) -> tuple[float, float]:
 def _begun(rental: Rental, whole: bool) -> float | None:
     if rental.billed_from is not None:
         return rental.billed_from
-    if rental.made_at is not None:
-        return rental.made_at
-    return rental.intended_at if whole and rental.live else None
+    made = rental.made_at
+    if made is not None and (rental.joined_at is not None or not rental.billing.from_up):
+        return made
+    # An order of which nothing is known, or a machine that is not up at a provider that bills from then on.
+    return (rental.intended_at if made is None else made) if whole and rental.live else None
 
 
 def _ended(rental: Rental) -> float:

@@ -16,9 +16,10 @@ from shoal.elastic.money import HOUR, for_time, micros, told
 from shoal.elastic.rentals import Rental
 from shoal.providers.rental import Billing, Offer
 from shoal.spec.rented import Budget
+from shoal.train.contract import GRACE_SECONDS
 
-AHEAD = 120.0
-"""Machines are told to go so many seconds before their budget is spent: jobs save their work meanwhile."""
+AHEAD = GRACE_SECONDS + 60.0
+"""Machines are told to go so many seconds before their budget is spent: jobs save their work, then they are deleted."""
 FIX = "raise `budget` and run `shoal up`, or wait"
 
 BY_THE_SECOND = Billing()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.unit.elastic.rentals import rental
 
 from shoal.elastic import bill
-from shoal.elastic.budget import Wish, refusal, since, spent
+from shoal.elastic.budget import AHEAD, Wish, refusal, since, spent
 from shoal.elastic.money import dollars, for_time, micros, told
 from shoal.elastic.rentals import Rental
 from shoal.providers.rental import Billing, Offer
 from shoal.spec.rented import Budget
+from shoal.train.contract import GRACE_SECONDS
 
 NOW = datetime(2026, 11, 15, 12, tzinfo=UTC).timestamp()
 HOUR = 3600.0
@@ -159,14 +160,19 @@ def test_a_budget_that_says_refuse_ends_nothing() -> None:
     assert spent(Budget(per_day=1), {"burst": Budget(per_day=1)}, [made("a", 4)], NOW) == {}
 
 
-def test_a_budget_that_says_end_ends_its_nodesets_two_minutes_before_it_is_used_up() -> None:
-    budget = Budget(per_day=40.34, then="end")
+def test_a_budget_that_says_end_ends_its_nodesets_before_it_is_used_up() -> None:
+    limit = dollars(micros(40) + for_time(micros(10), int(AHEAD) + 4))
+    budget = Budget(per_day=limit, then="end")
     assert spent(budget, {}, [made("a", 4)], NOW) == {}
     later = NOW + 4
     assert spent(budget, {}, [made("a", 4)], later) == {
-        "burst": "the budget of $40.34 a day is used up: $40.01 is spent"
+        "burst": f"the budget of ${limit:.2f} a day is used up: $40.01 is spent"
     }
     assert spent(budget, {}, [made("a", 4)], later, ahead=0) == {}
+
+
+def test_jobs_have_their_grace_and_deletes_a_minute_before_the_money_is_gone() -> None:
+    assert AHEAD == GRACE_SECONDS + 60
 
 
 def test_only_nodesets_that_have_machines_are_ended() -> None:
@@ -219,6 +225,15 @@ def test_an_order_costs_nothing_but_for_a_budget_which_counts_it_from_when_it_wa
     assert bill.cost(order, NOW, whole=True) == micros(10)
     assert bill.cost(replace(order, state="failed", gone_at=NOW), NOW, whole=True) == 0
     assert bill.cost(made("a", 1, usd_hour=None), NOW) == 0
+
+
+def test_a_machine_that_never_came_up_costs_nothing_where_the_bill_begins_with_that() -> None:
+    never = made("a", 1, billing=Billing(60, from_up=True))
+    assert bill.cost(never, NOW) == 0
+    assert bill.cost(never, NOW, whole=True) == micros(10)  # it may be up, and nobody has looked
+    assert bill.cost(replace(never, state="gone", gone_at=NOW), NOW, whole=True) == 0
+    assert bill.cost(replace(never, billed_from=NOW - 60), NOW) == micros("0.166667")
+    assert bill.cost(replace(never, joined_at=NOW - 60), NOW) == micros(10)  # it was up, and nobody noted when
 
 
 @given(
