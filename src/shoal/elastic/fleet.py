@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,16 +85,21 @@ class Fleet:
         self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why)
         self.release(rental, why)
 
-    async def say(self, job: str, text: str) -> None:
-        """Leave word on a job, once. One that has left the queue needs none."""
-        if not job or self.said.get(job) == text:
-            return
-        self.said[job] = text
-        log.info("job %s: %s", job, text)
+    async def tell(self, telling: Awaitable[None]) -> bool:
+        """Tell Slurm something. Where it minds, the next step tries again: one node must not hold up the others."""
         try:
-            await self.slurm.comment(job, text)
+            await telling
         except SlurmError as error:
-            log.info("job %s takes no comment: %s", job, error.message)
+            log.warning("Slurm minds: %s", error.message)
+            return False
+        return True
+
+    async def say(self, job: str, text: str) -> None:
+        """Leave word on a job, once."""
+        if job and self.said.get(job) != text:
+            self.said[job] = text
+            log.info("job %s: %s", job, text)
+            await self.tell(self.slurm.comment(job, text))
 
 
 @dataclass

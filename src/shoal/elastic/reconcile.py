@@ -13,13 +13,12 @@ Each rule looks at the present alone, so that it does not matter what was under 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import again, by_slurm, in_use, is_down, leaving, ours, reason
 from shoal.elastic.source import LOOK_SECONDS, Source
-from shoal.errors import SlurmError
 from shoal.providers.rental import Rented, Trouble
 from shoal.slurm.state import NodeState
 
@@ -102,7 +101,7 @@ async def _lost(fleet: Fleet, world: World) -> None:
         node = world.nodes.get(rental.node)
         if node is not None and in_use(node):
             log.warning("%s: %s", rental.node, why)
-            await fleet.slurm.down([rental.node], reason(why, world.now))
+            await fleet.tell(fleet.slurm.down([rental.node], reason(why, world.now)))
 
 
 def _remember(fleet: Fleet, rental: Rental, why: str) -> None:
@@ -130,14 +129,16 @@ async def _nodes(fleet: Fleet, world: World) -> None:
             if not ours(node) or again(node) <= world.now:
                 asleep.append(node.name)
         elif in_use(node) and not kept:
-            await fleet.slurm.down([node.name], reason("no machine is behind this node", world.now))
+            await fleet.tell(fleet.slurm.down([node.name], reason("no machine is behind this node", world.now)))
         elif in_use(node) and kept[0].state == "made":
             fleet.ledger.joined(kept[0].token, world.now)  # it registered, and nobody wrote it down
     for rental in world.rentals:
         if rental.node not in world.nodes:
             fleet.release(rental, "the cluster has no such node any more")
-    await _tell(fleet.slurm.power_down, asleep)
-    await _tell(fleet.slurm.resume, back)
+    for verb, names in ((fleet.slurm.power_down, asleep), (fleet.slurm.resume, back)):
+        if names and not await fleet.tell(verb(names)) and len(names) > 1:
+            for name in names:
+                await fleet.tell(verb([name]))
 
 
 def _stuck(node: NodeState, now: float) -> bool:
@@ -153,20 +154,6 @@ def _one_of(fleet: Fleet, kept: Iterable[Rental]) -> list[Rental]:
     for rental in ordered[1:]:
         fleet.release(rental, f"another machine serves the node: {ordered[0].id or ordered[0].token}")
     return ordered[:1]
-
-
-async def _tell(verb: Callable[[Sequence[str]], Awaitable[None]], nodes: Sequence[str]) -> None:
-    """Tell Slurm all at once, or, where it minds one of them, one by one: that one must not hold up the others."""
-    if not nodes:
-        return
-    try:
-        await verb(nodes)
-    except SlurmError as error:
-        if len(nodes) == 1:
-            log.warning("%s: %s", nodes[0], error.message)
-            return
-        for node in nodes:
-            await _tell(verb, [node])
 
 
 async def _strays(fleet: Fleet, source: Source, live: Mapping[str, Rental]) -> None:

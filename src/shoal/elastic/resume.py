@@ -121,7 +121,7 @@ class Resume:
         self._by_hand = {node for node in self._by_hand if node in world.nodes and wants_machine(world.nodes[node])}
         if sure:
             log.info("nobody waits for %s any more", ", ".join(sure))
-            await self._fleet.slurm.power_down(sure)
+            await self._fleet.tell(self._fleet.slurm.power_down(sure))
 
     async def _serve(self, group: Group, world: World) -> None:
         """Order until the group has what it wants, must wait, or nothing is left to try."""
@@ -269,7 +269,7 @@ class Resume:
         await fleet.say(group.job, why)
         until = now + (LONGEST if again is None else min(max(again - now, SHORTEST), LONGEST))
         waking = [node for node in group.nodes if node not in {rental.node for rental in group.serving}]
-        await fleet.slurm.down(waking, reason(why, until))
+        await fleet.tell(fleet.slurm.down(waking, reason(why, until)))
         # What serves this job alone has nothing to do any more.
         alone = [
             rental.node
@@ -277,7 +277,7 @@ class Resume:
             if all(job.id == group.job for job in world.jobs_on(rental.node)) and in_use(world.nodes[rental.node])
         ]
         if alone:
-            await fleet.slurm.power_down(alone)
+            await fleet.tell(fleet.slurm.power_down(alone))
 
 
 def _begun_first(group: Group, offers: Sequence[Offer]) -> list[Offer]:

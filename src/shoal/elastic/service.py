@@ -27,7 +27,7 @@ from shoal.elastic.release import Release
 from shoal.elastic.resume import Resume
 from shoal.elastic.slurm import wants_machine
 from shoal.elastic.source import Source
-from shoal.errors import HostError, SlurmError
+from shoal.errors import SlurmError
 
 RECONCILE_SECONDS = 60.0
 """How old what is known of a provider may become when nothing is awaited from it."""
@@ -105,7 +105,7 @@ class Service:
             # In this order: a node that is being woken for a job is one whose job can be seen.
             nodes = await slurm.nodes()
             jobs = await slurm.jobs()
-        except (SlurmError, HostError) as error:
+        except SlurmError as error:
             if not self._problem:
                 log.warning("slurmctld cannot be asked: %s", error.message)
             self._problem = error.message

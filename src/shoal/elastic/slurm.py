@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from shoal.errors import SlurmError
+from shoal.errors import HostError, SlurmError
 from shoal.hostlist import HostlistError, compress, expand
 from shoal.hosts.api import Host, Result
 from shoal.jobs.model import Note
@@ -170,7 +170,10 @@ class LiveSlurm:
             await self._ask(("scontrol", "update", f"nodename={compress(some)}", *changes))
 
     async def _ask(self, argv: Sequence[str]) -> Result:
-        done = await self._host.run(argv, timeout=PATIENCE)
+        try:
+            done = await self._host.run(argv, timeout=PATIENCE)
+        except HostError as error:
+            raise SlurmError(error.message, hint=error.hint) from error
         if done.status != 0:
             said = " ".join((done.error_text or done.text).split())
             raise SlurmError(f"{argv[0]} {argv[1]}: {said or f'exit status {done.status}'}")

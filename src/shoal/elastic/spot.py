@@ -13,13 +13,12 @@ How far this is stands in the reason of the node, so that a service that was kil
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import again, in_use, ours, reason
-from shoal.errors import SlurmError
 from shoal.train.contract import GRACE_SECONDS
 
 NOTICE = "notice: "
@@ -49,23 +48,22 @@ async def end(fleet: Fleet, world: World, spent: Mapping[str, str]) -> None:
         if not ("DRAIN" in node.state and ours(node)):
             for job in jobs:
                 if job.saves:
-                    await _told(fleet.slurm.warn(job.id), job.id)
+                    await fleet.tell(fleet.slurm.warn(job.id))
                 await fleet.say(job.id, f"{rental.node}: {ending.why}")
             log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, ending.why, len(jobs), ending.seconds)
-            await fleet.slurm.drain([rental.node], reason(ending.why, world.now + max(0.0, ending.seconds - MARGIN)))
+            left = world.now + max(0.0, ending.seconds - MARGIN)
+            await fleet.tell(fleet.slurm.drain([rental.node], reason(ending.why, left)))
             if jobs:
                 continue
         if jobs and world.now < again(node):
             continue
         for job in jobs:
-            await _told(fleet.slurm.requeue(job.id), job.id)
+            await fleet.tell(fleet.slurm.requeue(job.id))
         # Its jobs have left, or were put back: whatever is still there goes with the machine.
-        await fleet.slurm.down([rental.node], reason(ending.why, world.now))
+        await fleet.tell(fleet.slurm.down([rental.node], reason(ending.why, world.now)))
 
 
-def _ending(
-    fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str], noticed: bool
-) -> Ending | None:
+def _ending(fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str], noticed: bool) -> Ending | None:
     source = fleet.sources.get(rental.account)
     machine = source.machine(rental) if source else None
     if source is not None and (noticed or (machine is not None and machine.ending)):
@@ -77,11 +75,3 @@ def _ending(
     if rental.nodeset in spent:
         return Ending(spent[rental.nodeset], float(GRACE_SECONDS))
     return None
-
-
-async def _told(telling: Awaitable[None], job: str) -> None:
-    """A job that has just ended minds nothing."""
-    try:
-        await telling
-    except SlurmError as error:
-        log.info("job %s: %s", job, error.message)

@@ -294,7 +294,10 @@ async def test_a_machine_of_nobody_is_given_back_after_its_grace(tmp_path: Path)
         it.slurm.submit("1", 1, seconds=3000)
         await running(it, "1")
         [ours] = it.machines()
-        stray = replace(ours.wanted, marks={**ours.wanted.marks, "tags": _tags(ours, token="f" * 16, epoch=str(int(it.clock.now())))})
+        stray = replace(
+            ours.wanted,
+            marks={**ours.wanted.marks, "tags": _tags(ours, token="f" * 16, epoch=str(int(it.clock.now())))},
+        )
         it.market().order(stray, "stray")
         await it.passes(200)
         assert "stray" in {machine.id for machine in it.machines()}
@@ -308,7 +311,9 @@ async def test_a_machine_without_our_mark_or_of_another_cluster_is_never_touched
         await running(it, "1")
         [ours] = it.machines()
         it.market().order(replace(ours.wanted, name="somebody's", marks={**ours.wanted.marks, "tags": []}), "theirs")
-        it.market().order(replace(ours.wanted, marks={**ours.wanted.marks, "tags": _tags(ours, cluster="atoll")}), "other")
+        it.market().order(
+            replace(ours.wanted, marks={**ours.wanted.marks, "tags": _tags(ours, cluster="atoll")}), "other"
+        )
         await it.until(lambda: it.slurm.settled and not it.ledger.live())
         await it.passes(3600, every=30)
         assert {machine.id for machine in it.machines()} == {"theirs", "other"}
