@@ -281,7 +281,8 @@ async def serving(
 
 def listen(address: str, port: int, device: str = "") -> socket.socket:
     """A socket there, on one network device alone where it is named. Raises ProviderError."""
-    listener = socket.socket()
+    # Named, the protocol lets asyncio send small pieces at once; else each answer waits 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if device:

@@ -20,7 +20,7 @@ from shoal.simulators import cloud
 from shoal.simulators.ground import Nowhere
 from shoal.simulators.machines import Wanted
 from shoal.simulators.market import Market
-from shoal.simulators.server import METADATA, Limit, Simulation, serving
+from shoal.simulators.server import METADATA, Limit, Simulation, listen, serving
 from shoal.verbs.simulate import Simulated, simulate
 
 ORDER = {"token": "t1", "name": "n1", "type": "gpu", "zone": "sandbox-a", "public_key": "ssh-ed25519 AAAA x"}
@@ -164,6 +164,12 @@ async def test_a_provider_that_nobody_simulates_is_told_with_those_there_are() -
 async def test_sandbox_hosts_take_root() -> None:
     with pytest.raises(ProviderError, match="sandbox hosts take root"):
         await simulate("lambda", lambda found: None, cluster="nobodys")
+
+
+def test_answers_are_sent_at_once() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        # asyncio turns Nagle's waiting off on sockets alone that say they are TCP's.
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
