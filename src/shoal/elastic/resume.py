@@ -10,6 +10,7 @@ into the queue, until what was out may be had again.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,11 @@ class Resume:
         self._counted = None
         groups = self._groups(world)
         await self._leave(world)
-        await asyncio.gather(*(self._serve(group, world) for group in groups))
+        if self._limited:
+            for group in groups:
+                await self._serve(group, world)
+        else:
+            await asyncio.gather(*(self._serve(group, world) for group in groups))
 
     def _groups(self, world: World) -> list[Group]:
         """The groups that lack machines."""
@@ -104,7 +109,7 @@ class Resume:
             nodes = tuple(one for one in beside if self._fleet.set_by_node.get(one) is nodeset)
             kept = {one: rental for one in nodes for rental in world.kept(one)[:1]}
             groups.setdefault((name or node.name, nodeset.name), Group(name, nodeset, nodes, kept))
-        return list(groups.values())
+        return sorted(groups.values(), key=lambda group: (int(re.sub(r"\D.*", "", group.job) or 0), group.job))
 
     async def _leave(self, world: World) -> None:
         """Send nodes back to sleep that are woken for a job which is no longer there, before anything is rented."""
@@ -146,6 +151,7 @@ class Resume:
             await fleet.say(group.job, choose.trying(offer, group.trouble))
             source = fleet.sources[offer.provider]
             if now < source.free_at() or (key_name := await self._key_name(source)) is None:
+                self._reserve(group, offer, source)
                 return
             await self._order(group, offer, source, key_name)
 
@@ -164,9 +170,9 @@ class Resume:
 
     def _affordable(self, group: Group, offers: Sequence[Offer], now: float) -> tuple[Offer, str]:
         """The first offer that every budget admits for all that the group lacks, or why there is none."""
-        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
-        if self._fleet.budget is None and not any(own.values()):
+        if not self._limited:
             return offers[0], ""
+        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
         refusals: list[str] = []
         for offer in offers:
             # What is on its way counts already, where the group stays with its offer.
@@ -178,6 +184,17 @@ class Resume:
                 return offer, ""
             refusals.append(why)
         return offers[0], refusals[0]
+
+    def _reserve(self, group: Group, offer: Offer, source: Source) -> None:
+        """What a group still has to wait for counts as ordered for the groups after it: it must get all or none."""
+        if self._limited:
+            wanted = [_rental(group, node, offer, source, self._fleet.clock.now()) for node in group.wanting]
+            self._rows(self._fleet.clock.now()).update({one.token: one for one in wanted})
+
+    @property
+    def _limited(self) -> bool:
+        """Whether there is a budget to keep. Then groups are served in the order of their jobs."""
+        return self._fleet.budget is not None or any(nodeset.budget for nodeset in self._fleet.sets.values())
 
     def _rows(self, now: float) -> dict[str, Rental]:
         """What counts against budgets: the ledger's rows of this month, with what was ordered in this step."""

@@ -56,7 +56,8 @@ class Service:
         """Do what is due. Returns the seconds after which to come again, at the latest."""
         fleet = self.fleet
         rentals = fleet.ledger.live()
-        awaited = {rental.account for rental in rentals if rental.state != "joined"}
+        # What comes and goes is awaited, and so is the notice of what may be taken away.
+        awaited = {one.account for one in rentals if one.state != "joined" or one.offer.market == "spot"}
         await self._look(awaited)
         world = await self._world()
         if world is None:
@@ -114,7 +115,7 @@ class Service:
         return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet)
 
     def _next(self, world: World) -> float:
-        busy = any(rental.state != "joined" for rental in world.rentals) or self._boot.waits
+        busy = any(one.state != "joined" or one.offer.market == "spot" for one in world.rentals) or self._boot.waits
         busy = busy or any(wants_machine(node) or "DOWN" in node.state for node in world.nodes.values())
         return STEP_SECONDS if busy else RECONCILE_SECONDS / 4
 

@@ -122,6 +122,11 @@ def reason(text: str, again: float = 0.0) -> str:
     return f"{MARK}{plain} [again {when}]"
 
 
+def text(node: NodeState) -> str:
+    """What a reason of ours says, without our marks."""
+    return _AGAIN.sub("", node.reason.removeprefix(MARK))
+
+
 def again(node: NodeState) -> float:
     """From when on a node that we took out may be tried again."""
     said = _AGAIN.search(f" {node.reason}")

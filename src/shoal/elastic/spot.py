@@ -13,12 +13,12 @@ How far this is stands in the reason of the node, so that a service that was kil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
-from shoal.elastic.slurm import again, in_use, ours, reason
+from shoal.elastic.slurm import Job, again, in_use, ours, reason, text
 from shoal.train.contract import GRACE_SECONDS
 
 NOTICE = "notice: "
@@ -38,29 +38,33 @@ class Ending:
 async def end(fleet: Fleet, world: World, spent: Mapping[str, str]) -> None:
     """See to the machines that are about to go. `spent` says which nodesets are to end now, and why."""
     for rental in world.rentals:
-        if rental.state != "joined" or rental.node not in world.nodes:
-            continue
-        node = world.nodes[rental.node]
-        ending = _ending(fleet, rental, world.now, spent, node.reason.startswith(NOTICE))
-        if ending is None or not in_use(node):
+        node = world.nodes.get(rental.node)
+        if rental.state != "joined" or node is None or not in_use(node):
             continue
         jobs = world.jobs_on(rental.node)
-        if not ("DRAIN" in node.state and ours(node)):
-            for job in jobs:
-                if job.saves:
-                    await fleet.tell(fleet.slurm.warn(job.id))
-                await fleet.say(job.id, f"{rental.node}: {ending.why}")
-            log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, ending.why, len(jobs), ending.seconds)
-            left = world.now + max(0.0, ending.seconds - MARGIN)
-            await fleet.tell(fleet.slurm.drain([rental.node], reason(ending.why, left)))
-            if jobs:
-                continue
-        if jobs and world.now < again(node):
-            continue
-        for job in jobs:
-            await fleet.tell(fleet.slurm.requeue(job.id))
-        # Its jobs have left, or were put back: whatever is still there goes with the machine.
-        await fleet.tell(fleet.slurm.down([rental.node], reason(ending.why, world.now)))
+        if "DRAIN" in node.state and ours(node):
+            if not jobs or world.now >= again(node):
+                await _take(fleet, rental, jobs, text(node), world.now)
+        elif ending := _ending(fleet, rental, world.now, spent, node.reason.startswith(NOTICE)):
+            await _warn(fleet, rental, jobs, ending, world.now)
+
+
+async def _warn(fleet: Fleet, rental: Rental, jobs: Sequence[Job], ending: Ending, now: float) -> None:
+    log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, ending.why, len(jobs), ending.seconds)
+    for job in jobs:
+        # A second signal does no harm, where a service was killed before it could note the first.
+        if job.saves:
+            await fleet.tell(fleet.slurm.warn(job.id))
+        await fleet.say(job.id, f"{rental.node}: {ending.why}")
+    until = now + (max(0.0, ending.seconds - MARGIN) if jobs else 0.0)
+    await fleet.tell(fleet.slurm.drain([rental.node], reason(ending.why, until)))
+
+
+async def _take(fleet: Fleet, rental: Rental, jobs: Sequence[Job], why: str, now: float) -> None:
+    """Its jobs have left, or must: whatever is still there goes with the machine."""
+    for job in jobs:
+        await fleet.tell(fleet.slurm.requeue(job.id))
+    await fleet.tell(fleet.slurm.down([rental.node], reason(why, now)))
 
 
 def _ending(fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str], noticed: bool) -> Ending | None:

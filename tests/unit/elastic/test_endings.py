@@ -1,0 +1,173 @@
+"""Machines that must go: the provider takes them away, or the money is spent. And what the service says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
+
+from shoal.elastic import status
+from shoal.elastic.service import Service
+from shoal.spec.rented import Budget
+
+SPOT = choice(CASES["gcp"])
+
+
+async def running(it: Scene, job: str = "1") -> None:
+    await it.until(lambda: it.slurm.job_by_id[job].state == "RUNNING")
+    await it.step()
+
+
+# ---- spot
+
+
+async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 2, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        assert "DRAIN" in it.slurm.state("burst1")
+        assert job.state == "RUNNING"  # it has time to save
+        await it.until(lambda: job.restarts == 1, seconds=30, every=1)
+        await running(it)
+        assert job.warned == 1
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        assert it.machines() == []
+
+
+async def test_a_job_that_leaves_by_itself_after_the_warning_frees_the_node_at_once(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        await it.slurm.requeue("1")  # what the training library does when it has saved
+        await it.step()
+        await it.step()
+        assert it.slurm.node_by_name["burst1"].base != "ALLOCATED"
+        assert it.rentals("releasing")
+
+
+async def test_a_machine_may_tell_of_its_notice_itself(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        await it.slurm.drain(["burst1"], "notice: preempted")
+        await it.step()
+        assert job.warned == 1
+        assert "sandbox takes" in job.comment
+        await it.until(lambda: job.restarts == 1, seconds=60, every=2)
+
+
+async def test_a_job_that_does_not_save_gets_no_signal_and_is_queued_again(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600, saves=False)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.restarts == 1, seconds=120, every=2)
+        assert job.warned == 0
+
+
+async def test_a_service_that_starts_anew_in_the_middle_of_a_notice_goes_on(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        it.service = it.restart()
+        await it.until(lambda: job.restarts == 1, seconds=60, every=2)
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        assert job.state == "COMPLETED"
+
+
+# ---- money
+
+
+async def test_a_budget_refuses_what_it_does_not_hold_with_the_reason_on_the_job(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=3.0)) as it:
+        first, second = it.slurm.submit("1", 2, seconds=1200), it.slurm.submit("2", 1)
+        await running(it)
+        assert second.restarts >= 1
+        assert second.comment.startswith("the budget of $3.00 an hour: $2.58 is in use, and gpu_1x_a10 costs $1.29")
+        assert any("the budget of $3.00" in text for text in it.slurm.node_by_name["burst3"].reasons)
+        assert first.restarts == 0
+        await it.until(lambda: second.state == "COMPLETED", seconds=6 * 3600)
+        assert max(_rates(it)) <= 3.0
+
+
+async def test_two_jobs_at_once_do_not_both_get_the_last_of_the_money(tmp_path: Path) -> None:
+    async with scene(tmp_path, "runpod", budget=Budget(per_hour=0.5)) as it:
+        it.slurm.submit("1", 1)
+        it.slurm.submit("2", 1)
+        await it.step()
+        assert len(it.machines()) == 1
+
+
+async def test_what_does_not_fit_the_budget_is_looked_for_cheaper(tmp_path: Path) -> None:
+    dear = choice(CASES["lambda"], type="gpu_1x_h100_sxm5")
+    sets = (rented_set("burst", 4, dear, choice(CASES["lambda"])),)
+    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2.0)) as it:
+        it.slurm.submit("1", 1)
+        await running(it)
+        assert [machine.wanted.type for machine in it.machines()] == ["gpu_1x_a10"]
+
+
+async def test_a_spent_budget_that_says_so_ends_what_runs(tmp_path: Path) -> None:
+    budget = Budget(per_day=2.0, then="end")
+    async with scene(tmp_path, "lambda", budget=budget) as it:
+        job = it.slurm.submit("1", 1, seconds=9 * 3600)
+        await running(it)
+        await it.until(lambda: job.warned == 1, seconds=3 * 3600, every=30)
+        assert "the budget of $2.00 a day is used up" in job.comment
+        await it.until(lambda: it.machines() == [], seconds=900)
+        assert sum(one["usd"] for one in it.market().bill()) <= 2.0
+
+
+def _rates(it: Scene) -> list[float]:
+    """What was paid an hour, whenever a machine came or went."""
+    bill = it.market().bill()
+    return [
+        sum(one["usd_hour"] for one in bill if one["ordered"] <= at and not (one["ended"] and one["ended"] <= at))
+        for at in [one["ordered"] for one in bill]
+    ]
+
+
+# ---- what it says of itself
+
+
+async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        file = tmp_path / "status.json"
+        it.service = Service(it.fleet, status_file=file)
+        it.fault("stockout", -1)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1)
+        told = status.read(file.read_text())
+        assert told.jobs["1"].startswith("lambda us-west-1 out of gpu_1x_a10")
+        assert told.accounts == {"lambda": ""}
+        it.market().faults.clear()
+        await running(it)
+        told = status.read(file.read_text())
+        [node] = told.nodes.values()
+        assert (node["state"], node["place"], node["usd_hour"]) == ("joined", "us-west-1", 1.29)
+        it.fault("list-fails", -1)
+        it.slurm.silent = True
+        await it.service.step()
+        it.clock.advance(100)
+        await it.service.step()
+        told = status.read(file.read_text())
+        assert "Unable to contact slurm controller" in told.problem
+        assert "500" in told.accounts["lambda"]
+
+
+def test_a_status_of_a_later_shoal_can_be_read() -> None:
+    assert status.read(json.dumps({"at": 5.0, "weather": "fine"})) == status.Status(5.0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"at": "yesterday"}'])
+def test_what_is_no_status_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        status.read(text)
