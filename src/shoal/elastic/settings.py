@@ -14,8 +14,6 @@ from shoal.providers.rental import Account
 from shoal.roles.elastic import SETTINGS, STATE
 from shoal.spec.model import Spec
 
-LEDGER = Path(STATE) / "ledger.db"
-STATUS = Path(STATE) / "status.json"
 KNOWN_HOSTS = Path(STATE) / "known_hosts"
 
 

@@ -20,7 +20,7 @@ from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.parts import part_filesystems
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
-from shoal.spec.members import members as members_of
+from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
 
@@ -47,7 +47,7 @@ class Observed:
 
 async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], None] | None = None) -> Observed:
     """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
-    members = {member.name: member for member in members_of(spec)}
+    members = {member.name: member for member in all_members(spec)}
     controller = next(iter(members))
     modules = (MODULE,) if spec.network.kind == "wireguard" else ()
     ask = Ask(

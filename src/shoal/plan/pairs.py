@@ -14,7 +14,7 @@ from shoal.plan.fleet import Fleet
 from shoal.roles.wireguard import file_text
 from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
-from shoal.spec.members import members as members_of
+from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
 SSH_PORT = 22
@@ -46,7 +46,7 @@ async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
 
     Who answered before and is silent now may only be busy: it is asked for longer, and then WireGuard itself is.
     """
-    members = {member.name: member for member in members_of(spec)}
+    members = {member.name: member for member in all_members(spec)}
     sites = {name: members[name].site for name in facts}
     addresses = to_try(facts, sites, reached_addresses(fleet))
     peers = {name: peers_in(file_text(fact, PEERS)) for name, fact in facts.items()}
@@ -120,7 +120,7 @@ async def _working(fleet: Fleet, name: str, peers: Sequence[Peer]) -> list[str]:
 
 async def unconnected(spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]) -> list[Finding]:
     """Every host that others cannot reach on the cluster's network, where Slurm's messages go."""
-    controller = next(iter(members_of(spec))).name
+    controller = next(iter(all_members(spec))).name
     present = [name for name in names if name in addresses and name not in fleet.failures]
 
     def target(name: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from shoal.plan.model import Change
 from shoal.plan.progress import Progress
 from shoal.plan.secrets import secrets_for
 from shoal.roles.parts import given_secrets, kept_secrets, preparation
-from shoal.spec.members import members as members_of
+from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
 
@@ -51,7 +51,7 @@ async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str,
 def _documents(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Document]:
     wanted = {
         member.name: preparation(spec, member, facts[member.name], facts)
-        for member in members_of(spec)
+        for member in all_members(spec)
         if member.name in facts
     }
     return {name: document for name, document in wanted.items() if document}

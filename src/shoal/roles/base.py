@@ -41,6 +41,11 @@ def base(cluster: Cluster, member: Member) -> Document:
     )
 
 
+def neighbours(cluster: Cluster, member: Member) -> Document:
+    """What a host must know of the others, and changes when one comes or goes."""
+    return (*_names(cluster), *_firewall(cluster, member))
+
+
 def munge_kept(controller: str) -> dict[str, Kept]:
     """Where the key that all hosts share is made and kept."""
     return {MUNGE_SECRET: Kept(controller, MUNGE_KEY, MUNGE_KEY_BYTES, text=False)}

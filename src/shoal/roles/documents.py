@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.agent.document import Block, Command, DeviceRule, Document, File, Service
-from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, without_firewall
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, neighbours, without_firewall
 from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import ROTATION, controller
@@ -52,6 +52,13 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
         for stage, document in part.documents(cluster, member).items():
             stages[stage] = (*stages.get(stage, ()), *document)
     return {stage: document for stage, document in sorted(stages.items()) if document}
+
+
+def membership(cluster: Cluster, member: Member) -> Document:
+    """What changes on a host when others come and go: names, the firewall, the network, who may mount its shares."""
+    parts = (part for part in PARTS if part.by_members)
+    services = [part.documents(cluster, member).get(Stage.SERVICES, ()) for part in parts]
+    return (*neighbours(cluster, member), *(item for document in services for item in document))
 
 
 def farewell() -> Document:

@@ -41,6 +41,8 @@ class Part:
     """Files to ask every host about, as far as their names are always the same."""
     services: tuple[str, ...] = ()
     """All services that its documents name, so that an agent asks systemd once."""
+    by_members = False
+    """Whether what it wants of a host that is there, of its services, changes as other members come and go."""
     in_containers = False
     """Whether a container that only a tunnel leads into has this part as other hosts have it; else it goes without."""
 

@@ -36,6 +36,7 @@ class Storage(Part):
     """What hosts have to be for the shares."""
 
     in_containers = True
+    by_members = True
     files: Mapping[str, How] = {RECORD: "text"}
     services = (nfs.GANESHA_SERVICE, "nfs-server", *NOT_FOR_US, *RPCBIND)
 
@@ -143,7 +144,7 @@ while read -r kind where; do
     while umount --lazy --no-canonicalize "$where" 2> /dev/null; do :; done
     rm -f "/etc/systemd/system/$unit.automount" "/etc/systemd/system/$unit.mount"
 done < "$1"
-systemctl daemon-reload
+[ ! -d /run/systemd/system ] || systemctl daemon-reload
 """
 
 

@@ -53,6 +53,7 @@ class WireGuard(Part):
 
     files: Mapping[str, How] = {UNIT: "there"}
     services = (KNOCK_SERVICE, SERVICE)
+    by_members = True
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if spec.network.kind != "wireguard":

@@ -33,6 +33,11 @@ def rented_members(spec: Spec) -> tuple[Member, ...]:
     )
 
 
+def all_members(spec: Spec) -> tuple[Member, ...]:
+    """Every host there is or may be: those that are always there, then those that may be rented."""
+    return (*members(spec), *rented_members(spec))
+
+
 def partitions(spec: Spec) -> dict[str, Partition]:
     """The partitions with the defaults filled in: one called `main` when there is none, and always one default."""
     if not spec.partitions:

@@ -17,7 +17,6 @@ from shoal.plan.prepare import preparations, prepare
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.spec.finding import Finding
-from shoal.spec.members import rented_members
 from shoal.verbs.context import Context, cannot_make, computing, telling
 
 
@@ -116,7 +115,6 @@ async def survey(context: Context) -> Survey:
     """Ask every provider what it has for this cluster."""
     holdings = await context.holdings()
     ours = {(member.provider, member.name) for member in context.members}
-    rented = {member.name for member in rented_members(context.spec)}  # the controller makes and removes them
     made = {instance.name: instance for provider, instance in holdings.found if (provider, instance.name) in ours}
     missing = tuple(
         (member.provider, Request(member.name, member.shape))
@@ -124,9 +122,7 @@ async def survey(context: Context) -> Survey:
         if member.provider and (member.name not in made or made[member.name].state in ("stopped", "starting"))
     )
     orphans = tuple(
-        (provider, instance)
-        for provider, instance in holdings.found
-        if (provider, instance.name) not in ours and instance.name not in rented
+        (provider, instance) for provider, instance in holdings.found if (provider, instance.name) not in ours
     )
     shapes = shape_findings(context.members, {name: instance.shape for name, instance in made.items()})
     return Survey(missing, orphans, (*holdings.findings, *shapes))

@@ -1,0 +1,89 @@
+"""`python -m shoal.elastic`: what shoal-elastic.service runs on the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+
+from shoal.elastic.clock import SystemClock
+from shoal.elastic.fleet import Fleet
+from shoal.elastic.inbox import Inbox
+from shoal.elastic.join import LiveJoiner
+from shoal.elastic.ledger import Ledger
+from shoal.elastic.service import Service
+from shoal.elastic.settings import Settings, read_settings
+from shoal.elastic.slurm import LiveSlurm
+from shoal.elastic.source import Source
+from shoal.elastic.status import STATUS
+from shoal.errors import ShoalError
+from shoal.hosts.api import Target
+from shoal.hosts.local import LocalHost
+from shoal.providers.rental import Rented
+from shoal.providers.rented import renter
+from shoal.spec.members import members
+from shoal.spec.rented import rented_sets
+
+
+def service(settings: Settings, ledger: Ledger) -> Service:
+    """The service as it runs for good."""
+    spec, clock = settings.spec, SystemClock()
+    sources = {
+        name: Source(name, renter(account), spec.cluster, ledger, clock) for name, account in settings.accounts.items()
+    }
+
+    def joined() -> Mapping[str, Rented]:
+        """The rented nodes that take jobs, each with its machine as last listed."""
+        found = {}
+        for rental in ledger.live():
+            machine = sources[rental.account].machine(rental) if rental.account in sources else None
+            if rental.state == "joined" and machine is not None and machine.host:
+                found[rental.node] = machine
+        return found
+
+    fleet = Fleet(
+        cluster=spec.cluster,
+        sets=rented_sets(spec),
+        sources=sources,
+        ledger=ledger,
+        slurm=LiveSlurm(LocalHost(Target(members(spec)[0].name))),
+        joiner=LiveJoiner(settings, joined),
+        clock=clock,
+        public_key=settings.public_key,
+        budget=spec.budget,
+    )
+    return Service(fleet, inbox=Inbox(), status_file=STATUS)
+
+
+async def run() -> None:
+    ledger = Ledger.open()
+    running = service(read_settings(), ledger)
+    work = asyncio.ensure_future(running.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        logging.getLogger("shoal.elastic").info("told to end; what is rented stays, and the next service goes on")
+    finally:
+        await running.close()
+        ledger.close()
+
+
+def main() -> int:
+    # systemd's journal has the time already.
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("asyncssh", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        asyncio.run(run())
+    except ShoalError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What a rented machine has of its own: a look at its GPUs before it takes jobs, and an end of its own accord.
+
+The watchdog shuts the machine down when nobody else does: the controller is gone, Slurm has let go of the node, or its
+time is over. Where a provider bills machines that are shut down, that alone does not end the bill.
+"""
+
+from __future__ import annotations
+
+from shoal.agent.document import Directory, Document, File, Service
+
+DIRECTORY = "/usr/local/lib/shoal"
+WATCHDOG = f"{DIRECTORY}/watchdog"
+TIMER = "shoal-watchdog.timer"
+UNITS = "/etc/systemd/system"
+SILENT_SECONDS = 3600
+"""A controller that does not answer for so long does not come back for this machine."""
+LET_GO_SECONDS = 900
+"""The same for a node that Slurm has put to sleep, or does not know any more."""
+_HEAD = "# Written by shoal; changes here are lost.\n"
+
+HEALTH = r"""
+import subprocess, sys
+wanted = int(sys.argv[1])
+if not wanted:
+    sys.exit(0)
+def smi(*fields):
+    query = ["nvidia-smi", "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, timeout=120)
+    if done.returncode:
+        return None, (done.stderr or done.stdout).strip()
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()], ""
+try:
+    cards, said = smi("index", "name", "memory.total")
+except (OSError, subprocess.SubprocessError) as error:
+    sys.exit("nvidia-smi does not run: %s" % error)
+if cards is None:
+    sys.exit("nvidia-smi: " + said.replace("\n", " "))
+if len(cards) < wanted:
+    sys.exit("%d GPUs were promised, and there are %d" % (wanted, len(cards)))
+for card in cards:
+    if not card[2].isdigit() or int(card[2]) <= 0:
+        sys.exit("GPU %s (%s) tells no memory: %s" % tuple(card))
+errors, _ = smi("index", "ecc.errors.uncorrected.volatile.total")  # not every card counts them
+for card in errors or ():
+    if len(card) > 1 and card[1].isdigit() and int(card[1]) > 0:
+        sys.exit("GPU %s has %s uncorrected memory errors" % tuple(card[:2]))
+import ctypes
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    sys.exit(0)  # no driver of NVIDIA's: cards that are only told of
+def call(name, *arguments):
+    code = getattr(cuda, name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        sys.exit("%s: CUDA error %d, %s" % (name, code, (text.value or b"unknown").decode()))
+call("cuInit", 0)
+count = ctypes.c_int()
+call("cuDeviceGetCount", ctypes.byref(count))
+if count.value < wanted:
+    sys.exit("%d GPUs were promised, and CUDA sees %d" % (wanted, count.value))
+for number in range(count.value):
+    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuDeviceGet", ctypes.byref(device), number)
+    call("cuCtxCreate_v2", ctypes.byref(context), 0, device)
+    call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    if free.value * 10 < total.value * 9:
+        sys.exit("GPU %d has only %d of %d MiB free" % (number, free.value >> 20, total.value >> 20))
+    call("cuCtxDestroy_v2", context)
+"""
+"""Whether so many GPUs can be used. Says on one line what is wrong, and nothing when all is well."""
+
+
+def health_command(gpus: int) -> tuple[str, ...]:
+    """Looks at the GPUs of a machine on which this many were promised."""
+    return ("python3", "-I", "-c", HEALTH, str(gpus))
+
+
+def watchdog(node: str, until: int) -> Document:
+    """The watchdog of a node. `until` is when its time is over, in seconds since 1970; 0 is never."""
+    return (
+        Directory(DIRECTORY),
+        File(WATCHDOG, script(node, until), mode=0o755),
+        File(f"{UNITS}/shoal-watchdog.service", _service()),
+        File(f"{UNITS}/{TIMER}", _timer(), restarts=(TIMER,)),
+        Service(TIMER),
+    )
+
+
+def script(node: str, until: int, marks: str = "/run/shoal-watchdog") -> str:
+    """Looks once whether the machine is still wanted, and shuts it down when it is not."""
+    return rf"""#!/bin/sh
+{_HEAD}now=$(date +%s)
+mkdir -p {marks}
+since() {{ cat "{marks}/$1" 2>/dev/null || echo "$now" | tee "{marks}/$1"; }}
+end() {{
+    echo "this machine is shut down: $1"
+    exec systemctl poweroff
+}}
+if [ {until} -gt 0 ] && [ "$now" -ge {until} ]; then end "its time is over"; fi
+if state=$(timeout 30 scontrol show node {node} -o 2>&1); then
+    rm -f {marks}/silent
+    case "$state" in
+    *State=*POWERED_DOWN* | *State=*POWERING_DOWN*) ;;
+    *State=*)
+        rm -f {marks}/let-go
+        exit 0
+        ;;
+    esac
+elif echo "$state" | grep -q "not found"; then
+    rm -f {marks}/silent
+else
+    [ $((now - $(since silent))) -lt {SILENT_SECONDS} ] || end "the controller does not answer"
+    exit 0
+fi
+[ $((now - $(since let-go))) -lt {LET_GO_SECONDS} ] || end "Slurm has let go of {node}"
+"""
+
+
+def _service() -> str:
+    return (
+        f"{_HEAD}[Unit]\nDescription=Looks whether this rented machine is still wanted\n\n"
+        f"[Service]\nType=oneshot\nExecStart={WATCHDOG}\n"
+    )
+
+
+def _timer() -> str:
+    return (
+        f"{_HEAD}[Unit]\nDescription=Looks every minute whether this rented machine is still wanted\n\n"
+        "[Timer]\nOnActiveSec=60\nOnUnitActiveSec=60\n\n[Install]\nWantedBy=timers.target\n"
+    )
