@@ -136,6 +136,8 @@ def unit() -> str:
         f"ExecStart={ssh} -o ConnectTimeout=5 -o ConnectionAttempts=1000000 tunnel hold\n"
         "Restart=always\n"
         "RestartSec=1\n"
+        # So ssh ends when it is told to.
+        "SuccessExitStatus=255\n"
         "\n"
         "[Install]\n"
         "WantedBy=multi-user.target\n"

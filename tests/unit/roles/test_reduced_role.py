@@ -1,0 +1,197 @@
+"""Containers that only a tunnel leads into: how they are told from other hosts, and what they and the others become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import gpus, host_facts, spec_of
+from tests.unit.roles.test_documents_of_roles import document_of, shown
+
+from shoal.agent.document import Service
+from shoal.agent.facts import Address, Cgroup, Door, Facts, FileFact
+from shoal.network.tunnel import HOST_KEYS, PUBLIC_KEY, RECORD, choose_ports, needs_tunnel, record, recorded
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.documents import documents
+from shoal.roles.in_force import HOSTS, InForce
+from shoal.roles.parts import part_findings, part_packages, preparation
+from shoal.roles.reduced import containers_apart
+from shoal.roles.stage import Stage
+from shoal.slurm.conf import slurm_conf
+from shoal.slurm.model import Node, Partition
+from shoal.slurm.read import known_nodes
+
+SPEC = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+  pods: {hosts: [{name: p1, address: 203.0.113.5, port: 10341}, {name: p2, address: 203.0.113.6, port: 22}]}
+storage:
+  /data: {host: controller}
+"""
+CGROUPS = Cgroup(2, ("cpuset", "memory"))
+KEY = "ssh-ed25519 AAAATUNNEL shoal tunnels\n"
+
+
+def container(name: str, door: Door | None, **more: Any) -> Facts:
+    keys = {HOST_KEYS[0]: FileFact(text=f"ssh-ed25519 AAAA{name.upper()} root@{name}\n")}
+    facts = host_facts(name, "172.17.0.2", arch="x86_64", files=keys, **more)
+    return replace(facts, init="none", tun=False, door=door)
+
+
+def world(spec: str = SPEC, before: InForce | None = None, leaving: tuple[str, ...] = (), **ctl: FileFact) -> Cluster:
+    facts = {
+        "c1": host_facts(
+            "c1", "10.0.0.1", arch="x86_64", cgroup=CGROUPS, files={PUBLIC_KEY: FileFact(text=KEY), **ctl}
+        ),
+        "n1": host_facts("n1", "10.0.0.11", arch="x86_64", cgroup=CGROUPS),
+        "p1": container("p1", Door("203.0.113.5", 10341), gpus=gpus(2)),
+        "p2": container("p2", Door("203.0.113.6")),
+    }
+    reached = {name: fact.door.address for name, fact in facts.items() if fact.door}
+    names = {member for member in ("c1", "n1", "p1", "p2") if f"name: {member}," in spec}
+    return assemble(spec_of(spec), {name: facts[name] for name in facts if name in names}, reached, before, leaving)
+
+
+@pytest.mark.parametrize(
+    ("network", "change", "needed"),
+    [
+        ("lan", {}, True),
+        ("wireguard", {}, True),
+        ("lan", {"init": "systemd"}, False),
+        ("lan", {"tun": True}, False),
+        ("lan", {"door": None}, False),
+        ("lan", {"door": Door("172.17.0.2")}, False),
+        ("wireguard", {"door": Door("172.17.0.2")}, True),
+    ],
+)
+def test_a_container_is_told_by_what_it_lacks_and_by_who_answers_for_it(
+    network: str, change: dict[str, Any], needed: bool
+) -> None:
+    facts = Facts(init="none", addresses=(Address("eth0", "172.17.0.2", 16),), door=Door("203.0.113.5", 10341))
+    assert needs_tunnel(network, replace(facts, **change)) is needed
+
+
+def test_who_has_a_port_keeps_it_and_no_two_have_the_same() -> None:
+    assert choose_ports(["a", "b", "c"], {"b": 29001, "gone": 29002}) == {"a": 29003, "b": 29001, "c": 29004}
+
+
+def test_a_container_is_asked_for_exactly_this() -> None:
+    assert_golden("roles/reduced.txt", document_of(world(), "p1"))
+
+
+def test_the_controller_holds_a_tunnel_to_each() -> None:
+    cluster = world()
+    stages = documents(cluster, cluster.controller)
+    items = [item for item in stages[Stage.SERVICES] if "tunnel" in item.key]
+    assert_golden("roles/tunnels.txt", shown({Stage.SERVICES: tuple(items)}))
+
+
+def test_other_nodes_are_confined_as_before_and_no_container_is_among_members_addresses() -> None:
+    cluster = world()
+    assert cluster.conf.proctrack_cgroup
+    assert set(cluster.addresses) == {"c1", "n1"}
+    conf = slurm_conf(cluster.conf)
+    assert "ProctrackType=proctrack/cgroup\n" in conf
+    assert "TreeWidth=65533\n" in conf
+    hosts = next(i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == f"block members in {HOSTS}")
+    assert "p1" not in hosts.content  # type: ignore[attr-defined]
+
+
+def test_the_nodes_are_read_back_with_their_ports() -> None:
+    conf = slurm_conf(world().conf)
+    found = known_nodes(conf, "")
+    assert {name: (node.address, node.port) for name, node in found.items()} == {
+        "n1": ("10.0.0.11", None),
+        "p1": ("127.0.0.1", 29001),
+        "p2": ("127.0.0.1", 29002),
+    }
+
+
+def test_one_that_does_not_answer_keeps_its_place_its_port_and_its_tunnel() -> None:
+    before = InForce(nodes=known_nodes(slurm_conf(world().conf), ""), partitions={"p1": ("pods",), "p2": ("pods",)})
+    silent = spec_of(SPEC)
+    facts = {
+        "c1": host_facts("c1", "10.0.0.1", cgroup=CGROUPS, files={RECORD: FileFact(text=record(["p1", "p2"]))}),
+        "n1": host_facts("n1", "10.0.0.11", cgroup=CGROUPS),
+    }
+    cluster = assemble(silent, facts, {}, before)
+    assert {node.name: node.port for node in cluster.conf.nodes} == {"n1": None, "p1": 29001, "p2": 29002}
+    assert cluster.conf.proctrack_cgroup
+    services = documents(cluster, cluster.controller)[Stage.SERVICES]
+    assert not [item for item in services if isinstance(item, Service) and "tunnel" in item.name]
+    kept = next(item for item in services if item.key == f"file {RECORD}")
+    assert recorded(kept.content) == ("p1", "p2")  # type: ignore[attr-defined]
+
+
+def test_one_that_leaves_keeps_its_partition_until_it_is_empty_and_then_its_tunnel_goes() -> None:
+    text = SPEC.replace("{name: p1, address: 203.0.113.5, port: 10341}, ", "")
+    known = known_nodes(slurm_conf(world().conf), "")
+    before = InForce(nodes=known, partitions={"n1": ("main",), "p1": ("pods",), "p2": ("pods",)})
+    made = {RECORD: FileFact(text=record(["p1", "p2"]))}
+    now = world(text, before, ("p1",), **made)
+    assert next(p for p in now.conf.partitions if p.name == "pods").nodes == ("p2", "p1")
+    keys = [item.key for item in documents(now, now.controller)[Stage.SERVICES]]
+    assert "service shoal-tunnel@p1" not in keys
+    later = world(text, before, **made)
+    gone = [i for i in documents(later, later.controller)[Stage.SERVICES] if i.key == "service shoal-tunnel@p1"]
+    assert gone == [Service("shoal-tunnel@p1", enabled=False, running=False)]
+
+
+def nodes(**ports: int | None) -> list[Node]:
+    return [Node(name, name, name, features=(name.rstrip("0123456789"),), port=port) for name, port in ports.items()]
+
+
+def test_a_partition_of_containers_alone_has_jobs_of_one_node() -> None:
+    [line] = containers_apart([Partition("gpu", ("p1", "p2"), default=True)], nodes(p1=29001, p2=29002))
+    assert (line.name, line.nodes, line.max_nodes, line.default) == ("gpu", ("p1", "p2"), 1, True)
+
+
+def test_containers_are_taken_out_of_a_partition_with_other_nodes_into_one_of_their_own() -> None:
+    whole = Partition("main", ("n1", "p1"), default=True, priority=3)
+    first, second = containers_apart([whole], nodes(n1=None, p1=29001))
+    assert (first.name, first.nodes, first.max_nodes) == ("main", ("n1",), None)
+    assert (second.name, second.nodes, second.max_nodes, second.default) == ("p", ("p1",), 1, False)
+    assert second.priority == 3
+
+
+def test_no_second_partition_is_made_where_the_file_has_one_for_them() -> None:
+    lines = containers_apart([Partition("all", ("n1", "p1")), Partition("p", ("p1",))], nodes(n1=None, p1=29001))
+    assert [(line.name, line.nodes, line.max_nodes) for line in lines] == [("all", ("n1",), None), ("p", ("p1",), 1)]
+
+
+def test_a_name_that_is_taken_is_not_taken_twice() -> None:
+    lines = containers_apart([Partition("p", ("n1", "p1"))], nodes(n1=None, p1=29001))
+    assert [(line.name, line.nodes) for line in lines] == [("p", ("n1",)), ("p-containers", ("p1",))]
+
+
+def test_a_cluster_without_containers_has_its_partitions_as_they_are() -> None:
+    lines = [Partition("main", ("n1", "n2"), default=True)]
+    assert containers_apart(lines, nodes(n1=None, n2=None)) == tuple(lines)
+
+
+def test_the_controller_makes_a_key_only_where_there_is_a_container() -> None:
+    cluster = world()
+    spec, facts = cluster.spec, dict(cluster.facts)
+    facts["c1"] = host_facts("c1", "10.0.0.1", files={})
+    keys = [item.key for item in preparation(spec, cluster.controller, facts["c1"], facts)]
+    assert "command make a key for tunnels" in keys
+    without = {name: fact for name, fact in facts.items() if name in ("c1", "n1")}
+    assert "tunnels" not in repr(preparation(spec, cluster.controller, facts["c1"], without))
+
+
+def test_a_container_is_not_asked_to_have_a_network_of_its_own() -> None:
+    spec = spec_of(SPEC.replace("cluster: reef", "cluster: reef\nnetwork: wireguard"))
+    member = world().members[2]
+    facts = container("p1", Door("203.0.113.5", 10341))
+    assert "wireguard-tools" not in part_packages(spec, member, facts)
+    assert "wireguard" not in repr(preparation(spec, member, facts))
+
+
+def test_people_are_told_what_does_not_work_there() -> None:
+    told = [finding for finding in part_findings(world()) if finding.host == "p1"]
+    assert [(finding.level, finding.found) for finding in told] == [("info", "partition pods")]
+    assert "its jobs have one node, and `srun` from elsewhere does not reach it" in told[0].what
