@@ -93,6 +93,7 @@ class GoogleCompute(Cloud):
         place = f"{self.base}/projects/{{project}}/{{kind:str}}/{{place}}"
         return [
             Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
+            Route(f"{self.base}/projects/{{project}}/regions/{{region}}", self._region),
             Route(f"{zone}/instances/{{name}}", self._get, methods=["GET"]),
             Route(f"{zone}/instances/{{name}}", self._delete, methods=["DELETE"]),
             Route(f"{place}/instances/bulkInsert", self._bulk_insert, methods=["POST"]),
@@ -284,10 +285,21 @@ class GoogleCompute(Cloud):
         return filtered(rows, request.query_params.get("filter", ""))
 
     def _found(self, request: Request) -> Machine:
-        found = self.market.find(request.path_params["name"])
-        if found.wanted.zone != request.path_params["zone"]:
-            raise Refused("not-found", found.id)
+        """A machine by its name: it is there even while lists do not show it yet."""
+        self.market.look()
+        found = self.market.machines.get(request.path_params["name"])
+        zone = found.wanted.zone if found else ""
+        if found is None or zone != request.path_params["zone"] or (found.phase == "gone" and not found.shown_until):
+            raise Refused("not-found", request.path_params["name"])
         return found
+
+    async def _region(self, request: Request) -> Response:
+        name = request.path_params["region"]
+        zones = sorted({zone for type in self.types for zone in type.places if zone.rpartition("-")[0] == name})
+        if not zones:
+            raise Refused("not-found", name)
+        links = [f"{API}/projects/{request.path_params['project']}/zones/{zone}" for zone in zones]
+        return JSONResponse({"kind": "compute#region", "name": name, "status": "UP", "zones": links, "quotas": []})
 
     def _link(self, request: Request, machine: Machine) -> str:
         zone = f"{API}/projects/{request.path_params['project']}/zones/{machine.wanted.zone}"

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
 from shoal.errors import ProviderError
-from shoal.providers.rental import Offer, Order, Query, Trouble
+from shoal.providers.rental import Offer, Order, Query, Rented, Trouble
 from shoal.providers.rented import gcp, gcp_words
 from shoal.providers.rented.http import Body
 from shoal.simulators.machines import Wanted
@@ -258,6 +258,14 @@ async def test_of_machines_ordered_together_some_may_be_out_of_stock_and_the_oth
     assert sorted(one.id for one in outcomes if one.ok) == sorted(one.id for one in await it.listed())
 
 
+async def test_what_was_made_in_part_and_is_not_listed_yet_is_left_open(it: Trial) -> None:
+    it.fault("stockout")
+    it.fault("lagging-list", times=1)
+    outcomes = await it.renter.create(orders(3))
+    assert sorted(one.trouble.value if one.trouble else "" for one in outcomes) == ["", "ambiguous", "ambiguous"]
+    assert {one.message for one in outcomes if not one.ok} == {"of 2 that were made 1 are listed"}
+
+
 async def test_an_order_for_a_region_is_filled_in_one_zone_of_it(it: Trial) -> None:
     anywhere = [replace(order, offer=replace(order.offer, zone="")) for order in orders(2)]
     assert [one.ok for one in await it.renter.create(anywhere)] == [True, True]
@@ -350,6 +358,19 @@ async def test_more_machines_than_a_page_holds_are_ordered_at_once_and_listed(it
     listed = await it.listed()
     assert {one.id for one in listed} == {one.id for one in outcomes}
     assert len([line for line in it.simulation.requests if line["path"].endswith("/bulkInsert")]) == 1
+
+
+async def test_a_machine_of_a_region_that_no_list_has_shown_is_given_back_in_whichever_zone_it_is(it: Trial) -> None:
+    it.fault("lagging-list", seconds=600)
+    [outcome] = await it.renter.create([replace(SPOT, offer=replace(SPOT.offer, zone=""))])
+    unseen = Rented(outcome.id, "reef", "gpu1", "t0ken1", "pending", "", region="us-central1")
+    assert (await it.renter.delete([unseen]))[0].ok
+    assert [one["phase"] for one in it.market.bill()] == ["stopping"]
+    it.clock.now += 60
+    it.market.look()
+    assert (await it.renter.delete([unseen]))[0].ok
+    [unknown] = await it.renter.delete([replace(unseen, region="mars")])
+    assert unknown.ok is False
 
 
 async def test_google_ends_a_machine_at_its_deadline(it: Trial) -> None:

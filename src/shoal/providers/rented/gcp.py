@@ -109,26 +109,26 @@ class GoogleCompute:
                 json=words.bulk_insert(orders, self._account.settings),
                 creates=True,
             )
-            errors = await self._errors(place, operation, len(orders))
+            made, errors = await self._ended(place, operation, len(orders))
         except ApiError as error:
             if error.trouble is not Trouble.CONFLICT:
                 return dict.fromkeys(tokens, replace(error.outcome(), retry_after=_until_next_minute(error)))
-            errors = [("alreadyExists", error.message)]
-        if errors is None:
+            made, errors = 0, [("alreadyExists", error.message)]
+        if made >= len(orders):
             return {order.token: Outcome(words.name_of(order)) for order in orders}
-        outcomes = await self._found(orders, errors)
+        outcomes = await self._found(orders, made, errors)
         if all(outcome.trouble is not Trouble.AMBIGUOUS for outcome in outcomes.values()):
             self._failures[tokens] += 1
         return outcomes
 
-    async def _errors(self, place: str, operation: Body, count: int) -> list[words.Error] | None:
-        """What went wrong with an order that was taken; None when nothing did."""
+    async def _ended(self, place: str, operation: Body, wanted: int) -> tuple[int, list[words.Error]]:
+        """How many machines an order that was taken has made, and why not all of them."""
         try:
             operation = await self._followed(place, operation)
-            errors = words.operation_errors(operation)
-            if words.created_count(operation) >= count:
-                return None
-            return errors or await self._errors_of_parts(operation)
+            made, errors = words.created_count(operation), words.operation_errors(operation)
+            if made < wanted and not errors:
+                errors = await self._errors_of_parts(operation)
+            return made, errors
         except ApiError as error:  # there may be machines, whatever this says
             raise ApiError(error.message, Trouble.AMBIGUOUS, retry_after=error.retry_after) from error
 
@@ -154,28 +154,42 @@ class GoogleCompute:
                 errors += [error for one in page.rows_or_none("items") for error in words.operation_errors(one)]
         return errors
 
-    async def _found(self, orders: Sequence[Order], errors: list[words.Error]) -> dict[str, Outcome]:
+    async def _found(self, orders: Sequence[Order], made: int, errors: list[words.Error]) -> dict[str, Outcome]:
         """Those of the orders whose machine is there are filled, whoever made it; the others failed of `errors`."""
         try:
-            there = {one.token for one in await self.rented(orders[0].cluster) if one.state in ("pending", "up")}
+            listed = {one.token for one in await self.rented(orders[0].cluster) if one.state in ("pending", "up")}
         except ProviderError as error:
             return {order.token: Outcome("", Trouble.AMBIGUOUS, message=error.message) for order in orders}
-        outcomes = {}
+        there = [order for order in orders if order.token in listed]
+        outcomes = {order.token: Outcome(words.name_of(order)) for order in there}
         for order in orders:
-            name, failed = words.name_of(order), words.outcome_of(errors)
-            if failed.trouble is Trouble.CONFLICT and name not in failed.message:
-                # One name that is taken fails them all.
-                failed = replace(failed, trouble=Trouble.TRANSIENT)
-            outcomes[order.token] = Outcome(name) if order.token in there else failed
+            failed = words.outcome_of(errors)
+            if len(there) < made:
+                failed = Outcome("", Trouble.AMBIGUOUS, message=f"of {made} that were made {len(there)} are listed")
+            elif failed.trouble is Trouble.CONFLICT and words.name_of(order) not in failed.message:
+                failed = replace(failed, trouble=Trouble.TRANSIENT)  # one name that is taken fails them all
+            outcomes.setdefault(order.token, failed)
         return outcomes
 
     async def _delete(self, machine: Rented) -> Outcome:
         try:
-            await self._api.ask("DELETE", f"{self._project}/zones/{machine.zone}/instances/{machine.id}")
+            for zone in [machine.zone] if machine.zone else await self._zones(machine.region):
+                await self._delete_in(zone, machine.id)
+        except ApiError as error:
+            return replace(error.outcome(machine.id), retry_after=_until_next_minute(error))
+        return Outcome(machine.id)
+
+    async def _delete_in(self, zone: str, name: str) -> None:
+        try:
+            await self._api.ask("DELETE", f"{self._project}/zones/{zone}/instances/{name}")
         except ApiError as error:
             if error.status != 404:
-                return replace(error.outcome(machine.id), retry_after=_until_next_minute(error))
-        return Outcome(machine.id)
+                raise
+
+    async def _zones(self, region: str) -> list[str]:
+        """Where in a region a machine may be that was ordered there, and that no list has shown yet."""
+        found = await self._api.ask("GET", f"{self._project}/regions/{region}")
+        return [words.last_part(str(zone.value)) for zone in found.rows("zones")]
 
     async def _everywhere(self, what: str, filters: str) -> AsyncIterator[Body]:
         """All there is of something, in all zones. A zone that did not answer makes the whole unknown."""
