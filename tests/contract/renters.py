@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -196,27 +197,32 @@ def with_key(case: Case, url: str, secret: str) -> Account:
 
 
 @asynccontextmanager
-async def saying(reply: bytes) -> AsyncIterator[str]:
-    """A server that answers every request with these bytes and hangs up."""
+async def saying(reply: bytes | None) -> AsyncIterator[str]:
+    """A server that answers every request with these bytes and hangs up; with None, it does not answer at all."""
+    answering: set[asyncio.Task[Any] | None] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        answering.add(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             if length:
                 await reader.readexactly(int(length[0].partition(b":")[2]))
-            writer.write(reply)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+            if reply is None:
+                await reader.read()  # until the client gives up
+            else:
+                writer.write(reply)
+                await writer.drain()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        await asyncio.gather(*(task for task in answering if task))
 
 
 def http(status: str, body: bytes, kind: str = "application/json") -> bytes:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,6 +77,10 @@ class Market:
         self.machines: dict[str, Machine] = {}
         self.notes: dict[str, Any] = {}
         """What else the cloud remembers, as JSON has it: keys, networks, scripts. `save` writes it too."""
+        self._taken: Counter[tuple[str, str]] = Counter()
+        """How many live machines there are of each type in each place."""
+        self._names: Counter[str] = Counter()
+        """The names of machines that are not gone."""
         self._store = store
         self._saved = ""
         self._load()
@@ -91,9 +96,8 @@ class Market:
                 raise Refused(why)
         if self.room(wanted.type, wanted.place) <= 0:
             raise Refused("stockout")
-        names = {one.wanted.name for one in self.machines.values() if one.phase != "gone"}
         twice = self.take("duplicate-name", wanted) is not None
-        if self.profile.unique_names and (twice or wanted.name in names):
+        if self.profile.unique_names and (twice or self._names[wanted.name]):
             raise Refused("duplicate-name", wanted.name)
         machine = self._make(wanted, id)
         if twice:
@@ -107,24 +111,19 @@ class Market:
         """What a list of the API shows now."""
         self.look()
         now = self.clock()
-        return [
-            one
-            for one in self.machines.values()
-            if now >= one.unseen_until and (one.phase != "gone" or now < one.shown_until)
-        ]
+        return [one for one in self.machines.values() if self._is_shown(one, now)]
 
     def find(self, id: str) -> Machine:
         """One machine that a list shows. Raises Refused with `not-found`."""
-        for one in self.listed():
-            if one.id == id:
-                return one
-        raise Refused("not-found", id)
+        machine = self._now(id)
+        if not self._is_shown(machine, self.clock()):
+            raise Refused("not-found", id)
+        return machine
 
     def delete(self, id: str) -> Machine:
         """Give a machine back. It stops at once, and is gone a little later. Raises Refused with `not-found`."""
-        self.look()
-        machine = self.machines.get(id)
-        if machine is None or machine.phase == "gone":
+        machine = self._now(id)
+        if machine.phase == "gone":
             raise Refused("not-found", id)
         if machine.live:
             self._stop(machine)
@@ -133,10 +132,7 @@ class Market:
 
     def room(self, type: str, place: str) -> int:
         """How many more machines of a type there are in a place."""
-        taken = sum(
-            1 for one in self.machines.values() if one.live and (one.wanted.type, one.wanted.place) == (type, place)
-        )
-        return self.types[type].places.get(place, 0) - taken
+        return self.types[type].places.get(place, 0) - self._taken[type, place]
 
     def price(self, type: str, market: Buying = "on-demand") -> float:
         """What is asked for an hour of it, as offered."""
@@ -188,6 +184,8 @@ class Market:
         for machine in self.machines.values():
             if machine.live and machine.id not in there:
                 machine.phase = "error"
+            elif machine.phase == "stopping":
+                self.ground.end(machine.id)
         self.look()
 
     def save(self) -> None:
@@ -209,13 +207,28 @@ class Market:
             self.notes = stored["notes"]
             for data in stored["machines"]:
                 wanted = Wanted(**{**data.pop("wanted")})
-                machine = Machine(wanted=replace(wanted, public_keys=tuple(wanted.public_keys)), **data)
-                self.machines[machine.id] = machine
+                self._enter(Machine(wanted=replace(wanted, public_keys=tuple(wanted.public_keys)), **data))
+
+    def _is_shown(self, machine: Machine, now: float) -> bool:
+        return now >= machine.unseen_until and (machine.phase != "gone" or now < machine.shown_until)
+
+    def _enter(self, machine: Machine) -> None:
+        self.machines[machine.id] = machine
+        self._names[machine.wanted.name] += machine.phase != "gone"
+        self._taken[machine.wanted.type, machine.wanted.place] += machine.live
+
+    def _now(self, id: str) -> Machine:
+        """A machine as it is now. Raises Refused with `not-found`."""
+        if id not in self.machines:
+            raise Refused("not-found", id)
+        machine = self.machines[id]
+        if machine.phase != "gone":
+            self._advance(machine, self.clock())
+        return machine
 
     def _live(self, id: str) -> Machine:
-        self.look()
-        machine = self.machines.get(id)
-        if machine is None or not machine.live:
+        machine = self._now(id)
+        if not machine.live:
             raise Refused("not-found", id)
         return machine
 
@@ -236,7 +249,7 @@ class Market:
         for fate in ("dies", "preempt"):
             if not machine.fate and (fault := self.take(fate, wanted)):
                 machine.fate, machine.fate_after = fate, fault.after
-        self.machines[id] = machine
+        self._enter(machine)
         self.ground.begin(machine, self.types[wanted.type], self.profile)
         return machine
 
@@ -263,6 +276,7 @@ class Market:
         stopped = (machine.stopping or now) + self.profile.stop_seconds
         if machine.phase == "stopping" and now >= stopped and stand.state == "gone":
             machine.phase = "gone"
+            self._names[machine.wanted.name] -= 1
             machine.shown_until = now + machine.shown_until if machine.shown_until else 0.0
 
     def _give_notice(self, machine: Machine) -> None:
@@ -276,6 +290,7 @@ class Market:
 
     def _stop(self, machine: Machine) -> None:
         machine.phase, machine.stopping, machine.ended = "stopping", self.clock(), self.clock()
+        self._taken[machine.wanted.type, machine.wanted.place] -= 1
         self.ground.end(machine.id)
 
     def _billed(self, machine: Machine) -> dict[str, Any]:

@@ -13,6 +13,7 @@ cloud itself ends a machine at its lifetime.
 from __future__ import annotations
 
 import uuid
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.simulators.machines import Billing, Machine, MachineType, Profile, Wanted
-from shoal.simulators.market import Refused
+from shoal.simulators.market import Market, Refused
 from shoal.simulators.server import Cloud, Limit, read_json
 
 REGION = "sandbox"
@@ -66,6 +67,10 @@ class ElasticSandbox(Cloud):
     )
     creating = r"POST /v1/machines"
     listing = r"GET /v1/machines"
+
+    def __init__(self, market: Market) -> None:
+        super().__init__(market)
+        self._tokens: dict[str, Machine] = {}
 
     def limits(self) -> list[Limit]:
         return [Limit(0.05, slack=2.0)]
@@ -133,15 +138,20 @@ class ElasticSandbox(Cloud):
     def _ordered(self, order: Any) -> dict[str, Any]:
         """One machine: its id, or why there is none. The same token again is the same machine."""
         token = order.get("token", "") if isinstance(order, dict) else ""
-        before = [one for one in self.market.machines.values() if token and one.wanted.marks["token"] == token]
+        before = self._of_token(token)
         try:
-            machine = before[0] if before else self.market.order(_wanted(order, token), f"m-{uuid.uuid4().hex[:12]}")
+            machine = before or self.market.order(_wanted(order, token), f"m-{uuid.uuid4().hex[:12]}")
         except Refused as error:
             if error.why not in SINGLE:
                 raise
             _, code, message = ERRORS[error.why]
             return {"token": token, "error": {"code": code, "message": error.detail or message}}
         return {"token": token, "id": machine.id, "usd_hour": machine.usd_hour}
+
+    def _of_token(self, token: str) -> Machine | None:
+        for machine in islice(self.market.machines.values(), len(self._tokens), None):
+            self._tokens[machine.wanted.marks["token"]] = machine
+        return self._tokens.get(token)
 
     def shown(self, machine: Machine) -> dict[str, Any]:
         wanted = machine.wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import time
 from pathlib import Path
@@ -78,18 +77,12 @@ async def test_a_key_that_the_api_quotes_is_not_quoted_by_us() -> None:
 
 
 async def test_an_api_that_does_not_answer_in_time_leaves_an_order_open() -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    api = Api(Account("acme", "example", settings={"timeout": "0.2"}), url)
-    with pytest.raises(ApiError, match="no answer came: ReadTimeout") as caught:
-        await api.ask("POST", "/machines", creates=True)
+    async with saying(None) as url:
+        api = Api(Account("acme", "example", settings={"timeout": "0.2"}), url)
+        with pytest.raises(ApiError, match="no answer came: ReadTimeout") as caught:
+            await api.ask("POST", "/machines", creates=True)
+        await api.close()
     assert caught.value.trouble is Trouble.AMBIGUOUS
-    await api.close()
-    server.close()
 
 
 @pytest.mark.parametrize(

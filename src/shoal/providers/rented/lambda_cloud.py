@@ -62,6 +62,7 @@ class LambdaCloud:
         self._account = account
         self._api = Api(account, BASE, understand=understand, interval=1.0, retry_after=self.abilities.create_interval)
         self._launches = Pace.of(account, "create", self.abilities.create_interval)
+        self.abilities = replace(self.abilities, create_interval=self._launches.interval)
 
     async def offers(self, query: Query) -> list[Offer]:
         body = await self._api.ask("GET", "/instance-types")
