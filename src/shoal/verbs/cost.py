@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 from shoal.elastic.costs import Costs, decode
 from shoal.elastic.money import micros
 from shoal.errors import LedgerError, UsageError
+from shoal.roles.elastic import UNIT
 from shoal.spec.rented import Budget, rented_sets
 from shoal.verbs.context import Context
 
-COMMAND = ("/opt/shoal/bin/python", "-m", "shoal.elastic.costs")
-"""Runs on the controller as root: the ledger is root's."""
+_SCRIPT = r"""
+python=$(sed -n 's/^ExecStart=\([^ ]*\) .*/\1/p' "$1" 2>/dev/null)
+[ -x "$python" ] || exit 127
+shift
+exec "$python" -m shoal.elastic.costs "$@"
+"""
+COMMAND = ("sh", "-c", _SCRIPT, "cost", UNIT)
+"""Runs on the controller as root, whose the ledger is, with the Shoal that the service there runs from."""
 PATIENCE = 120.0
 
 
@@ -50,7 +57,7 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
     async with await context.connections([context.controller]) as fleet:
         host = await fleet.host(context.controller.name)
         result = await host.run(command, timeout=PATIENCE)
-    if result.status in (126, 127):
+    if result.status == 127:
         raise LedgerError(f"{host.name} has no Shoal of its own yet", hint="run `shoal up`")
     try:
         costs = decode(result.text)
