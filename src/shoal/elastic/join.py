@@ -38,7 +38,7 @@ from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents, membership
 from shoal.roles.ids import choose_ids
 from shoal.roles.in_force import in_force
-from shoal.roles.parts import kept_secrets
+from shoal.roles.parts import kept_secrets, part_findings
 from shoal.roles.rented import promised
 from shoal.roles.stage import Stage
 from shoal.roles.watchdog import health_command, watchdog
@@ -145,7 +145,11 @@ class LiveJoiner:
             await self._converge(fleet, {name: found.get(stage, ()) for name, found in stages.items()})
         unfit = await self._unfit(fleet, [name for name in stages if name not in fleet.failures])
         fit = [name for name in stages if name not in fleet.failures and name not in unfit]
-        last = {name: (*stages[name].get(Stage.NODES, ()), *self._watchdog(name, nodes[name])) for name in fit}
+        inside = cluster.tunnels
+        last = {
+            name: (*stages[name].get(Stage.NODES, ()), *self._watchdog(name, nodes[name], name not in inside))
+            for name in fit
+        }
         await self._converge(fleet, last)
         unregistered = await self._register(await fleet.host(controller), [n for n in fit if n not in fleet.failures])
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
@@ -157,8 +161,11 @@ class LiveJoiner:
         async def rename(name: str) -> None:
             document: Document = (
                 File("/etc/hostname", f"{name}\n"),
+                # A container cannot, and does without.
                 Command(
-                    "take the node's name", ("hostname", name), unless=("sh", "-c", f'test "$(hostname)" = {name}')
+                    "take the node's name",
+                    ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system"),
+                    unless=("sh", "-c", f'test "$(hostname)" = {name}'),
                 ),
             )
             with Silence().phase("", 1) as phase:
@@ -181,11 +188,14 @@ class LiveJoiner:
         return replace(cluster, addresses=addresses, ids=ids)
 
     def _refused(self, cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
-        """Machines whose Slurm the controller cannot talk to."""
+        """Machines whose Slurm the controller cannot talk to, or that have no way into the network."""
         controller = self._controller.name
         others = {name: version for name, version in cluster.versions.items() if name != controller and name in new}
         findings = window_findings((controller, cluster.versions[controller]), others)
-        return {finding.host: f"{UNFIT}{finding.what}: {finding.found}" for finding in findings if finding.host in new}
+        refused = {finding.host: f"{UNFIT}{finding.what}: {finding.found}" for finding in findings}
+        barred = [finding for finding in part_findings(cluster) if finding.level == "error"]
+        refused |= {finding.host: f"{finding.what} {finding.found}".strip() for finding in barred}
+        return {name: refused[name] for name in new if name in refused}
 
     async def _converge(self, fleet: Fleet, wanted: Mapping[str, Document]) -> None:
         due = {name: document for name, document in wanted.items() if document and name not in fleet.failures}
@@ -211,9 +221,9 @@ class LiveJoiner:
 
         return {name: said for name, said in (await fleet.each(names, look)).items() if said}
 
-    def _watchdog(self, name: str, machine: Rented) -> Document:
+    def _watchdog(self, name: str, machine: Rented, systemd: bool) -> Document:
         nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
-        return watchdog(name, int((machine.created or time.time()) + nodeset.lifetime))
+        return watchdog(name, int((machine.created or time.time()) + nodeset.lifetime), systemd=systemd)
 
     async def _register(self, controller: Host, names: Iterable[str]) -> dict[str, str]:
         """Wait until slurmctld has heard from the nodes."""

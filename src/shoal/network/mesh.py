@@ -48,6 +48,8 @@ class End:
     """Where the spec says that others reach it, `address` or `address:port`."""
     mtu: int = INTERNET_MTU
     """The largest packet of the interface it is reached on."""
+    comes: bool = False
+    """It comes and goes. Members that are always there reach it through the hub, which alone knows when it is there."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,12 @@ class Place:
 def place(name: str, ends: Mapping[str, End], hub: str, port: int, known: Mapping[str, Peer]) -> Place:
     """The place of a member that has answered. `known` holds its peers of before: those that do not answer now."""
     me = ends[name]
-    links = {other: _link(me, end, port, known) for other, end in ends.items() if other != name and end.public_key}
+    apart = {other for other, end in ends.items() if end.comes != me.comes and hub not in (name, other)}
+    links = {
+        other: None if other in apart else _link(me, end, port, known)
+        for other, end in ends.items()
+        if other != name and (end.public_key or other in apart)
+    }
     through = [end for other, end in ends.items() if other in links and links[other] is None]
     peers = [
         Peer(

@@ -40,6 +40,7 @@ from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
+from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
 if TYPE_CHECKING:
@@ -127,9 +128,10 @@ def _ends(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, End]:
     controller = cluster.facts.get(cluster.controller.name)
     written = {**peers_in(file_text(controller, PEERS)), **known}
     members = {member.name: member for member in cluster.members}
+    rented = {member.name: member for member in rented_members(cluster.spec)}
     ends = {}
     for name, address in cluster.addresses.items():
-        member, facts = members.get(name), cluster.facts.get(name)
+        member, facts = members.get(name) or rented.get(name), cluster.facts.get(name)
         key = file_text(facts, PUBLIC_KEY) if facts else written[name].public_key if name in written else ""
         ends[name] = End(
             name=name,
@@ -139,6 +141,7 @@ def _ends(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, End]:
             reaches=facts.reaches if facts else None,
             endpoint=(member.endpoint or "") if member else "",
             mtu=min((a.mtu for a in candidates(facts)), default=INTERNET_MTU) if facts else INTERNET_MTU,
+            comes=name in rented,
         )
     return ends
 

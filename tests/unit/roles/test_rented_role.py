@@ -1,0 +1,274 @@
+"""Rented nodesets: what slurmctld is told before there is a machine, and what the controller gets to rent them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
+from shoal.agent.facts import Facts, FileFact
+from shoal.network.names import hosts_block
+from shoal.network.wireguard import PUBLIC_KEY
+from shoal.plan.diff import wanted
+from shoal.plan.observe import Observed
+from shoal.plan.secrets import with_digests
+from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.compute import slurmd_options
+from shoal.roles.documents import documents, membership
+from shoal.roles.elastic import ACCOUNTS, KEYS, SPEC, UNIT, WHEEL_SECRET, Elastic, prefix, without_service
+from shoal.roles.in_force import CGROUP_CONF, HOSTS, SLURM_CONF, InForce, in_force
+from shoal.roles.own_wheel import kept_wheel, own_wheel
+from shoal.roles.rented import promised, rented_findings
+from shoal.roles.stage import Stage
+from shoal.roles.wireguard import place_of
+from shoal.slurm.conf import cgroup_conf, slurm_conf
+from shoal.spec.rented import rented_sets
+
+REEF = """
+cluster: reef
+NETWORK
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+  cloud: {provider: lambda, type: gpu_1x_a10, max: 3, idle: 5m, features: [rented], weight: 10}
+  any:
+    max: 2
+    offers:
+      - {provider: lambda, type: gpu_1x_a10, region: us-west-1}
+      - {provider: gcp, type: a2-highgpu-1g, zone: us-central1-b, market: spot}
+partitions:
+  main: {nodesets: [lab, cloud, any], default: true}
+  cloud: {nodesets: [cloud]}
+  lab: {nodesets: [lab]}
+providers:
+  lambda: {key: env:LAMBDA_API_KEY}
+  gcp: {key: env:GCP_KEY, project: reef-1}
+"""
+SPEC_LAN = spec_of(REEF.replace("NETWORK", ""))
+SPEC_WIREGUARD = spec_of(REEF.replace("NETWORK", "network: wireguard"))
+ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11"}
+FACTS = {name: host_facts(name, address) for name, address in ADDRESSES.items()}
+
+
+def controller_document(stage: Stage) -> Document:
+    cluster = assemble(SPEC_LAN, FACTS, ADDRESSES)
+    return Elastic().documents(cluster, cluster.controller)[stage]
+
+
+def in_force_of(cluster: Cluster) -> Facts:
+    """The controller's facts once the cluster was applied."""
+    hosts = f"# BEGIN shoal members\n{hosts_block(cluster.addresses)}# END shoal members\n"
+    texts = {SLURM_CONF: slurm_conf(cluster.conf), CGROUP_CONF: cgroup_conf(cluster.conf), HOSTS: hosts}
+    return replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()})
+
+
+def test_slurm_is_told_of_nodes_that_are_not_there() -> None:
+    cluster = assemble(SPEC_LAN, FACTS, ADDRESSES)
+    nodes = {node.name: node for node in cluster.conf.nodes}
+    assert list(nodes) == ["n1", "cloud1", "cloud2", "cloud3", "any1", "any2"]
+    assert [name for name, node in nodes.items() if node.cloud] == ["cloud1", "cloud2", "cloud3", "any1", "any2"]
+    assert nodes["cloud1"].features == ("cloud", "rented") and nodes["cloud1"].weight == 10
+    assert {gpu.type for gpu in nodes["cloud1"].gpus} == {"a10"}
+    assert {gpu.type for gpu in nodes["any1"].gpus} == {""}, "an A10 or an A100: nobody knows which"
+    assert [member.name for member in cluster.members] == ["c1", "n1"]
+    assert set(cluster.addresses) == {"c1", "n1"}
+
+
+def test_a_machine_is_promised_to_have_what_the_smallest_of_its_offers_has_and_what_the_file_says_goes_first() -> None:
+    any_of = promised(SPEC_LAN, rented_sets(SPEC_LAN)["any"])
+    a10 = promised(SPEC_LAN, rented_sets(SPEC_LAN)["cloud"])
+    assert any_of.cpus <= a10.cpus and any_of.memory_mb <= a10.memory_mb
+    said = spec_of(REEF.replace("NETWORK", "").replace("max: 3,", "max: 3, cpus: 2, memory: 3G, gpus: 4,"))
+    shape = promised(said, rented_sets(said)["cloud"])
+    assert (shape.cpus, shape.memory_mb, shape.gpus) == (2, 3072, 4)
+
+
+def test_idle_nodes_go_by_partition_and_those_that_stay_are_left_alone() -> None:
+    conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
+    lines = {line.split()[0]: line for line in conf.splitlines() if line.startswith("PartitionName=")}
+    assert " SuspendTime=600 " in lines["PartitionName=main"]
+    assert " SuspendTime=300 " in lines["PartitionName=cloud"]
+    assert "SuspendTime" not in lines["PartitionName=lab"]
+    assert "SuspendExcNodes=n1\n" in conf
+    assert "ResumeTimeout=1800\n" in conf, "as long as the slowest provider may take"
+
+
+def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
+    spec = spec_of(REEF.replace("NETWORK", "").replace("type: gpu_1x_a10, max", "type: gpu_9x_new, max"))
+    assert [str(finding) for finding in rented_findings(spec)] == [
+        "nodesets.cloud: nodeset `cloud`: what is in this machine is not known, so Slurm counts on very little, "
+        "found gpu_9x_new of lambda, say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
+        "partitions.main: partition `main`: Slurm knows one time for idle nodes, so all wait as long as `any`'s, "
+        "found cloud 300 s, any 600 s, give them the same `idle`, or a partition each",
+    ]
+
+
+def test_a_rented_node_is_none_that_leaves() -> None:
+    first = assemble(SPEC_LAN, FACTS, ADDRESSES)
+    facts = {**FACTS, "c1": in_force_of(first)}
+    goal = wanted(SPEC_LAN, Observed(facts, {}), ADDRESSES)
+    assert (goal.leaving, goal.left, goal.later) == ((), (), None)
+    fewer = spec_of(REEF.replace("NETWORK", "").replace("max: 3", "max: 2"))
+    assert wanted(fewer, Observed(facts, {}), ADDRESSES).leaving == ("cloud3",)
+
+
+def test_a_node_that_joins_leaves_slurm_conf_as_it_is() -> None:
+    before = assemble(SPEC_LAN, FACTS, ADDRESSES)
+    here = {"c1": in_force_of(before), "cloud2": host_facts("ip-10-1-2-3", "10.0.0.99")}
+    after = assemble(SPEC_LAN, here, {"cloud2": "10.0.0.99"}, in_force(here["c1"]))
+    assert slurm_conf(after.conf) == slurm_conf(before.conf)
+    assert after.addresses == {"c1": "10.0.0.1", "n1": "10.0.0.11", "cloud2": "10.0.0.99"}
+    member = next(member for member in after.members if member.name == "cloud2")
+    assert slurmd_options(after, member) == ("--conf-server", "10.0.0.1:6817", "-b", "-N", "cloud2")
+    told = membership(after, after.controller)
+    assert any("10.0.0.99" in getattr(item, "content", "") for item in told)
+    assert Stage.CONTROLLER not in documents(after, member)
+
+
+def test_on_a_network_of_our_own_members_know_the_way_to_a_node_before_it_is_there() -> None:
+    keys = {"c1": "K" * 43 + "=", "n1": "L" * 43 + "="}
+    facts = {
+        name: replace(
+            fact,
+            files={PUBLIC_KEY: FileFact(text=keys[name])},
+            reaches={other: address for other, address in ADDRESSES.items() if other != name},
+        )
+        for name, fact in FACTS.items()
+    }
+    cluster = assemble(SPEC_WIREGUARD, facts, ADDRESSES)
+    rented = [cluster.addresses[name] for name in ("cloud1", "cloud2", "cloud3", "any1", "any2")]
+    assert len(set(cluster.addresses.values())) == 7
+    [hub] = place_of(cluster, "n1").peers
+    assert (hub.name, hub.allowed[1:]) == ("c1", tuple(rented))
+    assert [peer.name for peer in place_of(cluster, "c1").peers] == ["n1"], "no machine, no key, no peer"
+    again = assemble(SPEC_WIREGUARD, {"c1": facts["c1"]}, ADDRESSES, InForce(addresses=cluster.addresses))
+    assert again.addresses == cluster.addresses
+
+
+def test_a_rented_node_speaks_to_the_hub_and_through_it_to_hosts_that_stay() -> None:
+    keys = {"c1": "K" * 43 + "=", "cloud1": "M" * 43 + "="}
+    facts = {
+        "c1": replace(FACTS["c1"], files={PUBLIC_KEY: FileFact(text=keys["c1"])}, reaches={"cloud1": "198.51.100.7"}),
+        "cloud1": replace(
+            host_facts("cloud1", "172.16.0.4"),
+            files={PUBLIC_KEY: FileFact(text=keys["cloud1"])},
+            reaches={"c1": "10.0.0.1"},
+        ),
+    }
+    before = InForce(addresses=assemble(SPEC_WIREGUARD, FACTS, ADDRESSES).addresses)
+    cluster = assemble(SPEC_WIREGUARD, facts, {}, before)
+    [hub] = place_of(cluster, "cloud1").peers
+    assert (hub.name, hub.endpoint) == ("c1", "10.0.0.1:51820")
+    assert cluster.addresses["n1"] in hub.allowed and cluster.addresses["cloud2"] in hub.allowed
+    assert [peer.name for peer in place_of(cluster, "c1").peers] == ["cloud1"]
+
+
+# What the controller gets
+
+
+def test_the_service_is_exactly_this() -> None:
+    document = (*controller_document(Stage.SERVICES), *controller_document(Stage.CONTROLLER))
+    wheel = own_wheel().mark
+    lines = []
+    for item in document:
+        lines.append(item.key.replace(wheel, "VERSION"))
+        if isinstance(item, File | Directory):
+            lines.append(f"   {item.owner}:{item.group} {item.mode:04o}")
+        if isinstance(item, File) and isinstance(item.content, str) and item.path in (UNIT, ACCOUNTS, SPEC):
+            lines += [f"   {line}" for line in item.content.replace(wheel, "VERSION").splitlines()]
+        if isinstance(item, File) and isinstance(item.content, SecretRef):
+            lines.append(f"   secret {item.content.name}")
+    assert_golden("roles/elastic.txt", "\n".join(lines) + "\n")
+
+
+def test_keys_of_accounts_are_in_files_for_root_alone_and_in_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDA_API_KEY", "secret_abcdef")
+    monkeypatch.delenv("GCP_KEY", raising=False)
+    given = Elastic().given(SPEC_LAN)
+    assert given["providers.lambda.key"] == "env:LAMBDA_API_KEY"
+    document = with_digests(controller_document(Stage.SERVICES), given)
+    assert "secret_abcdef" not in repr(document)
+    keys = {item.path: item for item in document if isinstance(item, File) and item.path.startswith(KEYS)}
+    assert {item.mode for item in keys.values()} == {0o600}
+    lambda_key, gcp_key = keys[f"{KEYS}/lambda"].content, keys[f"{KEYS}/gcp"].content
+    assert lambda_key == SecretRef("providers.lambda.key", hashlib.sha256(b"secret_abcdef").hexdigest())
+    assert gcp_key == SecretRef("providers.gcp.key"), "it cannot be looked up here: what the host has stays"
+    [folder] = [item for item in document if isinstance(item, Directory) and item.path == KEYS]
+    assert folder.mode == 0o700
+
+
+def test_a_cluster_that_rents_nothing_gets_nothing_and_one_that_did_is_rid_of_it() -> None:
+    spec = spec_of("cluster: reef\ncontroller: {host: c1}\nnodesets: {lab: {hosts: [n1]}}\n")
+    cluster = assemble(spec, FACTS, ADDRESSES)
+    assert cluster.conf.power is None
+    assert Elastic().documents(cluster, cluster.controller) == {}
+    assert Elastic().given(spec) == {}
+    assert Elastic().packages(spec, cluster.controller, None) == ()
+    facts = {**FACTS, "c1": replace(FACTS["c1"], files={UNIT: FileFact(there=True)})}
+    left = assemble(spec, facts, ADDRESSES)
+    assert Elastic().documents(left, left.controller) == {Stage.SERVICES: without_service()}
+    assert Service("shoal-elastic", enabled=False, running=False) in without_service()
+
+
+@pytest.mark.parametrize(("python", "refused"), [("3.10.12", True), ("3.11.2", False), ("3.13.5", False), ("", False)])
+def test_a_controller_whose_python_is_too_old_is_told(python: str, refused: bool) -> None:
+    facts = {**FACTS, "c1": replace(FACTS["c1"], python=python)}
+    findings = Elastic().findings(assemble(SPEC_LAN, facts, ADDRESSES))
+    told = [
+        f"c1: the service that rents nodes needs Python 3.11 or newer, found Python {python}, "
+        "use a controller with Debian 12, Ubuntu 24.04 or newer"
+    ]
+    assert [str(finding) for finding in findings] == (told if refused else [])
+
+
+def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None:
+    paths = [item.path for item in controller_document(Stage.SERVICES) if isinstance(item, File)]
+    conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
+    started = [line.partition("=")[2] for line in conf.splitlines() if line.partition("=")[0].endswith("Program")]
+    assert len(started) == 3 and set(started) <= set(paths)
+
+
+# Shoal itself
+
+
+def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code(tmp_path: Path) -> None:
+    own_wheel.cache_clear()
+    first = own_wheel()
+    own_wheel.cache_clear()
+    assert own_wheel() == first
+    with zipfile.ZipFile(BytesIO(first.content)) as archive:
+        names = archive.namelist()
+        metadata = archive.read(f"shoal-{first.version}.dist-info/METADATA").decode()
+        record = archive.read(f"shoal-{first.version}.dist-info/RECORD").decode()
+    assert {"shoal/elastic/__main__.py", "shoal/elastic/request.py", "shoal/providers/prices.csv"} <= set(names)
+    assert not [name for name in names if "__pycache__" in name]
+    assert "Requires-Dist: asyncssh>=2.18\n" in metadata and "Provides-Extra: gcp\n" in metadata
+    assert len(record.splitlines()) == len(names)
+    assert first.content == first.content.strip(), "it is sent as secrets are, which lose blanks at their ends"
+    kept = kept_wheel(tmp_path)
+    assert kept.read_bytes() == first.content
+    kept.write_bytes(b"broken")
+    assert kept_wheel(tmp_path).read_bytes() == first.content
+
+
+def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
+    document = controller_document(Stage.SERVICES)
+    [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
+    assert own_wheel().sha256[:12] in prefix() and prefix() in install.argv
+    assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{prefix()}/.complete")
+    [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, own_wheel().sha256)]
+    assert sent.path == install.argv[-2]
+
+
+def test_what_the_service_reads_says_all_of_the_spec() -> None:
+    [file] = [item for item in controller_document(Stage.SERVICES) if isinstance(item, File) and item.path == SPEC]
+    assert isinstance(file.content, str)
+    assert type(SPEC_LAN).model_validate(json.loads(file.content)) == SPEC_LAN
