@@ -15,16 +15,17 @@ DOCUMENTS = [
 
 LENT = "as it stands, on hosts called as in the README, by test_the_readme_builds_a_cluster"
 DEMO = "as it stands, by test_the_demo_shows_a_training_and_a_status"
-COLLECT = "with --collect-only behind it, by test_arguments_go_to_pytest"
-TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_the_demos_cluster"
+COLLECT = "with --collect-only behind it, and without what imports torch, by test_arguments_go_to_pytest"
+TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_the_demos_cluster of the matrix"
 PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page_on_training_run_its_script"
 ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
-PROVE = "by test_prove.py: here as it stands; on two nodes with --export PYTHONPATH=, where they find torch"
+PROVE = "by test_prove.py, with fewer ranks outside the matrix; on two nodes with --export PYTHONPATH= for torch"
 ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_run_as_they_stand"
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
 TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"
 SITES = "as it stands, on two sites joined by WireGuard, by test_the_command_of_the_page_spans_the_sites"
+MONEY = "as it stands, with simulated clouds, by test_the_commands_of_the_page_on_budgets_run_as_they_stand"
 CHECK = "by scripts/test before any test; test_ci_runs_the_checks_and_the_tests holds it to that"
 ITSELF = "it is what runs this test; test_ci_runs_the_checks_and_the_tests holds CI to it"
 
@@ -67,6 +68,10 @@ COMMANDS = {
     "shoal bench links": TAILNET,
     "shoal bench links --hosts gpu01,gpu02 --seconds 2": TAILNET,
     "shoal run -N3 --switches 2 --wait train.py": SITES,
+    "shoal offers --gpu H100 --count 8": MONEY,
+    "shoal cost": MONEY,
+    "shoal cost --month 2026-10": MONEY,
+    "shoal reap --yes": MONEY,
     "scripts/check": CHECK,
     "scripts/test": ITSELF,
     "scripts/test tests/unit": COLLECT,

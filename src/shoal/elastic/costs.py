@@ -23,7 +23,7 @@ from typing import Any
 from shoal.elastic.bill import between, day_of, month_of, presence, rate
 from shoal.elastic.ledger import LEDGER, Ledger
 from shoal.elastic.rentals import Rental
-from shoal.errors import LedgerError, ShoalError
+from shoal.errors import LedgerError, ShoalError, SlurmError
 from shoal.hostlist import HostlistError, expand
 from shoal.jobs.history import parse_runs
 from shoal.jobs.record import JobRecord, parse_records, show_command
@@ -242,7 +242,9 @@ def _ended() -> list[JobRecord]:
 
 def _known() -> list[JobRecord]:
     """The jobs that slurmctld has in its memory."""
-    done = subprocess.run(show_command(), capture_output=True, text=True, timeout=PATIENCE, check=True)
+    done = subprocess.run(show_command(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if done.returncode != 0:
+        raise SlurmError(f"slurmctld does not answer: {done.stderr.strip()}")
     return parse_records(done.stdout)
 
 

@@ -1,0 +1,184 @@
+"""`shoal offers`, `cost` and `reap` as a person types them, against simulated clouds and a real SSH server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.documents import ROOT, commands
+from tests.unit.elastic.rentals import rental
+from tests.unit.hosts.sshd_server import needs_sshd, running_sshd
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.elastic.ledger import Ledger
+from shoal.providers.rental import Account, Offer, Order
+from shoal.providers.rented import renter
+from shoal.verbs import cost, reap
+
+KEY = "sk-0123456789abcdef"
+PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
+BUDGETS = ROOT / "docs/budgets.md"
+
+
+@contextlib.contextmanager
+def simulated(kind: str) -> Iterator[str]:
+    """A simulated cloud of its own process; its URL."""
+    command = [sys.executable, "-m", "shoal", "simulate", kind, "--json", "--no-limits", "--boot-seconds", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        while not said.rstrip().endswith("}"):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield json.loads(said)["url"]
+    finally:
+        process.terminate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Two clouds, and a shoal.yaml that has accounts there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CLOUD_KEY", KEY)
+    monkeypatch.setattr(reap, "PAUSE", 0.05)
+    for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    with simulated("lambda") as first, simulated("runpod") as second:
+        found = {"lambda": first, "runpod": second}
+        write_file(tmp_path, found)
+        yield found
+
+
+def write_file(place: Path, clouds: dict[str, str], controller: str = "{name: c1, address: 127.0.0.1}") -> None:
+    accounts = "".join(f"  {name}: {{key: 'env:CLOUD_KEY', url: '{url}'}}\n" for name, url in clouds.items())
+    (place / "shoal.yaml").write_text(
+        f"cluster: reef\ncontroller: {{host: {controller}}}\nnodesets:\n  burst:\n    max: 4\n    cpus: 4\n"
+        "    memory: 8G\n    gpus: 1\n    offers:\n      - {provider: lambda, type: gpu_1x_h100_sxm5}\n"
+        "      - {provider: runpod, type: NVIDIA H100 80GB HBM3}\n"
+        "partitions:\n  burst: {nodesets: [burst], default: true}\n"
+        f"providers:\n{accounts}budget: {{per_hour: 20}}\n"
+    )
+
+
+def order(clouds: dict[str, str], cluster: str = "reef") -> None:
+    """Rent a machine in each cloud."""
+
+    async def rent() -> None:
+        for name, offer in (
+            ("lambda", Offer("lambda", "gpu_1x_h100_sxm5", "us-west-1")),
+            ("runpod", Offer("runpod", "NVIDIA H100 80GB HBM3", "US-TX-3")),
+        ):
+            one = renter(Account(name, name, KEY, clouds[name]))
+            key = await one.ensure_key(cluster, PUBLIC_KEY)
+            wanted = Order(cluster, "burst1", f"t-{cluster}-{name}", offer, PUBLIC_KEY, key, user_data="#!/bin/sh\n")
+            assert [outcome.ok for outcome in await one.create([wanted])] == [True]
+            await one.close()
+
+    asyncio.run(rent())
+
+
+def still_there(clouds: dict[str, str]) -> list[str]:
+    """The names of machines that somebody pays for."""
+    found: list[str] = []
+    for url in clouds.values():
+        bill: dict[str, Any] = httpx.get(f"{url}/_simulator/bill").json()
+        found += [one["name"] for one in bill["machines"] if one["ended"] is None]
+    return found
+
+
+def shoal(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_partly_done(
+    clouds: dict[str, str], tmp_path: Path
+) -> None:
+    done = shoal("offers", "--gpu", "H100", "--count", "8")
+    assert done.exit_code == 0, done.output
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["runpod"] * 3 + ["lambda"] * 2
+    found = json.loads(shoal("offers", "--gpu", "h100", "--provider", "lambda", "--json").stdout)["offers"]
+    assert {one["provider"] for one in found} == {"lambda"}
+    assert [one["usd_hour"] for one in found] == sorted(one["usd_hour"] for one in found)
+    assert shoal("offers", "--market", "spot").stdout == "nothing of that kind is offered\n"
+    wrong = shoal("offers", "--market", "bazaar")
+    assert (wrong.exit_code, "--market bazaar: there is no such market" in wrong.stderr) == (2, True)
+    write_file(tmp_path, {**clouds, "runpod": "http://127.0.0.1:9"})
+    partly = shoal("offers", "--gpu", "H100")
+    assert partly.exit_code == 3
+    assert partly.stdout.startswith("✗ runpod: ") and "\nlambda " in partly.stdout
+    assert KEY not in partly.output
+
+
+def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_clusters(
+    clouds: dict[str, str], tmp_path: Path
+) -> None:
+    order(clouds)
+    order(clouds, "other")
+    asked = shoal("reap")
+    assert asked.exit_code == 2
+    assert "this deletes 2 rented machines of cluster reef" in asked.stderr and "say --yes" in asked.stderr
+    assert len(still_there(clouds)) == 4
+    write_file(tmp_path, {**clouds, "runpod": "http://127.0.0.1:9"})
+    partly = shoal("reap", "--yes")
+    assert partly.exit_code == 3
+    assert partly.stdout.splitlines()[-1] == "! reef: 1 machine given back; run `shoal reap` again"
+    write_file(tmp_path, clouds)
+    whole = shoal("reap", "--yes", "--json")
+    assert whole.exit_code == 0, whole.output
+    told = json.loads(whole.stdout)
+    assert [(one["account"], one["node"]) for one in told["gone"]] == [("runpod", "burst1")]
+    assert (told["remaining"], told["failures"]) == ([], {})
+    assert len(still_there(clouds)) == 2  # the other cluster's
+    clean = shoal("reap", "--yes")
+    assert (clean.exit_code, clean.stdout) == (0, "reef: no provider has a machine of this cluster\n")
+
+
+@needs_sshd
+def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
+    clouds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order(clouds)
+    ledger, unit = tmp_path / "ledger.db", tmp_path / "unit"
+    with Ledger.open(ledger) as kept:
+        kept.intend(rental("t", "burst1", usd_hour=4.29, intended_at=time.time() - 60))
+        kept.made("t", "i", None, time.time() - 60)
+    unit.write_text(f"[Service]\nExecStart={sys.executable} -m shoal.elastic\n")
+    monkeypatch.setattr(cost, "COMMAND", (*cost.COMMAND[:-1], str(unit), "--ledger", str(ledger)))
+    with running_sshd(tmp_path / "sshd") as server:
+        place = f"address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
+        write_file(tmp_path, clouds, f"{{name: c1, {place}}}")
+        shown = {}
+        for line in (line for block in commands(BUDGETS) for line in block):
+            done = shoal(*shlex.split(line)[1:])
+            assert done.exit_code == 0, done.output
+            shown[line] = done.stdout
+    assert "reef: 1 machine\n" in shown["shoal cost"]
+    lines = [" ".join(line.split()) for line in shown["shoal cost"].splitlines()]
+    assert "now, an hour $4.29 $20.00" in lines
+    assert any(line.startswith("burst $0.0") for line in lines)
+    assert shown["shoal reap --yes"].endswith("✓ reef: 2 machines given back; no provider has one any more\n")
+
+
+def test_a_controller_without_a_service_is_told_by_the_command_itself(tmp_path: Path) -> None:
+    command = (*cost.COMMAND[:-1], str(tmp_path / "no-unit"))
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 127
