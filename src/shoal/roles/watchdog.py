@@ -16,6 +16,9 @@ SILENT_SECONDS = 3600
 """A controller that does not answer for so long does not come back for this machine."""
 LET_GO_SECONDS = 900
 """The same for a node that Slurm has put to sleep, or does not know any more."""
+POWEROFF = "systemctl poweroff"
+CONTAINER_OFF = "kill -TERM 1"
+"""A container without systemd ends with its first process."""
 _HEAD = "# Written by shoal; changes here are lost.\n"
 
 HEALTH = r"""
@@ -77,26 +80,31 @@ def health_command(gpus: int) -> tuple[str, ...]:
     return ("python3", "-I", "-c", HEALTH, str(gpus))
 
 
-def watchdog(node: str, until: int) -> Document:
+def watchdog(node: str, until: int, *, systemd: bool = True) -> Document:
     """The watchdog of a node. `until` is when its time is over, in seconds since 1970; 0 is never."""
+    off = POWEROFF if systemd else CONTAINER_OFF
+    program = (Directory(DIRECTORY), File(WATCHDOG, script(node, until, off), mode=0o755))
+    if not systemd:
+        again = f"while :; do sleep 60; {WATCHDOG}; done"
+        return (*program, Service("shoal-watchdog", command=("/bin/sh", "-c", again)))
     return (
-        Directory(DIRECTORY),
-        File(WATCHDOG, script(node, until), mode=0o755),
+        *program,
         File(f"{UNITS}/shoal-watchdog.service", _service()),
         File(f"{UNITS}/{TIMER}", _timer(), restarts=(TIMER,)),
         Service(TIMER),
     )
 
 
-def script(node: str, until: int, marks: str = "/run/shoal-watchdog") -> str:
-    """Looks once whether the machine is still wanted, and shuts it down when it is not."""
+def script(node: str, until: int, off: str = POWEROFF, marks: str = "/run/shoal-watchdog") -> str:
+    """Looks once whether the machine is still wanted, and shuts it down by the command `off` when it is not."""
     return rf"""#!/bin/sh
 {_HEAD}now=$(date +%s)
 mkdir -p {marks}
 since() {{ cat "{marks}/$1" 2>/dev/null || echo "$now" | tee "{marks}/$1"; }}
 end() {{
     echo "this machine is shut down: $1"
-    exec systemctl poweroff
+    {off}
+    exit 0
 }}
 if [ {until} -gt 0 ] && [ "$now" -ge {until} ]; then end "its time is over"; fi
 if state=$(timeout 30 scontrol show node {node} -o 2>&1); then

@@ -1,0 +1,73 @@
+"""What `shoal up` leaves on the controller is what the service reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import File, SecretRef
+from shoal.elastic.settings import read_settings
+from shoal.errors import UsageError
+from shoal.providers.rental import Account
+from shoal.roles.cluster import assemble
+from shoal.roles.elastic import SETTINGS, Elastic
+from shoal.roles.stage import Stage
+
+REEF = spec_of("""
+cluster: reef
+controller: {host: c1}
+nodesets:
+  cloud: {max: 2, offers: [{provider: cheap, type: gpu_1x_a10}, {provider: gcp, type: a2-highgpu-1g}]}
+providers:
+  cheap: {kind: lambda, key: env:K, url: "http://10.0.0.1:8080"}
+  gcp: {key: "file:~/sa.json", project: reef-1}
+budget: {per_day: 20}
+users: {ada: {uid: 2000}}
+""")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The controller's directory as a document makes it."""
+    cluster = assemble(REEF, {"c1": host_facts("c1", "10.0.0.1")}, {"c1": "10.0.0.1"})
+    for item in Elastic().documents(cluster, cluster.controller)[Stage.SERVICES]:
+        if isinstance(item, File) and item.path.startswith(SETTINGS):
+            path = tmp_path / Path(item.path).relative_to(SETTINGS)
+            path.parent.mkdir(exist_ok=True)
+            secret = isinstance(item.content, SecretRef)
+            path.write_text(f"secret-of-{path.name}\n" if secret else str(item.content))
+    (tmp_path / "id_ed25519.pub").write_text("ssh-ed25519 AAAA shoal reef\n")
+    return tmp_path
+
+
+def test_the_service_reads_what_was_written(directory: Path) -> None:
+    found = read_settings(directory)
+    assert found.spec == REEF
+    assert found.accounts == {
+        "cheap": Account("cheap", "lambda", "secret-of-cheap", "http://10.0.0.1:8080"),
+        "gcp": Account("gcp", "gcp", "secret-of-gcp", "", {"project": "reef-1"}),
+    }
+    assert (found.public_key, found.identity) == ("ssh-ed25519 AAAA shoal reef", directory / "id_ed25519")
+    assert "secret-of" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "cause"),
+    [
+        ("spec.json", None, "spec.json cannot be read: No such file or directory"),
+        ("spec.json", "{", "spec.json cannot be read: it is not JSON"),
+        ("spec.json", '{"cluster": "reef", "new": 1}', "spec.json cannot be read: it is of another version of Shoal"),
+        ("accounts.json", '{"cheap": {"kind": "x"}}', "accounts.json cannot be read: account cheap is not complete"),
+        ("keys/cheap", None, "keys/cheap cannot be read: No such file or directory"),
+        ("id_ed25519.pub", None, "id_ed25519.pub cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_missing_or_broken_is_told_with_the_way_to_mend_it(
+    directory: Path, file: str, text: str | None, cause: str
+) -> None:
+    (directory / file).unlink() if text is None else (directory / file).write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_settings(directory)
+    assert str(caught.value) == f"{directory}/{cause}\n  fix: run `shoal up`, which writes it"

@@ -1,0 +1,142 @@
+"""What a rented machine does of its own accord: the programs themselves, run with stand-ins for what they call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.agent.document import File, Service
+from shoal.roles.watchdog import HEALTH, LET_GO_SECONDS, SILENT_SECONDS, TIMER, script, watchdog
+
+IDLE = "NodeName=cloud1 State=IDLE+CLOUD ThreadsPerCore=1"
+ASLEEP = "NodeName=cloud1 State=IDLE+CLOUD+POWERED_DOWN ThreadsPerCore=1"
+GOING = "NodeName=cloud1 State=IDLE+CLOUD+POWERING_DOWN ThreadsPerCore=1"
+UNKNOWN = "Node cloud1 not found"
+SILENT = "Unable to contact slurm controller (connect failure)"
+
+
+class Machine:
+    """A machine whose clock, scontrol and systemctl are ours."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        (place / "bin").mkdir()
+        self._program("date", 'cat "$PLACE/now"')
+        self._program("scontrol", 'cat "$PLACE/answer"; exit "$(cat "$PLACE/status")"')
+        self._program("systemctl", 'echo "$@" >> "$PLACE/asked"')
+
+    def look(self, now: int, answer: str, until: int = 0) -> str:
+        """What it asked systemd for."""
+        failed = answer in (UNKNOWN, SILENT)
+        for name, text in (("now", str(now)), ("answer", answer), ("status", "1" if failed else "0")):
+            (self.place / name).write_text(text + "\n")
+        asked = self.place / "asked"
+        asked.unlink(missing_ok=True)
+        environment = {"PATH": f"{self.place}/bin:{os.environ['PATH']}", "PLACE": str(self.place)}
+        text = script("cloud1", until, marks=str(self.place / "marks"))
+        done = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
+        return asked.read_text().strip() if asked.exists() else ""
+
+    def _program(self, name: str, text: str) -> None:
+        path = self.place / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_machine_in_use_stays(machine: Machine) -> None:
+    assert [machine.look(now, IDLE) for now in (1000, 5000, 90_000)] == ["", "", ""]
+
+
+def test_a_machine_whose_time_is_over_goes_whatever_it_does(machine: Machine) -> None:
+    assert machine.look(1000, IDLE, until=1001) == ""
+    assert machine.look(1001, IDLE, until=1001) == "poweroff"
+
+
+@pytest.mark.parametrize("answer", [ASLEEP, GOING, UNKNOWN])
+def test_a_node_that_slurm_has_let_go_of_goes_after_a_quarter_of_an_hour(machine: Machine, answer: str) -> None:
+    assert machine.look(1000, answer) == ""
+    assert machine.look(1000 + LET_GO_SECONDS - 1, answer) == ""
+    assert machine.look(1000 + LET_GO_SECONDS, answer) == "poweroff"
+
+
+def test_a_node_that_is_taken_back_in_time_stays(machine: Machine) -> None:
+    machine.look(1000, ASLEEP)
+    machine.look(1500, IDLE)
+    assert machine.look(1000 + LET_GO_SECONDS, ASLEEP) == ""
+
+
+def test_a_controller_that_is_gone_is_waited_for_an_hour(machine: Machine) -> None:
+    assert machine.look(1000, SILENT) == ""
+    assert machine.look(1000 + SILENT_SECONDS - 1, SILENT) == ""
+    assert machine.look(1000 + SILENT_SECONDS, SILENT) == "poweroff"
+
+
+def test_a_controller_that_answers_again_is_waited_for_anew(machine: Machine) -> None:
+    machine.look(1000, SILENT)
+    machine.look(2000, IDLE)
+    assert machine.look(1000 + SILENT_SECONDS, SILENT) == ""
+
+
+def test_the_watchdog_runs_every_minute() -> None:
+    document = watchdog("cloud1", 1_800_000_000)
+    assert Service(TIMER) in document
+    [timer] = [item for item in document if isinstance(item, File) and item.path.endswith(TIMER)]
+    assert isinstance(timer.content, str) and "OnUnitActiveSec=60\n" in timer.content
+
+
+# The look at GPUs
+
+TWO = "0, Simulated GPU, 16384\n1, Simulated GPU, 16384\n"
+
+
+def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, errors: str | None = None) -> str:
+    """What is said of a machine whose nvidia-smi answers so; nothing when all is well."""
+    if answer is not None:
+        smi = place / "nvidia-smi"
+        (place / "cards").write_text(answer)
+        (place / "errors").write_text(errors or "")
+        second = f'cat "{place}/errors"' if errors is not None else 'echo "Field is not valid"; exit 2'
+        smi.write_text(f'#!/bin/sh\ncase "$1" in *ecc*) {second} ;; *) cat "{place}/cards"; exit {status} ;; esac\n')
+        smi.chmod(0o755)
+    # Without a path to look in, no real driver's library is found either.
+    environment = {"PATH": f"{place}:/usr/bin:/bin" if answer is not None else str(place)}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", HEALTH, str(gpus)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == (done.stderr == ""), done.stderr
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "answer", "status", "errors", "said"),
+    [
+        (2, TWO, 0, None, ""),
+        (1, TWO, 0, None, ""),
+        (0, None, 0, None, ""),
+        (2, TWO, 0, "0, 0\n1, 0\n", ""),
+        (2, TWO, 0, "0, [N/A]\n1, [N/A]\n", ""),
+        (3, TWO, 0, None, "3 GPUs were promised, and there are 2"),
+        (2, TWO, 0, "0, 0\n1, 4\n", "GPU 1 has 4 uncorrected memory errors"),
+        (1, "0, NVIDIA A10, [Unknown Error]\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: [Unknown Error]"),
+        (1, "0, NVIDIA A10, 0\n", 0, None, "GPU 0 (NVIDIA A10) tells no memory: 0"),
+        (1, "Unable to determine\nthe device handle", 15, None, "nvidia-smi: Unable to determine the device handle"),
+    ],
+)
+def test_a_machine_whose_gpus_do_not_work_is_found_out(
+    tmp_path: Path, gpus: int, answer: str | None, status: int, errors: str | None, said: str
+) -> None:
+    assert health(tmp_path, gpus, answer, status=status, errors=errors) == said
+
+
+def test_a_machine_without_a_driver_is_found_out(tmp_path: Path) -> None:
+    assert health(tmp_path, 1, None).startswith("nvidia-smi does not run: ")
