@@ -92,7 +92,8 @@ async def _lost(fleet: Fleet, world: World) -> None:
             why = f"{rental.id} of {rental.account} is gone"
             _remember(fleet, rental, why)
             fleet.ledger.gone(rental.token, world.now)
-        elif machine is not None and machine.state in ("error", "stopped", "stopping"):
+        # One that is about to go may still run: its jobs have their notice, and `spot` sees to them.
+        elif machine is not None and machine.state in ("error", "stopped", "stopping") and not machine.ending:
             why = f"{rental.id} of {rental.account} is {machine.raw_state}"
             _remember(fleet, rental, why)
             fleet.release(rental, why)

@@ -23,8 +23,9 @@ async def running(it: Scene, job: str = "1") -> None:
 # ---- spot
 
 
-async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
+@pytest.mark.parametrize("kind", ["gcp", "sandbox"])  # Google shows a machine as stopping while it still has its notice
+async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path, kind: str) -> None:
+    async with scene(tmp_path, kind) as it:
         job = it.slurm.submit("1", 2, seconds=600)
         await running(it)
         it.market().preempt(it.machines()[0].id)
