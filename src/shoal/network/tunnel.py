@@ -26,6 +26,7 @@ PUBLIC_KEY = f"{KEY}.pub"
 RECORD = f"{DIRECTORY}/nodes"
 """The containers that an earlier run made tunnels to, so that a later one takes away those that are gone."""
 UNIT = "/etc/systemd/system/shoal-tunnel@.service"
+PROGRAM = "/usr/local/lib/shoal/tunnel"
 END = "/etc/shoal/tunnel-end"
 """In the container: all that the controller's key may start there."""
 SSH_CONFIG = "/etc/ssh/ssh_config.d/50-shoal-tunnel.conf"
@@ -119,10 +120,27 @@ def known_hosts(tunnel: Tunnel) -> str:
     return _HEADER + "".join(f"{where} {key}\n" for key in tunnel.host_keys)
 
 
+def program() -> str:
+    """Holds one tunnel open, whatever happens at its other end: a container may not let us in yet, or be gone.
+
+    An earlier connection that the container has not missed yet would keep the ports.
+    """
+    return (
+        f"#!/bin/sh\n{_HEADER}"
+        f'ssh="ssh -F {DIRECTORY}/$1.conf -o ConnectTimeout=5"\n'
+        "pause=1\n"
+        "while :; do\n"
+        "    began=$(date +%s)\n"
+        "    $ssh -o ClearAllForwardings=yes tunnel clear && $ssh tunnel hold\n"
+        "    if [ $(($(date +%s) - began)) -gt 30 ]; then pause=1; fi\n"
+        '    sleep "$pause"\n'
+        "    pause=$((pause < 8 ? pause * 2 : 10))\n"
+        "done\n"
+    )
+
+
 def unit() -> str:
-    """Holds one tunnel open. An earlier connection that the container has not missed yet would keep the ports."""
-    ssh = f"/usr/bin/ssh -F {DIRECTORY}/%i.conf"
-    clear = "-o ClearAllForwardings=yes -o ConnectTimeout=5 tunnel clear"
+    """The service of one tunnel."""
     return (
         f"{_HEADER}[Unit]\n"
         "Description=The way to Slurm in container %i\n"
@@ -131,13 +149,9 @@ def unit() -> str:
         "StartLimitIntervalSec=0\n"
         "\n"
         "[Service]\n"
-        f"ExecStartPre=-{ssh} {clear}\n"
-        # It goes on asking while the container does not answer.
-        f"ExecStart={ssh} -o ConnectTimeout=5 -o ConnectionAttempts=1000000 tunnel hold\n"
+        f"ExecStart={PROGRAM} %i\n"
         "Restart=always\n"
         "RestartSec=1\n"
-        # So ssh ends when it is told to.
-        "SuccessExitStatus=255\n"
         "\n"
         "[Install]\n"
         "WantedBy=multi-user.target\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.agent.facts import Facts
 from shoal.network.addresses import lan_addresses
@@ -19,7 +19,15 @@ from shoal.roles.in_force import InForce
 from shoal.roles.own_name import keeps_another
 from shoal.roles.pmix import all_have_pmix
 from shoal.roles.reduced import containers_apart, tunnels
-from shoal.roles.rented import addressed, power_saving, present, rented_findings, rented_nodes, suspend_time
+from shoal.roles.rented import (
+    addressed,
+    power_saving,
+    present,
+    rented_containers,
+    rented_findings,
+    rented_nodes,
+    suspend_time,
+)
 from shoal.roles.spanning import can_span
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
@@ -76,10 +84,13 @@ def assemble(
     always = members_of(spec)
     members = (*always, *present(spec, facts))
     inside = _inside_containers(spec, members, facts, before)
-    ports = choose_ports(inside, {name: node.port for name, node in before.nodes.items() if node.port})
+    boxes = rented_containers(spec)
+    known_ports = {name: node.port for name, node in before.nodes.items() if node.port}
+    ports = choose_ports(dict.fromkeys((*inside, *boxes)), known_ports)
     outside = tuple(m for m in members if m.name not in inside)
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
-    addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *addressed(spec, facts, before)))
+    awaited = tuple(name for name in addressed(spec, facts, before) if name not in boxes)
+    addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *awaited))
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
     staying = tuple(m for m in outside if not m.rented)
     # What is yet to be rented cannot be asked: it is taken for a machine like those that are there.
@@ -91,7 +102,8 @@ def assemble(
     ]
     controller = members[0]
     jobs = _confinement(computes, facts, versions, before, meshed)
-    everyone = (*nodes, *rented_nodes(spec), *(before.nodes[name] for name in leaving))
+    rented = [replace(n, address=LOOPBACK, port=ports[n.name]) if n.name in boxes else n for n in rented_nodes(spec)]
+    everyone = (*nodes, *rented, *(before.nodes[name] for name in leaving))
     known = (*always, *rented_members(spec))
     conf = ClusterConf(
         name=spec.cluster,
@@ -110,7 +122,7 @@ def assemble(
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(always, facts, versions, before),
         spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
-        one_address=_one_address(spec, staying, facts, addresses, before),
+        one_address=not boxes and _one_address(spec, staying, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
         power=power_saving(spec),
@@ -124,7 +136,9 @@ def assemble(
         ids=choose_ids(controller.name, facts),
         conf=conf,
         findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf), *rented_findings(spec)),
-        tunnels=tunnels(spec, {n: facts[n] for n in inside if n in facts}, ports, addresses, controller.name),
+        tunnels=tunnels(
+            spec, {n: facts[n] for n in inside if n in facts}, ports, addresses, controller.name, conf.one_address
+        ),
     )
 
 

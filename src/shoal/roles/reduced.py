@@ -22,6 +22,7 @@ from shoal.network.tunnel import (
     HOST_KEYS,
     KEY,
     LOOPBACK,
+    PROGRAM,
     PUBLIC_KEY,
     RECORD,
     SSH_CONFIG,
@@ -34,6 +35,7 @@ from shoal.network.tunnel import (
     known_hosts,
     known_hosts_file,
     needs_tunnel,
+    program,
     record,
     recorded,
     service,
@@ -63,6 +65,7 @@ class Reduced(Part):
 
     files: Mapping[str, How] = dict.fromkeys((PUBLIC_KEY, RECORD, *HOST_KEYS), "text")
     in_containers = True
+    by_members = True
 
     def prepare_for(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
         """The controller's key, which the containers must know."""
@@ -84,7 +87,7 @@ class Reduced(Part):
     def farewell(self) -> Document:
         return (
             Command("end the tunnels", ("sh", "-c", _FAREWELL, "sh", RECORD), unless=("test", "!", "-e", RECORD)),
-            *(File(path) for path in (RECORD, UNIT, KEY, PUBLIC_KEY, END, SSH_CONFIG)),
+            *(File(path) for path in (RECORD, UNIT, PROGRAM, KEY, PUBLIC_KEY, END, SSH_CONFIG)),
             Block(AUTHORIZED, BLOCK, ""),
         )
 
@@ -102,11 +105,17 @@ class Reduced(Part):
 
 
 def tunnels(
-    spec: Spec, nodes: Mapping[str, Facts], ports: Mapping[str, int], addresses: Mapping[str, str], controller: str
+    spec: Spec,
+    nodes: Mapping[str, Facts],
+    ports: Mapping[str, int],
+    addresses: Mapping[str, str],
+    controller: str,
+    one_address: bool,
 ) -> dict[str, Tunnel]:
     """The tunnels to these containers. Whoever keeps a share has a port in each of them."""
     servers = dict.fromkeys(share.server for share in shares(spec) if share.server in addresses)
-    back = [Back(SLURMCTLD_PORT, addresses.get(controller) or LOOPBACK, SLURMCTLD_PORT)]
+    # From loopback to loopback: slurmctld takes where a rented node calls from for its address.
+    back = [Back(SLURMCTLD_PORT, addresses.get(controller, "") if one_address else LOOPBACK, SLURMCTLD_PORT)]
     back += [Back(FIRST_SHARE_PORT + n, addresses[name], SSH_PORT) for n, name in enumerate(servers)]
     found = {}
     for name, facts in nodes.items():
@@ -150,7 +159,9 @@ def reduced_conf(conf: ClusterConf, node: Node) -> ClusterConf:
         conf,
         controller_address=LOOPBACK,
         nodes=(node,),
-        partitions=tuple(replace(p, nodes=(node.name,)) for p in conf.partitions if node.name in p.nodes),
+        partitions=tuple(
+            replace(p, nodes=(node.name,), suspend_time=None) for p in conf.partitions if node.name in p.nodes
+        ),
         switches=(),
         proctrack_cgroup=False,
         constrain_cores=False,
@@ -160,14 +171,28 @@ def reduced_conf(conf: ClusterConf, node: Node) -> ClusterConf:
         one_address=False,
         spanning=False,
         accounting=None,
-        # slurmctld has jobs' prologs run when they get their nodes where it confines them, and the node must know.
-        options={**conf.options, **({"PrologFlags": "Alloc"} if conf.proctrack_cgroup else {})},
+        power=None,
+        options=_options(conf),
     )
+
+
+def _options(conf: ClusterConf) -> dict[str, str]:
+    """The user's options without those that want more of a kernel than a container is given."""
+    kept = {key: value for key, value in conf.options.items() if key.lower() not in _OF_KERNELS}
+    # slurmctld has jobs' prologs run when they get their nodes where it confines them, and the node must know.
+    return {**kept, "PrologFlags": "Alloc"} if conf.proctrack_cgroup else kept
+
+
+_OF_KERNELS = ("proctracktype", "taskplugin", "prologflags", "jobacctgathertype")
 
 
 def reduced_compute(cluster: Cluster, member: Member) -> Document:
     """slurmd with a configuration of its own: it reads files, so it needs nobody to start."""
     node = next(node for node in cluster.conf.nodes if node.name == member.name)
+    if member.rented:
+        node = replace(node, cloud=False)
+    # A rented container has another name, and its kernel started long before Slurm asked for the node.
+    rented = ("-b", "-N", member.name) if member.rented else ()
     conf = reduced_conf(cluster.conf, node)
     restarts = ("slurmd",)
     return (
@@ -177,7 +202,7 @@ def reduced_compute(cluster: Cluster, member: Member) -> Document:
         File(CGROUP_CONF, cgroup_conf(conf), restarts=restarts, keep=True),
         File(GRES_CONF, gres_conf(conf), restarts=restarts, keep=True),
         File(SLURM_CONF, slurm_conf(conf), restarts=restarts, keep=True),
-        Service("slurmd", command=("/usr/sbin/slurmd", "-D")),
+        Service("slurmd", command=("/usr/sbin/slurmd", "-D", *rented)),
     )
 
 
@@ -215,7 +240,10 @@ def _tunnels(cluster: Cluster) -> Iterator[Item]:
         yield Directory("/etc/shoal")
         yield Directory(DIRECTORY, mode=0o700)
         yield File(RECORD, record(there) if there else None)
-        yield File(UNIT, unit() if there else None, restarts=tuple(service(name) for name in sorted(cluster.tunnels)))
+        running = tuple(service(name) for name in sorted(cluster.tunnels))
+        yield Directory("/usr/local/lib/shoal")
+        yield File(PROGRAM, program() if there else None, mode=0o755, restarts=running)
+        yield File(UNIT, unit() if there else None, restarts=running)
     for name, tunnel in sorted(cluster.tunnels.items()):
         restarts = (service(name),)
         yield File(conf_file(name), ssh_conf(tunnel), mode=0o600, restarts=restarts)

@@ -90,10 +90,36 @@ def addressed(spec: Spec, facts: Mapping[str, Facts], before: InForce) -> tuple[
     return tuple(name for name in absent if own or name in before.addresses)
 
 
+def rented_containers(spec: Spec) -> tuple[str, ...]:
+    """Rented nodes that are containers: reached through a tunnel, at a port that Slurm knows beforehand."""
+    return tuple(name for one in rented_sets(spec).values() if _kinds_of(spec, one) == {True} for name in one.nodes)
+
+
+def _kinds_of(spec: Spec, one: RentedSet) -> set[bool]:
+    """Whether the machines of a nodeset are containers; both, where its offers are of both kinds."""
+    return {_is_container(accounts(spec)[name].kind or name) for name in one.accounts}
+
+
+def _is_container(kind: str) -> bool:
+    try:
+        return abilities(kind).container
+    except (LookupError, ImportError):
+        return False
+
+
 def rented_findings(spec: Spec) -> Iterator[Finding]:
     """What is worth saying about rented nodesets before anything is rented."""
     sets = rented_sets(spec)
     for one in sets.values():
+        if len(_kinds_of(spec, one)) > 1:
+            yield Finding(
+                "error",
+                f"nodeset `{one.name}`: some of its offers are containers and some whole machines, and Slurm must know "
+                "beforehand where a node answers",
+                ", ".join(one.accounts),
+                "give each kind a nodeset of its own",
+                path=f"nodesets.{one.name}",
+            )
         unknown = [
             f"{offer.type} of {offer.provider}"
             for offer in one.offers

@@ -15,7 +15,7 @@ from tests.contract.renters import CASES, Trial, account, http, saying, trial
 from shoal.errors import ProviderError
 from shoal.providers.rental import Query, Trouble
 from shoal.providers.rented import renter
-from shoal.providers.rented.runpod import BOOT, boot_args, joined_type, split_type, understand
+from shoal.providers.rented.runpod import BOOT, WAIT, boot_args, joined_type, split_type, understand
 
 CASE = CASES["runpod"]
 
@@ -92,14 +92,14 @@ def decoded(args: str) -> str:
     """The script inside a container's command."""
     shell, option, line = shlex.split(args)
     assert (shell, option) == ("bash", "-c")
-    found = re.fullmatch(r"echo (\S+) \| base64 -d \| bash", line)
+    found = re.fullmatch(r"echo (\S+) \| base64 -d > /run/shoal-boot; exec bash /run/shoal-boot", line)
     assert found
     return base64.b64decode(found[1]).decode()
 
 
 def test_the_command_starts_sshd_and_then_waits() -> None:
     script = decoded(boot_args(""))
-    assert script == BOOT + "exec sleep infinity\n"
+    assert script == BOOT + WAIT
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert "ssh-ed25519" not in script, "the key is in the environment"
 
@@ -110,7 +110,7 @@ def test_the_orders_own_script_runs_beside_it() -> None:
     found = re.search(r"echo (\S+) \| base64 -d > /run/user-data && \{ setsid sh /run/user-data & \}\n", script)
     assert found
     assert base64.b64decode(found[1]).decode() == own
-    assert script.endswith("exec sleep infinity\n")
+    assert script.endswith(WAIT)
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
 
 

@@ -58,6 +58,9 @@ pgrep -x sshd > /dev/null || /usr/sbin/sshd -o ClientAliveInterval=15 -o PermitR
 """
 """What a container does first. It outlives nothing: a pod that is restarted does it again."""
 
+WAIT = "trap exit TERM\nwhile :; do sleep 3600 & wait $!; done\n"
+"""And then, until it is told to end: `kill 1` inside ends the container, which its watchdog may do."""
+
 
 class RunPod:
     """Implements `shoal.providers.rental.Renter`."""
@@ -188,8 +191,8 @@ def boot_args(user_data: str) -> str:
     """The container's command: our script, the order's own beside it, and then nothing more until the pod goes."""
     own = base64.b64encode(user_data.encode()).decode()
     beside = f"echo {own} | base64 -d > /run/user-data && {{ setsid sh /run/user-data & }}\n" if user_data else ""
-    script = base64.b64encode(f"{BOOT}{beside}exec sleep infinity\n".encode()).decode()
-    return shlex.join(["bash", "-c", f"echo {script} | base64 -d | bash"])
+    script = base64.b64encode(f"{BOOT}{beside}{WAIT}".encode()).decode()
+    return shlex.join(["bash", "-c", f"echo {script} | base64 -d > /run/shoal-boot; exec bash /run/shoal-boot"])
 
 
 def understand(status: int, data: Any) -> Refusal | None:
