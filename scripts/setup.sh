@@ -79,5 +79,7 @@ virtual_environment() {
 
 make_environment() {
     [ -x "$venv/bin/pip" ] || python3 -m venv --clear "$venv"
-    "$venv/bin/pip" install -q --disable-pip-version-check -e "$root$1"
+    "$venv/bin/pip" install -q --disable-pip-version-check --no-compile -e "$root$1"
+    # pip would do it on one core. Some packages bring files that are no Python.
+    "$venv/bin/python" -m compileall -qq -j0 "$venv/lib" || true
 }

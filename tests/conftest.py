@@ -1,4 +1,4 @@
-"""How long a test may take: what hangs fails in the end, and says where."""
+"""How long a test may take, and which come first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pytest
 SANDBOX = 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
+LONGEST = ("cluster", "jobs", "stopping", "toy", "accounting", "documented_commands", "prove", "storage", "wireguard")
+"""Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,5 +17,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.get_closest_marker("matrix"):
             item.add_marker(pytest.mark.timeout(MATRIX))
-        elif item.get_closest_marker("sandbox") or "e2e" in item.path.parts:
+        elif _is_long(item):
             item.add_marker(pytest.mark.timeout(SANDBOX))
+    items.sort(key=_turn)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return "e2e" in item.path.parts or item.get_closest_marker("sandbox") is not None
+
+
+def _turn(item: pytest.Item) -> int:
+    """The longest files of tests/e2e, all else on sandbox hosts, what imports torch, and what is fast, for the gaps."""
+    if not _is_long(item):
+        return len(LONGEST) + (1 if "train" in item.path.parts else 2)
+    name = item.path.stem.removeprefix("test_")
+    return LONGEST.index(name) if "e2e" in item.path.parts and name in LONGEST else len(LONGEST)

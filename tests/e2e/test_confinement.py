@@ -1,8 +1,9 @@
-"""What the kernel holds of a job where hosts let Slurm use cgroups: its GPUs, and every process it ever started."""
+"""What the kernel holds of a job where hosts let Slurm use cgroups: its GPUs, its memory, every process it started."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.e2e.cluster import Cluster, running
@@ -14,6 +15,15 @@ cluster: x-confined
 controller: {provider: sandbox, memory: 512M}
 nodesets:
   fish: {provider: sandbox, count: 2, gpus: 2, memory: 512M, cgroups: true}
+"""
+
+EATS = """\
+import os, time
+if os.environ["RANK"] == "1":
+    eaten = []
+    while True:
+        eaten.append(bytearray(1 << 20))
+time.sleep(600)
 """
 
 OPEN_BOTH = "for n in 0 1; do : < /dev/nvidia$n && echo open $n; done; true"
@@ -105,3 +115,16 @@ def test_a_job_gets_the_memory_it_asked_for_and_no_more(cluster: Cluster) -> Non
     assert cluster.on("controller", "srun", "--mem=250M", "python3", "-c", take) == str(150 << 20)
     killed = cluster.on("controller", "bash", "-c", f"srun --mem=60M python3 -c '{take}' 2>&1", status=None)
     assert "oom" in killed.lower() or "Out Of Memory" in killed, killed
+
+
+def test_the_rank_that_was_killed_for_its_memory_is_named(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "eats.py").write_text(EATS)
+    monkeypatch.chdir(tmp_path)
+    words = ("--wait", "-N2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "--mem", "100M")
+    result = cluster.json("run", *words, "eats.py", status=1)
+    reason = result["reason"]
+    assert (reason["kind"], reason["rank"], reason["node"]) == ("out of memory", 1, "fish2"), result
+    assert reason["text"] == "rank 1 on fish2 was killed: the memory was used up"
+    assert reason["fix"].startswith("give it more with --mem")

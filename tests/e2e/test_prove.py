@@ -51,11 +51,12 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path) -> None:
-    done = prove(tree, "train.py", "-n", "4")
+@pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.matrix)])
+def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path, ranks: str) -> None:
+    done = prove(tree, "train.py", "-n", ranks)
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("✓ same")]
     assert [(row[0], row[1]) for row in rows] == WAYS
-    last = "✓ train.py trains the same with 4 processes as with one: nothing differs by more than 1e-12"
+    last = f"✓ train.py trains the same with {ranks} processes as with one: nothing differs by more than 1e-12"
     assert done.stdout.splitlines()[-1] == last
     assert "one process" in done.stderr and "spawn fsdp" in done.stderr, "progress while it works"
     assert sorted(path.name for path in tree.iterdir()) == ["train.py"], "nothing is left behind"
@@ -63,7 +64,7 @@ def test_a_right_script_is_proved_as_the_document_shows_it(tree: Path) -> None:
 
 def test_single_precision_is_proved_to_its_own_tolerance(tree: Path) -> None:
     words = ("--dtype", "float32", "--launcher", "torchrun", "--parallel", "fsdp", "--json")
-    told = json.loads(prove(tree, "train.py", "-n", "4", *words).stdout)
+    told = json.loads(prove(tree, "train.py", "-n", "2", *words).stdout)
     [row] = told["rows"]
     assert told["passed"] and told["tolerance"] == 1e-6 and told["steps"] == len(told["losses"]) == 8
     assert 0 < row["found"]["parameters"]["relative"] <= 1e-6, "single precision: it does not agree to the last bit"
@@ -123,9 +124,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 
 @pytest.mark.sandbox
-def test_the_toy_is_proved_on_two_nodes(cluster: Jobs) -> None:
-    told = cluster.prove("train.py", "-n", "4", "-N2", "--launcher", "srun,mpirun")
-    ways = [(launcher, parallel) for launcher in ("srun", "mpirun") for parallel in ("ddp", "fsdp")]
+@pytest.mark.parametrize(
+    ("ranks", "launchers"), [("2", "srun"), pytest.param("4", "srun,mpirun", marks=pytest.mark.matrix)]
+)
+def test_the_toy_is_proved_on_two_nodes(cluster: Jobs, ranks: str, launchers: str) -> None:
+    told = cluster.prove("train.py", "-n", ranks, "-N2", "--launcher", launchers)
+    ways = [(launcher, parallel) for launcher in launchers.split(",") for parallel in ("ddp", "fsdp")]
     assert [(row["launcher"], row["parallel"]) for row in told["rows"]] == ways
     assert told["passed"] and told["steps"] == 10, told
     assert told["losses"][-1] < told["losses"][0]
@@ -136,6 +140,7 @@ def test_the_toy_is_proved_on_two_nodes(cluster: Jobs) -> None:
 
 
 @pytest.mark.sandbox
+@pytest.mark.matrix
 def test_the_toy_is_proved_on_this_machine_in_single_precision(cluster: Jobs) -> None:
     words = ("--launcher", "torchrun", "--parallel", "ddp", "--dtype", "float32", "--steps", "3", "--json")
     packages = Layout(cluster.provider.cache, cluster.name).shared / "env"

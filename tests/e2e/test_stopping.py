@@ -16,6 +16,7 @@ pytestmark = pytest.mark.sandbox
 PREEMPTED = Cell("srun", "preemption", 2)
 WARNED = Cell("torchrun", "USR1", 2)
 ENDED = Cell("python", "TERM", 0)
+CELLS = [PREEMPTED, WARNED, pytest.param(ENDED, marks=pytest.mark.matrix)]
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +28,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(cluster: Matrix) -> dict[Cell, Outcome]:
-    """All three stopped, and at their end."""
-    cells = (PREEMPTED, WARNED, ENDED)
+def outcomes(cluster: Matrix, request: pytest.FixtureRequest) -> dict[Cell, Outcome]:
+    """All stopped, and at their end."""
+    matrix = any(item.get_closest_marker("matrix") for item in request.session.items)
+    cells = (PREEMPTED, WARNED, ENDED) if matrix else (PREEMPTED, WARNED)
     whole, jobs = cluster.baselines(cells), list[Stopped]()
     cluster.play(cells, jobs, hurry=True)
     return {job.cell: judge(job, whole[job.cell.world_size]) for job in jobs}
 
 
-@pytest.mark.parametrize("cell", [PREEMPTED, WARNED, ENDED], ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_stopped_job_loses_no_step_and_learns_the_same_bit_for_bit(outcomes: dict[Cell, Outcome], cell: Cell) -> None:
     outcome = outcomes[cell]
     assert outcome.problems == ()

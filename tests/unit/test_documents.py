@@ -84,7 +84,12 @@ def test_the_version_is_the_same_everywhere() -> None:
 def test_ci_runs_the_checks_and_the_tests() -> None:
     assert "exec scripts/test\n" in (ROOT / ".ci/run").read_text()
     everything = (ROOT / "scripts/test").read_text()
-    assert everything.index('"$root/scripts/check"') < everything.index('pytest" -q -m "not matrix"')
+    assert '"$venv/bin/pytest" -q -m "not matrix"' in everything
+    check, *begun = re.findall(r'^(?:"\$root/scripts/check"|begin .*)$', everything, re.MULTILINE)
+    assert check == '"$root/scripts/check"'
+    assert {word for line in begun for word in line.split() if word.startswith("tests/")} == {
+        *(f"tests/{place}" for place in ("unit", "contract", "e2e"))
+    }
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_errors() -> None:
