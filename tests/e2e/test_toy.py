@@ -44,10 +44,9 @@ nodesets:
 STEPS = 120
 """Ten epochs of 1,437 images in batches of 128."""
 LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
-DDP = [(launcher, "ddp") for launcher in LAUNCHERS]
-FSDP = [(launcher, "fsdp") for launcher in LAUNCHERS]
-SLOWER = [pytest.param(*way, marks=pytest.mark.matrix) for way in FSDP[1:]]
-"""FSDP under srun is enough for every day: `scripts/test -m "matrix or not matrix" tests/e2e/test_toy.py`."""
+WAYS = [(launcher, parallel) for parallel in ("ddp", "fsdp") for launcher in LAUNCHERS]
+EVERY_DAY = [("srun", "ddp"), ("mpirun", "ddp"), ("python", "ddp"), ("srun", "fsdp")]
+"""torchrun and spawn train the page's script. All: `scripts/test -m "matrix or not matrix" tests/e2e/test_toy.py`."""
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
 
 
@@ -112,7 +111,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     with running(directory, SPEC) as cluster:
         give_torch(cluster.name)
         with mlflow_server(cluster, directory) as server:
-            yield Toy(cluster, directory / "tree", server, DDP + (FSDP if everything else FSDP[:1]))
+            yield Toy(cluster, directory / "tree", server, WAYS if everything else EVERY_DAY)
 
 
 @contextmanager
@@ -145,7 +144,10 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
         process.wait()
 
 
-@pytest.mark.parametrize(("launcher", "parallel"), [*DDP, *FSDP[:1], *SLOWER])
+@pytest.mark.parametrize(
+    ("launcher", "parallel"),
+    [pytest.param(*way, marks=() if way in EVERY_DAY else pytest.mark.matrix) for way in WAYS],
+)
 def test_the_script_learns_the_digits_whoever_starts_it(toy: Toy, launcher: str, parallel: str) -> None:
     done = toy.wait(launcher, parallel)
     [said] = [line for line in done.printed if line.startswith("accuracy")]

@@ -18,7 +18,6 @@ from tests.e2e.torch_env import give_torch
 from shoal.jobs.load import job_of
 from shoal.jobs.model import LAUNCHER_NAMES
 from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.train.checkpoint import files
 from shoal.verbs.context import open_context
 from shoal.verbs.run import run
 
@@ -92,6 +91,8 @@ class Stopped:
 
     def newest(self) -> tuple[int, str] | None:
         """Step and reason of the newest committed checkpoint."""
+        from shoal.train.checkpoint import files  # imports torch: every process that collects tests would wait for it
+
         found = files.committed(self.directory / "checkpoints")
         return (files.step_of(found[0]), files.read_manifest(found[0]).reason) if found else None
 
