@@ -86,7 +86,7 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
         watch = _Watch(it, ENOUGH * price * dearer)
         await _prime(it, provider)
         it.market().faults.append(_here(fault, case))
-        job = it.slurm.submit("1", 2, seconds=120.0)
+        job = it.slurm.submit("1", 2, seconds=400.0 if name in ("dies", "preempt") else 120.0)
         await watch.until(lambda: job.state == "COMPLETED" or (job.restarts > 0 and name in MENDED))
         if name in MENDED:
             it.market().faults.clear()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
-from shoal.elastic.slurm import again, by_slurm, in_use, is_down, leaving, ours, reason
+from shoal.elastic.slurm import RESUME_TIMEOUT, again, by_slurm, in_use, is_down, leaving, ours, reason
 from shoal.elastic.source import LOOK_SECONDS, Source
 from shoal.providers.rental import Rented, Trouble
 from shoal.slurm.state import NodeState
@@ -105,6 +105,13 @@ async def _lost(fleet: Fleet, world: World) -> None:
             await fleet.tell(fleet.slurm.down([rental.node], reason(why, world.now)))
 
 
+def _dead(rental: Rental, machine: Rented) -> bool:
+    """Whether a machine is of no more use. One that was told that it must go still runs: its jobs save their work."""
+    if machine.state == "stopping":
+        return not (machine.ending and rental.state == "joined")
+    return machine.state in ("error", "stopped")
+
+
 def _remember(fleet: Fleet, rental: Rental, why: str) -> None:
     """A machine that never came up says something about its offer; one that served its time does not."""
     if rental.state == "made":
@@ -119,6 +126,8 @@ async def _nodes(fleet: Fleet, world: World) -> None:
         kept = _one_of(fleet, world.kept(node.name))
         if leaving(node):
             for rental in kept:
+                if rental.state == "made" and node.reason == RESUME_TIMEOUT:
+                    fleet.useless(rental, f"{rental.id} of {rental.account} was no node in time")
                 fleet.release(rental, "Slurm has put the node to sleep")
             if _stuck(node, world.now):
                 back.append(node.name)

@@ -31,9 +31,9 @@ from shoal.errors import SlurmError
 
 RECONCILE_SECONDS = 60.0
 """How old what is known of a provider may become when nothing is awaited from it."""
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = 2.0
 """The same while machines come up or go."""
-STEP_SECONDS = 2.0
+STEP_SECONDS = 1.0
 """From one step to the next while something is awaited."""
 POLL_SECONDS = 0.2
 """How soon a note of Slurm's is seen."""
@@ -151,5 +151,7 @@ class Service:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while loop.time() < end and not self._wake.is_set() and not (self._inbox and self._inbox.waiting()):
+            # Not `wait_for`, which may keep a cancellation to itself when a join ends at the same moment.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), min(POLL_SECONDS, max(0.0, end - loop.time())))
+                async with asyncio.timeout(min(POLL_SECONDS, max(0.0, end - loop.time()))):
+                    await self._wake.wait()

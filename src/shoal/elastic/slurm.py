@@ -23,6 +23,8 @@ from shoal.slurm.state import ACTIVE_STATES, NODES_COMMAND, NodeState, parse_nod
 from shoal.train.contract import WARNING_SIGNAL
 
 MARK = "shoal: "
+RESUME_TIMEOUT = "ResumeTimeout reached"
+"""What Slurm says of a node that it has given up on."""
 PATIENCE = 60.0
 """Seconds for slurmctld to answer: as long as its own MessageTimeout."""
 BATCH = 500
@@ -112,7 +114,7 @@ def ours(node: NodeState) -> bool:
 
 def by_slurm(node: NodeState) -> bool:
     """Whether slurmctld itself took the node out: what a person took out is left alone."""
-    return not node.reason or node.reason_by == "slurm" or node.reason in ("ResumeTimeout reached", "Not responding")
+    return not node.reason or node.reason_by == "slurm" or node.reason in (RESUME_TIMEOUT, "Not responding")
 
 
 def reason(text: str, again: float = 0.0) -> str:

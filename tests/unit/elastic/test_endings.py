@@ -12,8 +12,6 @@ from shoal.elastic import status
 from shoal.elastic.service import Service
 from shoal.spec.rented import Budget
 
-SPOT = choice(CASES["gcp"])
-
 
 async def running(it: Scene, job: str = "1") -> None:
     await it.until(lambda: it.slurm.job_by_id[job].state == "RUNNING")

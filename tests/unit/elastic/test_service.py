@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ async def test_an_intent_is_in_the_ledger_before_the_provider_is_asked(tmp_path:
 
 async def test_launches_keep_the_pause_that_the_provider_asks_for(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
+        _paced(it)
         it.slurm.submit("1", 4)
         await it.until(lambda: len(it.market().bill()) == 4, every=1.0)
         ordered = sorted(one["ordered"] for one in it.market().bill())
-        assert all(later - earlier >= 12 for earlier, later in zip(ordered, ordered[1:], strict=False)), ordered
+        assert all(later - earlier >= 12 for earlier, later in pairwise(ordered)), ordered
 
 
 # ---- failover
@@ -104,6 +106,7 @@ async def test_what_was_out_is_remembered_for_the_next_job(tmp_path: Path) -> No
 async def test_a_gang_gets_all_its_nodes_in_one_place_and_a_partial_set_is_given_back(tmp_path: Path) -> None:
     sets = (rented_set("burst", 8, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
+        _paced(it)
         it.slurm.submit("1", 4, seconds=600)
         await it.until(lambda: len(it.machines()) == 2, every=1.0)
         it.fault("stockout", -1, region="us-west-1")
@@ -133,6 +136,7 @@ async def test_where_nothing_is_left_the_job_waits_with_the_reason_and_the_node_
 
 async def test_two_gangs_that_fail_leave_nothing_behind(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
+        _paced(it)
         it.slurm.submit("1", 4)
         it.slurm.submit("2", 4)
         await it.until(lambda: len(it.machines()) >= 3, every=1.0)
@@ -255,6 +259,7 @@ async def test_a_bad_gpu_is_replaced_at_once_and_its_offer_remembered(tmp_path: 
 async def test_one_bad_machine_of_a_gang_that_works_is_replaced_beside_the_others(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST),)
     async with scene(tmp_path, "lambda", sets=sets) as it:
+        _paced(it)
         it.slurm.submit("1", 3, seconds=600)
         await it.until(lambda: len(it.machines()) == 2, every=1.0)
         it.fault("bad-gpu")
@@ -365,6 +370,8 @@ async def test_a_node_that_slurm_gave_up_on_may_be_woken_again(tmp_path: Path) -
         it.fault("slow-boot", 1, seconds=500)
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.restarts == 1)
+        await it.step()
+        assert any("was no node in time" in block.why for block in it.ledger.blocks(it.clock.now()))
         it.slurm.resume_timeout = 1800
         await settled(it)
         assert job.state == "COMPLETED"
@@ -428,6 +435,12 @@ async def test_a_lifetime_ends_with_a_warning_and_the_job_goes_on_elsewhere(tmp_
         it.slurm.job_by_id["1"].seconds = 60
         await settled(it)
         assert job.state == "COMPLETED"
+
+
+def _paced(it: Scene) -> None:
+    """Let the provider ask for twelve seconds between launches, as Lambda does."""
+    renter: Any = it.fleet.sources["lambda"].renter
+    renter.abilities = replace(renter.abilities, create_interval=12.0)
 
 
 def _tags(machine: Any, **changed: str) -> list[dict[str, str]]:
