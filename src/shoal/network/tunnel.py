@@ -130,6 +130,10 @@ def program() -> str:
         f'ssh="ssh -F {DIRECTORY}/$1.conf -o ConnectTimeout=5"\n'
         "pause=1\n"
         "while :; do\n"
+        "    # One that was rented and given back: when it comes again, this starts again.\n"
+        '    case $(timeout 5 scontrol show node "$1" -o 2> /dev/null) in\n'
+        "    *State=*POWERED_DOWN*) sleep 300; continue ;;\n"
+        "    esac\n"
         "    began=$(date +%s)\n"
         "    $ssh -o ClearAllForwardings=yes tunnel clear && $ssh tunnel hold\n"
         "    if [ $(($(date +%s) - began)) -gt 30 ]; then pause=1; fi\n"

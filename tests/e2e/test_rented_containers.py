@@ -1,0 +1,102 @@
+"""Rented containers for real: a simulated RunPod whose pods are behind one port each, and a job that wakes one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]
+
+NAME = "x-pods"
+KEY = "rp-e2e-0123456789abcdef"
+SPEC = f"""\
+cluster: {NAME}
+controller: {{provider: sandbox, memory: 1G}}
+providers:
+  runpod: {{url: "URL", key: "env:RUNPOD_KEY"}}
+budget: {{per_hour: 5}}
+nodesets:
+  pods: {{provider: runpod, type: NVIDIA A40, region: EU-RO-1, max: 2, cpus: 1, memory: 2G, gpus: 1, idle: 15s}}
+"""
+JOB = "#!/bin/sh\necho gpu $CUDA_VISIBLE_DEVICES\nsrun echo step $SLURM_JOB_NODELIST\n"
+
+
+@contextmanager
+def simulated() -> Iterator[str]:
+    """A simulated RunPod on the cluster's network. Gives its address."""
+    line = [sys.executable, "-m", "shoal", "simulate", "runpod", "--cluster", NAME, "--json", "--boot-seconds", "1"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        while not said.rstrip().endswith("}"):
+            part = process.stdout.readline()
+            assert part, f"shoal simulate ended: {said}"
+            said += part
+        yield str(json.loads(said)["url"])
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+    directory = tmp_path_factory.mktemp("pods")
+    with simulated() as url:
+        cluster = Cluster(directory, SPEC.replace("URL", url))
+        cluster.env["RUNPOD_KEY"] = KEY
+        try:
+            assert cluster.json("up", timeout=300)["whole"]
+            yield cluster, url
+        finally:
+            cluster.shoal("down", "--force", status=None, timeout=200)
+
+
+def bill(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/_simulator/bill", timeout=30) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def test_a_job_wakes_a_container_and_runs_its_steps_there(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    conf = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+    assert "PartitionName=main Nodes=pods[1-2] " in conf and " MaxNodes=1 " in conf
+    # The container has no share and no home: the job brings its results back itself, over what Slurm has.
+    script = JOB + "scontrol update job \"$SLURM_JOB_ID\" comment=\"$(cat /tmp/out | tr '\\n' ' ')\"\n"
+    submit = 'printf "%s" "$1" > /tmp/job; exec timeout 200 sbatch --wait --parsable --gpus=1 -o /tmp/out /tmp/job'
+    job = cluster.on("controller", "sh", "-c", submit, "sh", script).split()[0]
+    shown = cluster.on("controller", "scontrol", "-o", "show", "job", job)
+    assert "JobState=COMPLETED" in shown
+    assert "Comment=gpu 0 step pods1" in shown
+    [machine] = bill(url)["machines"]
+    assert (machine["type"], machine["region"], machine["usd_hour"]) == ("NVIDIA A40", "EU-RO-1", 0.44)
+
+
+def test_it_is_given_back_when_idle_and_the_ledger_balances_with_the_bill(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    cluster.wait("it goes", lambda: all(one["ended"] for one in bill(url)["machines"]), 200)
+    asleep = {"IDLE", "CLOUD", "POWERED_DOWN"}
+    cluster.wait("Slurm knows", lambda: all(found == asleep for found in cluster.states().values()), 120)
+    told = cluster.json("cost")
+    assert told["machines"] == 0
+    assert round(told["total"], 2) == round(bill(url)["usd"], 2)
+
+
+def test_the_node_comes_again_as_another_container(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    cluster.on("controller", "sh", "-c", "timeout 200 sbatch --wait --gpus=1 -o /dev/null --wrap 'srun hostname'")
+    machines = bill(url)["machines"]
+    assert len(machines) == 2
+    assert len({one["id"] for one in machines}) == 2
+    assert KEY not in cluster.ssh("controller", "journalctl; cat /proc/*/cmdline").stdout
