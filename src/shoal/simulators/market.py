@@ -197,6 +197,7 @@ class Market:
         if text != self._saved:
             self._store.parent.mkdir(parents=True, exist_ok=True)
             beside = self._store.with_suffix(".new")
+            beside.touch(mode=0o600)  # orders may carry what is not for everybody
             beside.write_text(text)
             beside.rename(self._store)
             self._saved = text

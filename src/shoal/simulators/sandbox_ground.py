@@ -90,6 +90,8 @@ class SandboxGround:
         self._stands: dict[str, Stand] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._told_by = ""
+        """The bridge that has METADATA because of us."""
 
     @property
     def store(self) -> Path:
@@ -108,7 +110,9 @@ class SandboxGround:
         """A socket where machines on this network ask for themselves, as in a cloud. Raises ProviderError."""
         bridge = self.layout.bridge(self.layout.sites()[OPEN_SITE])
         await call("ip", "addr", "replace", f"{METADATA}/32", "dev", bridge)
-        return listen(METADATA, 80, bridge)
+        listener = listen(METADATA, 80, bridge)
+        self._told_by = bridge
+        return listener
 
     def begin(self, machine: Machine, type: MachineType, profile: Profile) -> None:
         self._stands[machine.id] = Stand("making")
@@ -145,6 +149,9 @@ class SandboxGround:
             if not keep:
                 task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._told_by:
+            with contextlib.suppress(ProviderError):  # it went with its bridge
+                await call("ip", "addr", "del", f"{METADATA}/32", "dev", self._told_by)
         if keep:
             return
         hosts = self.layout.hosts()

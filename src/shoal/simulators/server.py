@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -34,6 +35,8 @@ from shoal.errors import ProviderError
 from shoal.simulators.faults import read_faults
 from shoal.simulators.machines import Machine, MachineType, Profile
 from shoal.simulators.market import Market, Refused
+
+log = logging.getLogger("shoal.simulators")
 
 CONTROL = "/_simulator"
 METADATA = "169.254.169.254"
@@ -299,5 +302,8 @@ def listen(address: str, port: int, device: str = "") -> socket.socket:
 
 async def _tick(market: Market) -> None:
     while True:
-        market.look()
+        try:
+            market.look()
+        except OSError:  # a disk that is full now may not be later
+            log.exception("the machines of this cloud stand still")
         await asyncio.sleep(TICK)

@@ -225,6 +225,7 @@ def test_machines_and_the_bill_outlive_a_restart(tmp_path: Path) -> None:
     before.delete("m2")
     before.notes["keys"] = {"a": 1}
     move(before, 70)
+    assert store.stat().st_mode & 0o077 == 0
     after = market(store=store, ground=ground)
     after.adopt()
     assert after.machines == before.machines

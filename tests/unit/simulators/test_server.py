@@ -160,8 +160,8 @@ async def test_a_provider_that_nobody_simulates_is_told_with_those_there_are() -
         await simulate("azure", lambda found: None)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may make sandbox hosts")
-async def test_sandbox_hosts_take_root() -> None:
+async def test_sandbox_hosts_take_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ProviderError, match="sandbox hosts take root"):
         await simulate("lambda", lambda found: None, cluster="nobodys")
 
@@ -170,6 +170,20 @@ def test_answers_are_sent_at_once() -> None:
     with listen("127.0.0.1", 0) as listener:
         # asyncio turns Nagle's waiting off on sockets alone that say they are TCP's.
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_the_command_says_in_words_what_to_do_with_it() -> None:
+    words = [sys.executable, "-m", "shoal", "simulate", "lambda"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        first, second = running.stdout.readline(), running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=30) == 0
+        assert "until Ctrl-C" in running.stderr.read()
+    assert first.startswith("lambda is simulated at http://127.0.0.1:")
+    assert second.startswith("  no hosts behind it; bill: http://127.0.0.1:")
+    assert second.endswith("/_simulator/bill\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
