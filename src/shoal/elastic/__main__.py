@@ -12,8 +12,8 @@ from shoal.elastic.clock import SystemClock
 from shoal.elastic.fleet import Fleet
 from shoal.elastic.inbox import Inbox
 from shoal.elastic.join import LiveJoiner
-from shoal.elastic.ledger import Ledger
-from shoal.elastic.service import Service
+from shoal.elastic.ledger import LEDGER, Ledger
+from shoal.elastic.service import Service, alone
 from shoal.elastic.settings import Settings, read_settings
 from shoal.elastic.slurm import LiveSlurm
 from shoal.elastic.source import Source
@@ -58,6 +58,11 @@ def service(settings: Settings, ledger: Ledger) -> Service:
 
 
 async def run() -> None:
+    with alone(LEDGER.with_suffix(".lock")):
+        await _run()
+
+
+async def _run() -> None:
     ledger = Ledger.open()
     running = service(read_settings(), ledger)
     work = asyncio.ensure_future(running.run())

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.elastic import spot, status
@@ -27,7 +30,7 @@ from shoal.elastic.release import Release
 from shoal.elastic.resume import Resume
 from shoal.elastic.slurm import wants_machine
 from shoal.elastic.source import Source
-from shoal.errors import SlurmError
+from shoal.errors import SlurmError, UsageError
 
 RECONCILE_SECONDS = 60.0
 """How old what is known of a provider may become when nothing is awaited from it."""
@@ -37,6 +40,20 @@ STEP_SECONDS = 1.0
 """From one step to the next while something is awaited."""
 POLL_SECONDS = 0.2
 """How soon a note of Slurm's is seen."""
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold the lock of the one service that may rent. Raises UsageError where another has it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another process holds {path}", hint="shoal-elastic.service runs already; two would rent twice"
+            ) from None
+        yield
 
 
 class Service:
@@ -76,6 +93,9 @@ class Service:
 
     async def run(self) -> None:
         """Step for ever."""
+        for block in self.fleet.ledger.blocks(self.fleet.clock.now()):
+            if block.until is None:  # somebody may have acted: that is what the account waits for
+                self.fleet.ledger.unblock(block.account)
         while True:
             self._wake.clear()
             requests = self._inbox.take() if self._inbox else []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
-from shoal.elastic import status
-from shoal.elastic.service import Service
+from shoal.elastic import request, status
+from shoal.elastic.inbox import Inbox
+from shoal.elastic.service import Service, alone
+from shoal.errors import UsageError
+from shoal.slurm.state import NodeState
 from shoal.spec.rented import Budget
 
 
@@ -170,3 +174,60 @@ def test_a_status_of_a_later_shoal_can_be_read() -> None:
 def test_what_is_no_status_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         status.read(text)
+
+
+# ---- how it runs for good
+
+
+async def test_it_runs_until_it_is_told_to_end_and_takes_notes_meanwhile(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        requests = tmp_path / "requests"
+        requests.mkdir()
+        it.ledger.block("sandbox", "", "", "", None, "sandbox has no money of ours left")
+        service = Service(it.fleet, inbox=Inbox(requests))
+        work = asyncio.create_task(service.run())
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        request.main(["resume", "burst1"], str(requests), {})
+        async with asyncio.timeout(30):
+            while not it.market().bill():  # noqa: ASYNC110 (a new service tries again what was shut for good)
+                await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert not list(requests.iterdir())
+
+
+async def test_a_step_that_fails_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        nodes = it.slurm.nodes
+        broken = [ValueError("a bug"), ValueError("a bug")]
+
+        async def failing() -> list[NodeState]:
+            if broken:
+                raise broken.pop()
+            return await nodes()
+
+        it.slurm.nodes = failing  # type: ignore[method-assign]
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        work = asyncio.create_task(it.service.run())
+        async with asyncio.timeout(30):
+            while not it.market().bill():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert caplog.text.count("a step failed; the next one tries again") == 2
+
+
+def test_only_one_service_rents(tmp_path: Path) -> None:
+    lock = tmp_path / "state" / "ledger.lock"
+    with (
+        alone(lock),
+        pytest.raises(UsageError, match=r"another process holds .*ledger\.lock\n  fix: shoal-elastic\.service runs"),
+        alone(lock),
+    ):
+        pass
+    with alone(lock):
+        pass
