@@ -3,7 +3,7 @@
 Only the controller and rented machines are changed. The controller learns the new members' names, lets them through its
 firewall and into its network; other rented nodes that are there do so too; then the new ones become nodes:
 
-    SSH answers ─▶ name ─▶ facts ─▶ controller knows it ─▶ packages, keys, network ─▶ GPUs work ─▶ slurmd registers
+    SSH answers ─▶ name, packages ─▶ all know it, and it all: keys, network ─▶ GPUs work ─▶ slurmd registers
 
 Hosts that are always there are left alone. What they must know was said by `shoal up`.
 """
@@ -11,10 +11,9 @@ Hosts that are always there are left alone. What they must know was said by `sho
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +21,9 @@ from shoal.agent.document import Command, Document, File
 from shoal.agent.facts import Facts
 from shoal.elastic.fleet import UNFIT
 from shoal.elastic.settings import KNOWN_HOSTS, Settings
-from shoal.errors import HostError, ShoalError, Unreachable
-from shoal.hosts.api import Connector, Host, Target
-from shoal.hosts.local import LocalConnector
-from shoal.hosts.ssh import SshConnector
+from shoal.elastic.ways import Ways
+from shoal.errors import HostError, ShoalError
+from shoal.hosts.api import Connector, Host
 from shoal.plan.fleet import Fleet
 from shoal.plan.observe import observe
 from shoal.plan.pairs import reached_addresses
@@ -33,7 +31,7 @@ from shoal.plan.prepare import prepare
 from shoal.plan.progress import Silence
 from shoal.plan.secrets import secrets_for
 from shoal.providers.rental import Rented
-from shoal.roles.base import munge_kept
+from shoal.roles.base import installation, munge_kept
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents, membership
 from shoal.roles.ids import choose_ids
@@ -44,14 +42,13 @@ from shoal.roles.stage import Stage
 from shoal.roles.watchdog import health_command, watchdog
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.slurm.versions import window_findings
-from shoal.spec.member import Member
 from shoal.spec.members import members, rented_members
 from shoal.spec.rented import rented_sets
 
-log = logging.getLogger("shoal.elastic.join")
-
-ANSWER_SECONDS = 30.0
-"""How long machines that the provider calls up are waited for at a time; those that answer go on without the rest."""
+ANSWER_SECONDS = 10.0
+"""How long machines that the provider calls up are waited for at a time; then those that answer go on."""
+RECENT_SECONDS = 120.0
+"""Within this time the ledger has what has joined."""
 HEALTH_SECONDS = 180.0
 REGISTER_SECONDS = 60.0
 _PAUSE = 0.5
@@ -71,47 +68,59 @@ class LiveJoiner:
     ) -> None:
         """`others` tells the rented nodes that have joined. `here` and `there` are how hosts are reached: tests."""
         self._spec = settings.spec
-        self._identity = settings.identity
         self._others = others
-        self._known_hosts = known_hosts
-        self._here = here or LocalConnector()
-        self._there = there or _by_ssh
         self._controller = members(settings.spec)[0]
+        self._ways = Ways(self._controller.name, settings.identity, known_hosts, here, there)
         self._one_at_a_time = asyncio.Lock()
-        self._joining: set[str] = set()
+        self._joining: dict[str, Rented] = {}
+        """What is in some join."""
+        self._entered: dict[str, tuple[float, Rented]] = {}
+        """What the others were told of, with the time: so long until `others` tells it, too."""
 
     async def join(self, nodes: Mapping[str, Rented]) -> Mapping[str, str]:
         """Implements `shoal.elastic.fleet.Joiner`."""
-        ids = {_file_name(machine.id) for machine in nodes.values()}
-        self._joining |= ids
+        self._joining |= nodes
         try:
-            return await self._join_all(nodes)
+            return await self._join(nodes)
         finally:
-            self._joining -= ids
+            for name in nodes:
+                self._joining.pop(name, None)
 
-    async def _join_all(self, nodes: Mapping[str, Rented]) -> Mapping[str, str]:
-        said = dict.fromkeys(nodes, "")
-        answering = await self._answering(nodes)
-        said |= {name: why for name, why in answering.items() if why}
-        new = [name for name, why in answering.items() if not why]
-        if not new:
-            return said
-        live = {name: one for name, one in self._others().items() if name not in nodes}
+    async def _join(self, nodes: Mapping[str, Rented]) -> dict[str, str]:
+        said = await self._answering(nodes)
+
+        def due() -> dict[str, Rented]:
+            return {name: machine for name, machine in nodes.items() if not said[name]}
+
         try:
-            async with self._fleet({**live, **{name: nodes[name] for name in new}}) as fleet:
-                found = await self._join(fleet, new, nodes)
+            if due():
+                async with self._ways.fleet(due()) as fleet:
+                    said |= await self._install(fleet, list(due()))
+            if due():
+                async with AsyncExitStack() as stack:
+                    # One after another, so that each knows all that came before it, and they learn of it.
+                    async with self._one_at_a_time:
+                        everyone = {**self._neighbours(), **due()}
+                        fleet = await stack.enter_async_context(self._ways.fleet(everyone))
+                        cluster, refused = await self._enter(fleet, list(due()))
+                        said |= refused
+                        self._entered |= {name: (time.monotonic(), machine) for name, machine in due().items()}
+                    said |= await self._start(fleet, cluster, due())
         except ShoalError as error:
-            found = dict.fromkeys(new, error.message)
-        return said | found
+            said |= dict.fromkeys(due(), error.message)
+        for name, problem in said.items():
+            if problem:
+                self._entered.pop(name, None)
+        return said
 
     async def _answering(self, nodes: Mapping[str, Rented]) -> dict[str, str]:
-        """Which machines let us in, and what keeps us out of the others. Who is up is not kept by who is not."""
+        """Which machines let us in, and what keeps us out of the others."""
 
         async def meet(name: str) -> str:
             end = asyncio.get_running_loop().time() + ANSWER_SECONDS
             while True:
                 try:
-                    await (await self._connector(nodes[name]).connect(self._target(name, nodes[name]))).close()
+                    await self._ways.meet(name, nodes[name])
                 except HostError as error:
                     if asyncio.get_running_loop().time() > end:
                         return error.cause
@@ -121,39 +130,67 @@ class LiveJoiner:
 
         return dict(zip(nodes, await asyncio.gather(*map(meet, nodes)), strict=True))
 
-    async def _join(self, fleet: Fleet, new: list[str], nodes: Mapping[str, Rented]) -> dict[str, str]:
-        controller = self._controller.name
+    def _neighbours(self) -> dict[str, Rented]:
+        """The rented nodes that take jobs or are about to. Whoever else was known is forgotten."""
+        joined = self._others()
+        recent = time.monotonic() - RECENT_SECONDS
+        self._entered = {
+            name: (at, machine)
+            for name, (at, machine) in self._entered.items()
+            if name not in joined and (name in self._joining or at > recent)
+        }
+        entered = {name: machine for name, (_, machine) in self._entered.items()}
+        self._ways.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
+        return {**entered, **joined}
+
+    async def _install(self, fleet: Fleet, new: list[str]) -> dict[str, str]:
+        """Names and packages, which take longest, and of which nobody else has to know."""
         await self._name(fleet, new)
-        # The controller's files are written by one join after another: each must know what the former wrote.
-        async with self._one_at_a_time:
+        observed = await observe(fleet, self._spec)
+        fleet.require(self._controller.name)
+        if await prepare(self._spec, observed.facts, fleet, Silence()):
             observed = await observe(fleet, self._spec)
-            fleet.require(controller)
-            prepared = await prepare(self._spec, observed.facts, fleet, Silence())
-            if prepared:
-                observed = await observe(fleet, self._spec)
-                fleet.require(controller)
-            cluster = self._assemble(fleet, observed.facts)
-            refused = self._refused(cluster, new)
-            due = [name for name in fleet.live if name not in refused]
-            neighbours = [name for name in due if name not in new]
-            by_name = {member.name: member for member in cluster.members}
-            known = {name: membership(cluster, by_name[name]) for name in neighbours}
-            await self._converge(fleet, known)
-            fleet.require(controller)
+            fleet.require(self._controller.name)
+        cluster = self._assemble(fleet, observed.facts)
+        refused = self._refused(cluster, new)
+        there = [member for member in cluster.members if member.name in new and member.name in fleet.live]
+        wanted = {member.name: installation(cluster, member) for member in there if member.name not in refused}
+        await self._converge(fleet, wanted)
+        return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused
+
+    async def _enter(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
+        """Tell the controller and rented nodes of the new ones, and these of everybody."""
+        controller = self._controller.name
+        observed = await observe(fleet, self._spec)
+        fleet.require(controller)
+        cluster = self._assemble(fleet, observed.facts)
+        refused = self._barred(cluster, new)
+        by_name = {member.name: member for member in cluster.members}
+        due = [name for name in fleet.live if name not in refused]
+        await self._converge(fleet, {name: membership(cluster, by_name[name]) for name in due if name not in new})
+        fleet.require(controller)
         stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
         for stage in (Stage.BASE, Stage.SERVICES):
             await self._converge(fleet, {name: found.get(stage, ()) for name, found in stages.items()})
-        unfit = await self._unfit(fleet, [name for name in stages if name not in fleet.failures])
-        fit = [name for name in stages if name not in fleet.failures and name not in unfit]
-        inside = cluster.tunnels
+        failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
+        return cluster, failed | refused
+
+    async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, Rented]) -> dict[str, str]:
+        """Look at the GPUs, start slurmd, and wait for Slurm to have heard of it."""
+        unfit = await self._unfit(fleet, new)
         last = {
-            name: (*stages[name].get(Stage.NODES, ()), *self._watchdog(name, nodes[name], name not in inside))
-            for name in fit
+            member.name: (
+                *documents(cluster, member).get(Stage.NODES, ()),
+                *self._watchdog(member.name, new[member.name], member.name not in cluster.tunnels),
+            )
+            for member in cluster.members
+            if member.name in new and member.name not in fleet.failures and member.name not in unfit
         }
         await self._converge(fleet, last)
-        unregistered = await self._register(await fleet.host(controller), [n for n in fit if n not in fleet.failures])
+        started = [name for name in last if name not in fleet.failures]
+        unregistered = await self._register(await fleet.host(self._controller.name), started)
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
-        return dict.fromkeys(new, "") | unregistered | failed | unfit | refused
+        return dict.fromkeys(new, "") | unregistered | failed | unfit
 
     async def _name(self, fleet: Fleet, new: Iterable[str]) -> None:
         """Give machines their nodes' names: Slurm's daemons and training jobs go by them."""
@@ -188,14 +225,16 @@ class LiveJoiner:
         return replace(cluster, addresses=addresses, ids=ids)
 
     def _refused(self, cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
-        """Machines whose Slurm the controller cannot talk to, or that have no way into the network."""
+        """Machines whose Slurm the controller cannot talk to."""
         controller = self._controller.name
-        others = {name: version for name, version in cluster.versions.items() if name != controller and name in new}
+        others = {name: version for name, version in cluster.versions.items() if name in new}
         findings = window_findings((controller, cluster.versions[controller]), others)
-        refused = {finding.host: f"{UNFIT}{finding.what}: {finding.found}" for finding in findings}
-        barred = [finding for finding in part_findings(cluster) if finding.level == "error"]
-        refused |= {finding.host: f"{finding.what} {finding.found}".strip() for finding in barred}
-        return {name: refused[name] for name in new if name in refused}
+        return {finding.host: f"{UNFIT}{finding.what}: {finding.found}" for finding in findings if finding.host in new}
+
+    def _barred(self, cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
+        """Machines that have no way into the network, or else cannot be what they should."""
+        found = [finding for finding in part_findings(cluster) if finding.level == "error" and finding.host in new]
+        return {finding.host: f"{finding.what} {finding.found}".strip() for finding in found}
 
     async def _converge(self, fleet: Fleet, wanted: Mapping[str, Document]) -> None:
         due = {name: document for name, document in wanted.items() if document and name not in fleet.failures}
@@ -243,49 +282,3 @@ class LiveJoiner:
             if waiting:
                 await asyncio.sleep(_PAUSE)
         return waiting
-
-    def _fleet(self, machines: Mapping[str, Rented]) -> Fleet:
-        targets = {self._controller.name: Target(self._controller.name)}
-        targets |= {name: self._target(name, machine) for name, machine in machines.items()}
-        self._forget(machines)
-        return Fleet(targets, _Ways(self._controller, self._here, self._connectors(machines)))
-
-    def _target(self, name: str, machine: Rented) -> Target:
-        return Target(name, machine.host, machine.port, machine.user, self._identity)
-
-    def _connectors(self, machines: Mapping[str, Rented]) -> dict[str, Connector]:
-        return {name: self._connector(machine) for name, machine in machines.items()}
-
-    def _connector(self, machine: Rented) -> Connector:
-        """Trusts a machine's key when it is first met. Another machine at the same address is another one."""
-        self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self._there(self._known_hosts / _file_name(machine.id))
-
-    def _forget(self, machines: Mapping[str, Rented]) -> None:
-        """Keys of machines that are gone."""
-        kept = {_file_name(machine.id) for machine in machines.values()} | self._joining
-        for path in self._known_hosts.glob("*") if self._known_hosts.is_dir() else ():
-            if path.name.partition(".")[0] not in kept and path.name not in kept:
-                path.unlink(missing_ok=True)
-
-
-class _Ways:
-    """The controller is this machine; rented ones are reached by SSH."""
-
-    def __init__(self, controller: Member, here: Connector, there: Mapping[str, Connector]) -> None:
-        self._controller, self._here, self._there = controller.name, here, there
-
-    async def connect(self, target: Target) -> Host:
-        if target.name == self._controller:
-            return await self._here.connect(target)
-        if target.name not in self._there:
-            raise Unreachable(target.name, "is not there any more", hint="the next node is another machine")
-        return await self._there[target.name].connect(target)
-
-
-def _by_ssh(known_hosts: Path) -> Connector:
-    return SshConnector(known_hosts, ssh_config=Path(os.devnull), agent=False, connect_timeout=10.0)
-
-
-def _file_name(id: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in id)[:100]

@@ -41,6 +41,11 @@ def base(cluster: Cluster, member: Member) -> Document:
     )
 
 
+def installation(cluster: Cluster, member: Member) -> Document:
+    """What takes longest to bring about, and depends on no other host: accounts and packages."""
+    return (*_accounts(cluster), *_packages(cluster, member))
+
+
 def neighbours(cluster: Cluster, member: Member) -> Document:
     """What a host must know of the others, and changes when one comes or goes."""
     return (*_names(cluster), *_firewall(cluster, member))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,15 @@ async def test_a_machine_becomes_a_node_and_the_controller_and_other_rented_node
     assert reef.asked("cloud1")[-1] == "service shoal-watchdog.timer"
     assert "service slurmd" not in reef.asked("cloud3"), "who takes jobs already is told who is new, and no more"
     assert not [key for key in reef.asked("c1") if "slurm" in key and key != f"file {SLURM_CONF}"]
+
+
+async def test_machines_that_come_one_shortly_after_the_other_know_each_other(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, 2)
+    first, second = reef.joiner.join({"cloud1": machine(1)}), reef.joiner.join({"cloud2": machine(2)})
+    assert await asyncio.gather(first, second) == [{"cloud1": ""}, {"cloud2": ""}]
+    for name in ("c1", "cloud1", "cloud2"):
+        content = reef.item(name, "block members in /etc/hosts")["content"]
+        assert "cloud1" in content and "cloud2" in content
 
 
 async def test_a_machine_that_is_gone_is_forgotten_by_the_next_that_comes(tmp_path: Path) -> None:
