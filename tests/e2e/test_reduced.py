@@ -131,10 +131,11 @@ def test_a_job_that_ends_while_the_tunnel_is_cut_counts_as_done_when_it_is_back(
 
 def test_a_new_connection_ends_one_that_the_container_has_not_missed_yet(cluster: Cluster) -> None:
     """As the service does before it connects: the old one would keep the ports."""
-    restarts = ("systemctl", "show", "-p", "NRestarts", "--value", "shoal-tunnel@pod")
-    before = int(cluster.on("ctl", *restarts))
+    holding = "pgrep -P $(systemctl show -p MainPID --value shoal-tunnel@pod) ssh; true"
+    before = cluster.on("ctl", "sh", "-c", holding).strip()
+    assert before
     cluster.on("ctl", "ssh", "-F", "/etc/shoal/tunnels/pod.conf", "-o", "ClearAllForwardings=yes", "tunnel", "clear")
-    cluster.wait("the old one has ended", lambda: int(cluster.on("ctl", *restarts)) > before, 60)
+    cluster.wait("the old one has ended", lambda: cluster.on("ctl", "sh", "-c", holding).strip() != before, 60)
     assert "task 1 of 2 on pod" in ran(cluster, JOB, "--ntasks=2")
 
 
