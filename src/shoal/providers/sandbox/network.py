@@ -140,7 +140,8 @@ async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
         await call("ip", "link", "set", link, "type", "bridge_slave", "isolated", "on")
     inside = [
         "link set lo up",
-        f"link set eth0 address {hardware_address(layout, host.name)} up",
+        # By the address, not the name: who gets the address of a host that went is at once taken for it.
+        f"link set eth0 address {hardware_address(layout, host.address)} up",
         f"addr replace {host.address}/{ipaddress.IPv4Network(site.subnet).prefixlen} dev eth0",
         f"route replace default via {gateway(site)}",
     ]
