@@ -51,6 +51,7 @@ class Ledger:
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self.path = path
         self._database = database
+        self._live: tuple[tuple[int, int], list[Rental]] = ((-1, -1), [])
 
     @classmethod
     def open(cls, path: Path = LEDGER) -> Self:
@@ -163,8 +164,12 @@ class Ledger:
         return next(iter(self._rentals("token = ?", token)), None)
 
     def live(self) -> list[Rental]:
-        """All that is there, or may be, oldest first."""
-        return self._rentals(f"state IN ({', '.join('?' * len(LIVE))})", *LIVE)
+        """All that is there, or may be, oldest first. Asked again before anything was written, it costs nothing."""
+        with self._mapped():
+            version = (self._database.total_changes, self._pragma("data_version"))  # ours, and other processes'
+        if self._live[0] != version:
+            self._live = (version, self._rentals(f"state IN ({', '.join('?' * len(LIVE))})", *LIVE))
+        return list(self._live[1])
 
     def all(self, since: float = 0.0) -> list[Rental]:
         """All that lived at that time or later, oldest first."""

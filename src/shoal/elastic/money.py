@@ -10,6 +10,8 @@ HOUR = 3600
 
 def micros(usd: float | str | Decimal) -> int:
     """Dollars, as people and providers write them, in millionths."""
+    if isinstance(usd, float):
+        return round(usd * MILLION)
     return int((Decimal(str(usd)) * MILLION).to_integral_value(ROUND_HALF_UP))
 
 

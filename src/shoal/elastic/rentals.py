@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from shoal.elastic.money import dollars, micros
@@ -117,16 +118,27 @@ def from_row(row: Mapping[str, Any]) -> Rental:
     """The same back."""
     return Rental(
         **{name: row[name] for name in (*_SAME, *_TIMES)},
-        offer=_known(Offer, row["offer"]),
+        offer=_offer(row["offer"]),
         jobs=tuple(json.loads(row["jobs"])),
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
-        billing=_known(Billing, row["billing"]),
+        billing=_billing(row["billing"]),
     )
 
 
 def price_of(usd: float | None) -> int | None:
     """A price in millionths, where there is one."""
     return None if usd is None else micros(usd)
+
+
+@lru_cache(maxsize=4096)
+def _offer(text: str) -> Offer:
+    """An offer from its JSON; most rows have one of a few."""
+    return _known(Offer, text)
+
+
+@lru_cache(maxsize=64)
+def _billing(text: str) -> Billing:
+    return _known(Billing, text)
 
 
 def _known(kind: type[T], text: str) -> T:

@@ -269,6 +269,18 @@ def test_a_reader_sees_what_is_whole_while_the_service_writes(path: Path) -> Non
     assert all(count % 4 == 0 for count in counts)  # a gang is there whole
 
 
+def test_what_another_process_wrote_is_seen_at_once(path: Path) -> None:
+    with Ledger.open(path) as writer, Ledger.read(path) as reader:
+        assert reader.live() == []
+        writer.intend(rental())
+        assert reader.live() == [rental()]
+        writer.made("t1", "i-1", None, 110.0)
+        assert [one.state for one in reader.live()] == [one.state for one in writer.live()] == ["made"]
+        writer.live().clear()  # what a caller does with its list is its own affair
+        writer.gone("t1", 120.0)
+        assert reader.live() == writer.live() == []
+
+
 def test_a_reader_changes_nothing(path: Path) -> None:
     with Ledger.open(path) as writer:
         writer.intend(rental())
