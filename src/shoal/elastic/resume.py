@@ -28,8 +28,8 @@ from shoal.spec.rented import RentedSet
 
 SIDE_BY_SIDE = 16
 """So many orders are under way at one provider that takes one at a time and asks for no pause."""
-SHORTEST, LONGEST = 30.0, 600.0
-"""A node for which there is no machine is down for so long at least and at most."""
+SHORTEST, USUAL, LONGEST = 30.0, 600.0, 3600.0
+"""A node for which there is no machine is down for so long at least, where nobody knows better, and at most."""
 CONFLICT_SECONDS = 15.0
 CONFLICTS = 3
 """A name that is taken is tried again so often: what had it may be on its way out."""
@@ -273,7 +273,7 @@ class Resume:
 
     def _conflicts(self, rental: Rental) -> int:
         """How often the name was taken, of late, where this order went."""
-        since = rental.intended_at - LONGEST
+        since = rental.intended_at - USUAL
         before = [one for one in self._fleet.ledger.of_node(rental.node) if one.intended_at >= since]
         return sum(one.trouble == Trouble.CONFLICT.value and one.offer.place == rental.offer.place for one in before)
 
@@ -284,7 +284,7 @@ class Resume:
         for rental in group.coming:
             self._drop(group, rental, f"the job does not get all its nodes: {why}")
         await fleet.say(group.job, why)
-        until = now + (LONGEST if again is None else min(max(again - now, SHORTEST), LONGEST))
+        until = now + (USUAL if again is None else min(max(again - now, SHORTEST), LONGEST))
         waking = [node for node in group.nodes if node not in {rental.node for rental in group.serving}]
         await fleet.tell(fleet.slurm.down(waking, reason(why, until)))
         # What serves this job alone has nothing to do any more.
