@@ -27,12 +27,23 @@ async def reconcile(fleet: Fleet, world: World) -> None:
     """One comparison. What it decides is in the ledger and in Slurm when it returns; deletes come with the release."""
     _recognise(fleet, world)
     world.read(fleet.ledger)
+    overdue(fleet, world)
     await _lost(fleet, world)
     world.read(fleet.ledger)
     await _nodes(fleet, world)
     live = {rental.token: rental for rental in world.rentals}
     for source in fleet.sources.values():
         await _strays(fleet, source, live)
+    world.read(fleet.ledger)
+
+
+def overdue(fleet: Fleet, world: World) -> None:
+    """Machines whose lifetime is over go, whatever Slurm or a person makes of their nodes. Jobs were warned before."""
+    for rental in world.rentals:
+        nodeset = fleet.sets.get(rental.nodeset)
+        begun = rental.intended_at if rental.made_at is None else rental.made_at
+        if nodeset is not None and nodeset.lifetime and world.now >= begun + nodeset.lifetime:
+            fleet.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
     world.read(fleet.ledger)
 
 

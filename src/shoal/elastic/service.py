@@ -25,7 +25,7 @@ from shoal.elastic import spot, status
 from shoal.elastic.boot import Boot
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.inbox import Inbox, Request
-from shoal.elastic.reconcile import reconcile
+from shoal.elastic.reconcile import overdue, reconcile
 from shoal.elastic.release import Release
 from shoal.elastic.resume import Resume
 from shoal.elastic.slurm import wants_machine
@@ -78,8 +78,10 @@ class Service:
         await self._look(awaited)
         world = await self._world()
         if world is None:
-            # Nobody knows what is wanted. What was to go before goes on going.
-            await self._release.step(World.of(fleet.clock.now(), (), (), fleet))
+            # Nobody knows what is wanted. What was to go before goes on going, and nothing outlives its time.
+            blind = World.of(fleet.clock.now(), (), (), fleet)
+            overdue(fleet, blind)
+            await self._release.step(blind)
             self._report(None)
             return STEP_SECONDS
         await reconcile(fleet, world)
@@ -142,13 +144,16 @@ class Service:
     def _report(self, world: World | None) -> None:
         if self._status_file is None:
             return
+        rentals = world.rentals if world else self.fleet.ledger.live()
+        left = {rental.account for rental in rentals} - self.fleet.sources.keys()
         queued = {job.id for job in world.jobs} if world else set()
         for job in self.fleet.said.keys() - queued if world else ():
             del self.fleet.said[job]
         told = status.Status(
             at=self.fleet.clock.now(),
             problem=self._problem,
-            accounts={name: source.problem for name, source in self.fleet.sources.items()},
+            accounts={name: source.problem for name, source in self.fleet.sources.items()}
+            | dict.fromkeys(left, "machines are rented there, and the spec has no such account any more"),
             jobs=dict(self.fleet.said),
             nodes={
                 rental.node: {
@@ -161,7 +166,7 @@ class Service:
                     "usd_hour": rental.usd_hour,
                     "since": rental.intended_at,
                 }
-                for rental in (world.rentals if world else self.fleet.ledger.live())
+                for rental in rentals
             },
         )
         status.write(self._status_file, told)

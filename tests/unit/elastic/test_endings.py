@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,18 @@ async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_pat
         told = status.read(file.read_text())
         assert "Unable to contact slurm controller" in told.problem
         assert "500" in told.accounts["lambda"]
+
+
+async def test_an_account_that_left_the_spec_while_machines_are_there_is_told(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        file = tmp_path / "status.json"
+        left = Service(replace(it.fleet, sources={}), status_file=file)
+        await left.step()
+        said = "machines are rented there, and the spec has no such account any more"
+        assert status.read(file.read_text()).accounts == {"sandbox": said}
+        assert len(it.machines()) == 1
 
 
 def test_a_status_of_a_later_shoal_can_be_read() -> None:

@@ -437,6 +437,20 @@ async def test_a_lifetime_ends_with_a_warning_and_the_job_goes_on_elsewhere(tmp_
         assert job.state == "COMPLETED"
 
 
+async def test_no_machine_outlives_its_time_whoever_holds_its_node(tmp_path: Path) -> None:
+    sets = (rented_set("burst", 4, WEST, lifetime=1800),)
+    async with scene(tmp_path, "lambda", sets=sets) as it:
+        it.slurm.submit("1", 2, seconds=9000)
+        await running(it, "1")
+        await it.slurm.down(["burst1"], "ada looks into it")
+        it.slurm.silent = True
+        for _ in range(100):
+            await it.service.step()
+            it.clock.advance(30)
+        assert it.machines() == []
+        assert {one.reason for one in it.rentals("gone")} == {"its lifetime of 1800 s is over"}
+
+
 def _paced(it: Scene) -> None:
     """Let the provider ask for twelve seconds between launches, as Lambda does."""
     renter: Any = it.fleet.sources["lambda"].renter
