@@ -1,0 +1,165 @@
+"""Rented nodes for real: a simulated cloud whose machines are sandbox hosts, and a cluster that rents from it.
+
+The cloud runs beside the cluster on this machine, as `shoal simulate` does for anybody. It keeps its own bill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
+
+NAME = "e3xrent"
+BOTH = "burst[1-2]"
+KEY = "sk-e2e-0123456789abcdef"
+SPEC = f"""\
+cluster: {NAME}
+controller: {{provider: sandbox, memory: 1G}}
+providers:
+  acme: {{kind: sandbox, url: "URL", key: "env:ACME_KEY"}}
+budget: {{per_hour: 5}}
+nodesets:
+  burst: {{provider: acme, type: gpu-2, max: 2, idle: 15s, cpus: 1, memory: 1G, gpus: 2}}
+  spot: {{provider: acme, type: cpu, market: spot, max: 1, idle: 15s, cpus: 1, memory: 1G}}
+"""
+
+
+@contextmanager
+def simulated(*options: str) -> Iterator[str]:
+    """A simulated cloud with sandbox hosts on the cluster's network. Gives its address."""
+    line = [sys.executable, "-m", "shoal", "simulate", "sandbox", "--cluster", NAME, "--json", *options]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        while not said.rstrip().endswith("}"):
+            part = process.stdout.readline()
+            assert part, f"shoal simulate ended: {said}"
+            said += part
+        yield str(json.loads(said)["url"])
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+    directory = tmp_path_factory.mktemp("rented")
+    with simulated() as url:
+        cluster = Cluster(directory, SPEC.replace("URL", url))
+        cluster.env["ACME_KEY"] = KEY
+        try:
+            assert cluster.json("up")["whole"]
+            yield cluster, url
+        finally:
+            cluster.shoal("down", "--force", status=None)
+
+
+def bill(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/_simulator/bill", timeout=30) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def submit(cluster: Cluster, nodes: str, command: str, *more: str) -> str:
+    options = ("--parsable", f"--nodelist={nodes}", "--output=/shared/%j.out", *more, f"--wrap={command}")
+    return cluster.on("controller", "sbatch", *options).strip()
+
+
+def printed(cluster: Cluster, job: str) -> list[str]:
+    return cluster.on("controller", "cat", f"/shared/{job}.out").split()
+
+
+def state(cluster: Cluster, job: str) -> str:
+    shown = cluster.on("controller", "scontrol", "-o", "show", "job", job)
+    return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
+
+
+def asleep(cluster: Cluster) -> bool:
+    states = cluster.states()
+    return all(found == {"IDLE", "CLOUD", "POWERED_DOWN"} for found in states.values()) and len(states) == 3
+
+
+def test_a_job_wakes_two_nodes_computes_and_they_go(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    assert asleep(cluster)
+    assert bill(url)["machines"] == []
+    job = submit(cluster, BOTH, "srun sh -c 'hostname; echo $CUDA_VISIBLE_DEVICES'", "--gpus-per-node=2")
+    cluster.wait("the job ends", lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING"), seconds=240)
+    assert state(cluster, job) == "COMPLETED", printed(cluster, job)
+    assert sorted(printed(cluster, job)) == ["0,1", "0,1", "burst1", "burst2"]
+    cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
+    machines = bill(url)["machines"]
+    assert len(machines) == 2
+    assert all(one["ended"] for one in machines)
+
+
+def test_the_ledger_agrees_with_the_providers_bill_to_the_cent(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    told = cluster.json("cost")
+    assert told["machines"] == 0
+    assert round(told["total"], 2) == round(bill(url)["usd"], 2) > 0
+
+
+def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves_nothing(
+    rented: tuple[Cluster, str],
+) -> None:
+    cluster, url = rented
+    before = len(bill(url)["machines"])
+    job = submit(cluster, BOTH, "srun hostname")
+    for _ in range(6):
+        cluster.ssh("controller", "systemctl kill --signal=KILL shoal-elastic; sleep 1; systemctl start shoal-elastic")
+    cluster.wait("the job ends", lambda: state(cluster, job) == "COMPLETED", seconds=300)
+    cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
+    machines = bill(url)["machines"]
+    assert len(machines) == before + 2
+    assert all(one["ended"] for one in machines)
+
+
+def test_a_spot_machine_that_is_taken_away_warns_its_job_in_time(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    # What `shoal run` leaves on its jobs says that this one takes the signal and saves.
+    waits = "echo up; trap 'echo saved; exit 0' USR1; while :; do sleep 0.2; done"
+    job = submit(cluster, "spot1", f'srun bash -c "{waits}"', "--comment=shoal:0a/0b")
+    cluster.wait("the job runs", lambda: printed(cluster, job) == ["up"], seconds=240)
+    [machine] = [one for one in bill(url)["machines"] if not one["ended"]]
+    with urllib.request.urlopen(f"{url}/_simulator/preempt/{machine['id']}", b"", timeout=30):
+        pass
+    cluster.wait("the job saves", lambda: printed(cluster, job) == ["up", "saved"], seconds=60)
+    cluster.wait("its node goes", lambda: asleep(cluster), seconds=240)
+    assert all(one["ended"] for one in bill(url)["machines"])
+
+
+def test_keys_are_read_by_root_alone(rented: tuple[Cluster, str]) -> None:
+    cluster, _ = rented
+    look = f"grep -rl {KEY} / --include=* --exclude-dir=proc --exclude-dir=sys 2>/dev/null"
+    found = cluster.ssh("controller", f"runuser -u slurm -- sh -c '{look}'; runuser -u nobody -- sh -c '{look}'")
+    assert found.stdout == ""
+    assert KEY not in cluster.ssh("controller", "journalctl -u shoal-elastic; cat /proc/*/cmdline").stdout
+
+
+def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
+    cluster, url = rented
+    faults = json.dumps([{"kind": "stockout", "times": -1}]).encode()
+    ask = urllib.request.Request(f"{url}/_simulator/faults", faults, method="PUT")
+    with urllib.request.urlopen(ask, timeout=30):
+        pass
+    job = submit(cluster, "burst1", "true")
+
+    def comment() -> str:
+        return cluster.on("controller", "squeue", "-h", "-j", job, "-O", "admin_comment:200").strip()
+
+    cluster.wait("the job says why it waits", lambda: "out of gpu-2" in comment(), seconds=120)
+    assert any("out of gpu-2" in why for why in cluster.json("status")["rented"]["waiting"].values())
+    cluster.on("controller", "scancel", job)
