@@ -76,7 +76,7 @@ def test_these_are_the_commands() -> None:
         *("node drain", "node resume", "node remove"),
         *("run", "jobs", "logs", "cancel", "prove", "bench links"),
         *("env build", "env list", "env clean", "ui"),
-        *("usage", "restore", "keys rotate", "simulate"),
+        *("usage", "restore", "keys rotate", "offers", "cost", "reap", "simulate"),
     }
 
 
