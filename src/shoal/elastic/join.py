@@ -45,7 +45,7 @@ from shoal.slurm.versions import window_findings
 from shoal.spec.members import members, rented_members
 from shoal.spec.rented import rented_sets
 
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 20.0
 """How long machines that the provider calls up are waited for at a time; then those that answer go on."""
 RECENT_SECONDS = 120.0
 """Within this time the ledger has what has joined."""

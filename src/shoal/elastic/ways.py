@@ -6,6 +6,7 @@ machine may have that tomorrow.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from shoal.hosts.local import LocalConnector
 from shoal.hosts.ssh import SshConnector
 from shoal.plan.fleet import Fleet
 from shoal.providers.rental import Rented
+
+MEET_SECONDS = 4.0
 
 
 class Ways:
@@ -37,8 +40,13 @@ class Ways:
         self._there = there or _by_ssh
 
     async def meet(self, name: str, machine: Rented) -> None:
-        """See that a machine lets us in. Raises HostError."""
-        await (await self._connector(machine).connect(self._target(name, machine))).close()
+        """See that a machine lets us in. Raises HostError, and soon: one that boots is asked again and again."""
+        try:
+            async with asyncio.timeout(MEET_SECONDS):
+                await (await self._connector(machine).connect(self._target(name, machine))).close()
+        except TimeoutError:
+            cause = f"{machine.host}:{machine.port} does not answer within {MEET_SECONDS:g} s"
+            raise Unreachable(name, cause, hint="look at the machine in the provider's console") from None
 
     def fleet(self, machines: Mapping[str, Rented]) -> Fleet:
         """The controller and these machines, not yet connected."""
