@@ -28,7 +28,7 @@ from shoal.elastic.inbox import Inbox, Request
 from shoal.elastic.reconcile import overdue, reconcile
 from shoal.elastic.release import Release
 from shoal.elastic.resume import Resume
-from shoal.elastic.slurm import wants_machine
+from shoal.elastic.slurm import again, ours, wants_machine
 from shoal.elastic.source import Source
 from shoal.errors import SlurmError, UsageError
 
@@ -137,9 +137,13 @@ class Service:
         return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet)
 
     def _next(self, world: World) -> float:
-        busy = any(one.state != "joined" or one.offer.market == "spot" for one in world.rentals) or self._boot.waits
-        busy = busy or any(wants_machine(node) or "DOWN" in node.state for node in world.nodes.values())
-        return STEP_SECONDS if busy else RECONCILE_SECONDS / 4
+        if self._boot.waits or any(one.state != "joined" for one in world.rentals):
+            return STEP_SECONDS
+        if any(wants_machine(node) for node in world.nodes.values()):
+            return STEP_SECONDS
+        wait = LOOK_SECONDS if any(one.offer.market == "spot" for one in world.rentals) else RECONCILE_SECONDS / 4
+        again_at = [again(node) for node in world.nodes.values() if "DOWN" in node.state and ours(node)]
+        return max(STEP_SECONDS, min([wait, *(at - world.now for at in again_at)]))
 
     def _report(self, world: World | None) -> None:
         if self._status_file is None:

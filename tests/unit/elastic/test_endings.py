@@ -234,6 +234,25 @@ async def test_a_step_that_fails_does_not_end_the_service(tmp_path: Path, caplog
         assert caplog.text.count("a step failed; the next one tries again") == 2
 
 
+async def test_it_looks_often_only_while_something_is_awaited(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        assert await it.service.step() == 15.0
+        it.fault("stockout", -1)
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        assert await it.service.step() == 1.0
+        assert await it.service.step() == 15.0  # the node is down, and will be for minutes
+        it.clock.advance(590)
+        assert await it.service.step() == 10.0
+        it.market().faults.clear()
+        it.clock.advance(60)
+        await it.step()
+        it.slurm.tick()
+        assert await it.service.step() == 1.0
+        await running(it)
+        assert await it.service.step() == 15.0
+
+
 def test_only_one_service_rents(tmp_path: Path) -> None:
     lock = tmp_path / "state" / "ledger.lock"
     with (
