@@ -12,7 +12,8 @@ from pathlib import Path
 
 import asyncssh
 import pytest
-from tests.e2e.leftovers import noted
+from tests.documents import ROOT
+from tests.e2e.leftovers import TAG, noted, sweep
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
@@ -321,6 +322,44 @@ async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path
             await sandbox.destroy("e2e-killed", quiet)
     await settled(layout, before)
     assert [path.name for path in cache.iterdir()] == ["images"]
+
+
+RUN = f"""
+import asyncio, os, subprocess, time
+from shoal.providers import Request
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.spec.member import Shape
+from tests.e2e.leftovers import noted
+with noted("e2e-left"):
+    command = subprocess.Popen(["sleep", "1000"], env={{**os.environ, "{TAG}": "e2e-left"}})
+    asyncio.run(SandboxProvider().create("e2e-left", [Request("n1", Shape())], lambda text, part: None))
+    print(command.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_what_a_killed_test_run_left_is_removed_and_what_a_living_one_has_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "images").symlink_to(SandboxProvider().cache / "images")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    layout = Layout(tmp_path, "e2e-left")
+    before = traces(layout)
+    with subprocess.Popen([sys.executable, "-c", RUN], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout
+            command = int(run.stdout.readline())
+            assert sweep() == []
+            with pytest.raises(AssertionError, match=r"another test run has .* e2e-left"), noted("e2e-left"):
+                pass
+            assert traces(layout)["mounts"] > before["mounts"], "its hosts are there"
+        finally:
+            run.kill()
+    assert sweep() == ["e2e-left"]
+    asyncio.run(settled(layout, before))
+    with contextlib.suppress(OSError):  # if it is there, then dead, where nobody buries what is orphaned
+        assert Path(f"/proc/{command}/cmdline").read_bytes() == b""
+    assert sweep() == [] and sorted(path.name for path in tmp_path.iterdir()) == ["images", "tests"]
 
 
 async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, sandbox: SandboxProvider) -> None:
