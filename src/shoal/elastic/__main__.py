@@ -26,6 +26,8 @@ from shoal.providers.rented import renter
 from shoal.spec.members import members
 from shoal.spec.rented import rented_sets
 
+SETTLE_SECONDS = 15.0
+
 
 def service(settings: Settings, ledger: Ledger) -> Service:
     """The service as it runs for good."""
@@ -34,13 +36,13 @@ def service(settings: Settings, ledger: Ledger) -> Service:
         name: Source(name, renter(account), spec.cluster, ledger, clock) for name, account in settings.accounts.items()
     }
 
-    def joined() -> Mapping[str, Rented]:
-        """The rented nodes that take jobs, each with its machine as last listed."""
-        found = {}
+    def joined() -> Mapping[str, Rented | None]:
+        """The rented nodes that take jobs, each with its machine as last listed; None where it was not yet."""
+        found: dict[str, Rented | None] = {}
         for rental in ledger.live():
             machine = sources[rental.account].machine(rental) if rental.account in sources else None
-            if rental.state == "joined" and machine is not None and machine.host:
-                found[rental.node] = machine
+            if rental.state == "joined":
+                found[rental.node] = machine if machine is not None and machine.host else None
         return found
 
     fleet = Fleet(
@@ -66,6 +68,7 @@ async def _run() -> None:
     ledger = Ledger.open()
     running = service(read_settings(), ledger)
     work = asyncio.ensure_future(running.run())
+    beside = asyncio.ensure_future(settle(running))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
@@ -73,8 +76,24 @@ async def _run() -> None:
     except asyncio.CancelledError:
         logging.getLogger("shoal.elastic").info("told to end; what is rented stays, and the next service goes on")
     finally:
+        beside.cancel()
         await running.close()
         ledger.close()
+
+
+async def settle(running: Service) -> None:
+    """See for ever that those who are gone are forgotten: their addresses may be another machine's tomorrow."""
+    joiner, problem = running.fleet.joiner, ""
+    assert isinstance(joiner, LiveJoiner)
+    while True:
+        await asyncio.sleep(SETTLE_SECONDS)
+        try:
+            await joiner.settle()
+            problem = ""
+        except Exception as error:  # the next time may be better, and nothing else waits for it
+            if problem != str(error):
+                logging.getLogger("shoal.elastic").warning("members that are gone are not forgotten yet: %s", error)
+            problem = str(error)
 
 
 def main() -> int:

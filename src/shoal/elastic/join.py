@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
-from shoal.agent.facts import Facts
+from shoal.agent.facts import Facts, FileFact
 from shoal.elastic.fleet import UNFIT
 from shoal.elastic.settings import KNOWN_HOSTS, Settings
 from shoal.elastic.ways import Ways
 from shoal.errors import HostError, ShoalError
 from shoal.hosts.api import Connector, Host
+from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.plan.fleet import Fleet
 from shoal.plan.observe import observe
 from shoal.plan.pairs import reached_addresses
@@ -40,6 +41,7 @@ from shoal.roles.parts import kept_secrets, part_findings
 from shoal.roles.rented import promised
 from shoal.roles.stage import Stage
 from shoal.roles.watchdog import health_command, watchdog
+from shoal.roles.wireguard import file_text
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.slurm.versions import window_findings
 from shoal.spec.members import members, rented_members
@@ -60,13 +62,16 @@ class LiveJoiner:
     def __init__(
         self,
         settings: Settings,
-        others: Callable[[], Mapping[str, Rented]],
+        others: Callable[[], Mapping[str, Rented | None]],
         *,
         known_hosts: Path = KNOWN_HOSTS,
         here: Connector | None = None,
         there: Callable[[Path], Connector] | None = None,
     ) -> None:
-        """`others` tells the rented nodes that have joined. `here` and `there` are how hosts are reached: tests."""
+        """`others` tells the rented nodes that have joined, with their machines as far as these are known now.
+
+        `here` and `there` are how hosts are reached, for tests.
+        """
         self._spec = settings.spec
         self._others = others
         self._controller = members(settings.spec)[0]
@@ -76,6 +81,8 @@ class LiveJoiner:
         """What is in some join."""
         self._entered: dict[str, tuple[float, Rented]] = {}
         """What the others were told of, with the time: so long until `others` tells it, too."""
+        self._told: frozenset[str] | None = None
+        """Whom the controller and rented nodes know of; None until we have told them."""
 
     async def join(self, nodes: Mapping[str, Rented]) -> Mapping[str, str]:
         """Implements `shoal.elastic.fleet.Joiner`."""
@@ -85,6 +92,16 @@ class LiveJoiner:
         finally:
             for name in nodes:
                 self._joining.pop(name, None)
+
+    async def settle(self) -> None:
+        """Have the controller and rented nodes forget those that are gone. Raises ShoalError where that fails."""
+        async with self._one_at_a_time:
+            neighbours = self._neighbours()
+            if self._told == self._known():
+                return
+            async with self._ways.fleet(neighbours) as fleet:
+                await self._enter(fleet, [])
+            self._told = self._known()
 
     async def _join(self, nodes: Mapping[str, Rented]) -> dict[str, str]:
         said = await self._answering(nodes)
@@ -105,6 +122,7 @@ class LiveJoiner:
                         cluster, refused = await self._enter(fleet, list(due()))
                         said |= refused
                         self._entered |= {name: (time.monotonic(), machine) for name, machine in due().items()}
+                        self._told = self._known()
                     said |= await self._start(fleet, cluster, due())
         except ShoalError as error:
             said |= dict.fromkeys(due(), error.message)
@@ -132,7 +150,7 @@ class LiveJoiner:
 
     def _neighbours(self) -> dict[str, Rented]:
         """The rented nodes that take jobs or are about to. Whoever else was known is forgotten."""
-        joined = self._others()
+        joined = {name: machine for name, machine in self._others().items() if machine is not None}
         recent = time.monotonic() - RECENT_SECONDS
         self._entered = {
             name: (at, machine)
@@ -140,8 +158,13 @@ class LiveJoiner:
             if name not in joined and (name in self._joining or at > recent)
         }
         entered = {name: machine for name, (_, machine) in self._entered.items()}
-        self._ways.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
+        if None not in self._others().values():
+            self._ways.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
         return {**entered, **joined}
+
+    def _known(self) -> frozenset[str]:
+        """The rented nodes that are there, whether or not we know where."""
+        return frozenset((*self._others(), *self._entered))
 
     async def _install(self, fleet: Fleet, new: list[str]) -> dict[str, str]:
         """Names and packages, which take longest, and of which nobody else has to know."""
@@ -214,11 +237,12 @@ class LiveJoiner:
         """The cluster with these rented nodes in it, and no others. Hosts that are always there stay as they are."""
         controller = self._controller.name
         before = in_force(facts[controller])
-        gone = {member.name for member in rented_members(self._spec)} - {*fleet.targets}
+        gone = {member.name for member in rented_members(self._spec)} - {*fleet.targets} - self._known()
         kept = {name: address for name, address in before.addresses.items() if name not in gone}
         own = self._spec.network.kind == "wireguard"  # there a node's address is its own whether or not it is there
         before = before if own else replace(before, addresses=kept)
         reached = {**reached_addresses(fleet), controller: before.addresses.get(controller, "")}
+        facts = {name: _without_peers(fact, gone, self._spec.network.port) for name, fact in facts.items()}
         cluster = assemble(self._spec, facts, reached, before)
         addresses = {**cluster.addresses, **{m.name: kept[m.name] for m in members(self._spec) if m.name in kept}}
         ids = choose_ids(controller, {controller: facts[controller]})
@@ -282,3 +306,12 @@ class LiveJoiner:
             if waiting:
                 await asyncio.sleep(_PAUSE)
         return waiting
+
+
+def _without_peers(facts: Facts, gone: Iterable[str], port: int) -> Facts:
+    """The facts of a host as if it had never heard of machines that are gone: their keys are not kept for them."""
+    written = peers_in(file_text(facts, PEERS))
+    if not written.keys() & {*gone}:
+        return facts
+    kept = [peer for name, peer in written.items() if name not in gone]
+    return replace(facts, files={**facts.files, PEERS: FileFact(text=peers_conf(kept, port))})

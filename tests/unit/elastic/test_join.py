@@ -14,15 +14,18 @@ from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 from shoal.agent.facts import Facts, FileFact
 from shoal.elastic import join as joining
 from shoal.elastic.fleet import UNFIT
-from shoal.elastic.join import LiveJoiner
+from shoal.elastic.join import LiveJoiner, _without_peers
 from shoal.elastic.settings import Settings
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeConnector
+from shoal.network.mesh import Peer
 from shoal.network.names import hosts_block
+from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.providers.rental import Rented
 from shoal.roles.cluster import assemble
 from shoal.roles.in_force import CGROUP_CONF, HOSTS, SLURM_CONF
 from shoal.roles.watchdog import HEALTH, WATCHDOG
+from shoal.roles.wireguard import file_text
 from shoal.slurm.conf import cgroup_conf, slurm_conf
 
 SPEC = spec_of("""
@@ -69,9 +72,10 @@ class Reef:
         self.answers(dict.fromkeys(facts, Result(0)))
         settings = Settings(SPEC, {}, "ssh-ed25519 AAAA", tmp_path / "id_ed25519")
         self.known_hosts = tmp_path / "known_hosts"
+        self.others: dict[str, Rented | None] = {f"cloud{number}": machine(number) for number in joined}
         self.joiner = LiveJoiner(
             settings,
-            lambda: {f"cloud{number}": machine(number) for number in joined},
+            lambda: self.others,
             known_hosts=self.known_hosts,
             here=FakeConnector(self.world.hosts["c1"]),
             there=self._there,
@@ -127,6 +131,28 @@ async def test_a_machine_that_is_gone_is_forgotten_by_the_next_that_comes(tmp_pa
     assert await reef.joiner.join({"cloud1": machine(1)}) == {"cloud1": ""}
     assert "cloud4" not in reef.item("c1", "block members in /etc/hosts")["content"]
     assert [path.name for path in reef.known_hosts.iterdir()] == ["i-1"]
+
+
+async def test_who_is_gone_is_forgotten_and_who_only_cannot_be_found_now_is_not(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, joined=(1, 2, 3), stale="cloud4")
+    reef.others = {"cloud1": machine(1), "cloud2": None}
+    await reef.joiner.settle()
+    told = reef.item("c1", "block members in /etc/hosts")["content"].split()
+    assert told[1::2] == ["c1", "n1", "cloud1", "cloud2"]
+    assert reef.item("cloud1", "block members in /etc/hosts")["content"].split() == told
+    assert reef.asked("cloud2") == [] and reef.asked("cloud3") == []
+    del reef.world.agents["c1"].items["block members in /etc/hosts"]
+    await reef.joiner.settle()
+    assert "block members in /etc/hosts" not in reef.asked("c1"), "nothing has changed, and nobody is bothered"
+
+
+def test_the_keys_of_machines_that_are_gone_are_not_kept() -> None:
+    peers = [Peer(name, name * 8, (f"10.77.0.{number}",)) for number, name in enumerate(("n1", "cloud1", "cloud2"), 2)]
+    facts = Facts(files={PEERS: FileFact(text=peers_conf(peers, 51820))})
+    assert peers_in(file_text(_without_peers(facts, {"cloud2", "cloud3"}, 51820), PEERS)) == {
+        peer.name: peer for peer in peers[:2]
+    }
+    assert _without_peers(facts, {"cloud3"}, 51820) is facts
 
 
 async def test_a_machine_whose_gpus_do_not_work_never_starts_slurmd(tmp_path: Path) -> None:
