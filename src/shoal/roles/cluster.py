@@ -86,7 +86,7 @@ def assemble(
     inside = _inside_containers(spec, members, facts, before)
     boxes = rented_containers(spec)
     known_ports = {name: node.port for name, node in before.nodes.items() if node.port}
-    ports = choose_ports(dict.fromkeys((*inside, *boxes)), known_ports)
+    ports = choose_ports((*(name for name in inside if name not in boxes), *boxes), known_ports)
     outside = tuple(m for m in members if m.name not in inside)
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
     awaited = tuple(name for name in addressed(spec, facts, before) if name not in boxes)

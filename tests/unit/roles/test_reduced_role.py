@@ -17,8 +17,9 @@ from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
 from shoal.roles.in_force import HOSTS, InForce
 from shoal.roles.parts import part_findings, part_packages, preparation
-from shoal.roles.reduced import containers_apart
+from shoal.roles.reduced import containers_apart, reduced_conf
 from shoal.roles.stage import Stage
+from shoal.roles.watchdog import WATCHDOG, watchdog
 from shoal.slurm.conf import slurm_conf
 from shoal.slurm.model import Node, Partition
 from shoal.slurm.read import known_nodes
@@ -195,3 +196,71 @@ def test_people_are_told_what_does_not_work_there() -> None:
     told = [finding for finding in part_findings(world()) if finding.host == "p1"]
     assert [(finding.level, finding.found) for finding in told] == [("info", "partition pods")]
     assert "its jobs have one node, and `srun` from elsewhere does not reach it" in told[0].what
+
+
+RENTED = """
+cluster: reef
+network: wireguard
+controller: {host: {name: c1, address: 10.0.0.1}}
+providers: {runpod: {key: env:RUNPOD_KEY}, lambda: {key: env:LAMBDA_KEY}}
+nodesets:
+  pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}
+  vms: {provider: lambda, type: gpu_1x_a10, max: 1}
+"""
+
+
+def rented(text: str = RENTED, **facts: Facts) -> Cluster:
+    ctl = host_facts("c1", "10.0.0.1", arch="x86_64", modules=("wireguard",), files={PUBLIC_KEY: FileFact(text=KEY)})
+    return assemble(spec_of(text), {"c1": ctl, **facts}, {"c1": "10.0.0.1"})
+
+
+def test_slurm_knows_where_rented_containers_will_answer_before_there_is_any() -> None:
+    cluster = rented()
+    assert {node.name: (node.address, node.port) for node in cluster.conf.nodes} == {
+        "pods1": ("127.0.0.1", 29001),
+        "pods2": ("127.0.0.1", 29002),
+        "vms1": ("vms1", None),
+    }
+    assert set(cluster.addresses) == {"c1", "vms1"}, "a container has no address on the network"
+    assert [(line.name, line.nodes, line.max_nodes) for line in cluster.conf.partitions] == [
+        ("main", ("vms1",), None),
+        ("pods", ("pods1", "pods2"), 1),
+    ]
+    assert cluster.tunnels == {}
+    assert not cluster.conf.one_address, "a rented node's address is where it calls from, which must be the loopback"
+
+
+def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_name() -> None:
+    pod = replace(container("x7f3", Door("203.0.113.9", 10400)), hostname="x7f3")
+    cluster = rented(pods2=pod)
+    assert list(cluster.tunnels) == ["pods2"]
+    tunnel = cluster.tunnels["pods2"]
+    assert (tunnel.slurmd, tunnel.host, tunnel.port) == (29002, "203.0.113.9", 10400)
+    assert tunnel.back[0].address == "127.0.0.1"
+    member = next(member for member in cluster.members if member.name == "pods2")
+    stages = documents(cluster, member)
+    assert Service("slurmd", command=("/usr/sbin/slurmd", "-D", "-b", "-N", "pods2")) in stages[Stage.NODES]
+    conf = next(item.content for item in stages[Stage.NODES] if item.key == "file /etc/slurm/slurm.conf")  # type: ignore[attr-defined]
+    assert "State=CLOUD" not in conf and "ResumeProgram" not in conf
+    assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
+
+
+def test_a_nodeset_of_containers_and_machines_is_refused_with_the_remedy() -> None:
+    offers = "offers: [{provider: runpod, type: NVIDIA A40}, {provider: lambda, type: gpu_1x_a10}], max: 2"
+    text = RENTED.replace("provider: runpod, type: NVIDIA A40, max: 2", offers)
+    [found] = [one for one in rented(text).findings if "some of its offers are containers" in one.what]
+    assert (found.level, found.fix) == ("error", "give each kind a nodeset of its own")
+
+
+def test_the_watchdog_of_a_container_runs_under_the_supervisor_and_ends_it_by_its_first_process() -> None:
+    items = watchdog("pods1", 0, systemd=False)
+    assert items[-1] == Service("shoal-watchdog", command=("/bin/sh", "-c", f"while :; do sleep 60; {WATCHDOG}; done"))
+    assert "systemd/system" not in " ".join(item.key for item in items)
+    text = next(item.content for item in items if item.key == f"file {WATCHDOG}")  # type: ignore[attr-defined]
+    assert "kill -TERM 1\n" in text and "poweroff" not in text
+
+
+def test_options_that_want_more_of_a_kernel_than_a_container_has_stay_outside() -> None:
+    conf = replace(world().conf, options={"TaskPlugin": "task/cgroup", "MaxArraySize": "5000"}, proctrack_cgroup=True)
+    inside = reduced_conf(conf, conf.nodes[1])
+    assert inside.options == {"MaxArraySize": "5000", "PrologFlags": "Alloc"}

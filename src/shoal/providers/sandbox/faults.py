@@ -45,6 +45,8 @@ class SandboxFaults:
 
     async def reboot(self, cluster: str, host: str) -> None:
         layout, record = self._running(cluster, host)
+        if record.shape.container:
+            raise ProviderError(f"host {host} is a container and has nothing that boots", hint="kill it and create it")
         before = self._leader(layout, record)
         os.kill(before, signal.SIGRTMIN + 5)  # systemd's own signal for "reboot"
         group = machine.group(layout, record.name)
