@@ -95,8 +95,9 @@ def _signer(name: str, key: dict[str, Any]) -> Any:
         raise ProviderError(
             f"{name} needs the package google-auth, which is not installed", hint="pip install 'shoal[gcp]'"
         ) from None
+    signer: Any = jwt.Credentials  # its makers carry no types
     try:
-        return jwt.Credentials.from_service_account_info(key, audience=AUDIENCE)
+        return signer.from_service_account_info(key, audience=AUDIENCE)
     except ValueError:  # its text may hold parts of the key
         raise ProviderError(
             f"the private key in the service account's JSON of {name} cannot be read",
