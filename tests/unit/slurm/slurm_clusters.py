@@ -42,10 +42,7 @@ RENTED = (
         for i in range(1, 5)
     ),
     # What is rented under one name here may be one GPU or another.
-    *(
-        Node(f"any{i}", f"any{i}", f"any{i}", 8, 1, 8, 1, 60_000, gpus("", 2), ("any",), 20, cloud=True)
-        for i in (1, 2)
-    ),
+    *(Node(f"any{i}", f"any{i}", f"any{i}", 8, 1, 8, 1, 60_000, gpus("", 2), ("any",), 20, cloud=True) for i in (1, 2)),
 )
 
 
