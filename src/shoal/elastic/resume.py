@@ -95,6 +95,15 @@ class Resume:
         else:
             await asyncio.gather(*(self._serve(group, world) for group in groups))
 
+    async def arrived(self, world: World) -> None:
+        """Say on jobs that have started where their nodes come from, in place of where they were looked for."""
+        for job in world.jobs:
+            if job.state == "RUNNING" and "trying " in self._fleet.said.get(job.id, ""):
+                places = dict.fromkeys(
+                    f"{rental.account} {rental.offer.place}" for node in job.nodes for rental in world.kept(node)
+                )
+                await self._fleet.say(job.id, f"rented from {', '.join(places)}")
+
     def _groups(self, world: World) -> list[Group]:
         """The groups that lack machines."""
         groups: dict[tuple[str, str], Group] = {}

@@ -88,6 +88,7 @@ class Service:
         await spot.end(fleet, world, self._resume.spent(world.now))
         await self._boot.step(world)
         await self._resume.step(world, requests)
+        await self._resume.arrived(world)
         world.read(fleet.ledger)
         await self._release.step(world)
         self._report(world)
@@ -151,6 +152,7 @@ class Service:
         rentals = world.rentals if world else self.fleet.ledger.live()
         left = {rental.account for rental in rentals} - self.fleet.sources.keys()
         queued = {job.id for job in world.jobs} if world else set()
+        running = {job.id for job in world.jobs if job.state == "RUNNING"} if world else set()
         for job in self.fleet.said.keys() - queued if world else ():
             del self.fleet.said[job]
         told = status.Status(
@@ -158,7 +160,7 @@ class Service:
             problem=self._problem,
             accounts={name: source.problem for name, source in self.fleet.sources.items()}
             | dict.fromkeys(left, "machines are rented there, and the spec has no such account any more"),
-            jobs=dict(self.fleet.said),
+            jobs={job: text for job, text in self.fleet.said.items() if job not in running},
             nodes={
                 rental.node: {
                     "state": rental.state,

@@ -36,6 +36,7 @@ async def test_a_job_wakes_its_nodes_and_they_go_when_it_is_done(tmp_path: Path)
         assert len(it.machines()) == 2
         assert {one.state for one in it.rentals()} == {"joined"}
         assert {one.jobs for one in it.rentals()} == {("1",)}
+        assert job.comments == ["trying lambda us-west-1", "rented from lambda us-west-1"]
         await settled(it)
         assert (job.state, job.restarts) == ("COMPLETED", 0)
         assert {one.state for one in it.rentals()} == {"gone"}
