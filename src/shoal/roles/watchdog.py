@@ -136,5 +136,5 @@ def _service() -> str:
 def _timer() -> str:
     return (
         f"{_HEAD}[Unit]\nDescription=Looks every minute whether this rented machine is still wanted\n\n"
-        "[Timer]\nOnActiveSec=60\nOnUnitActiveSec=60\n\n[Install]\nWantedBy=timers.target\n"
+        "[Timer]\nOnActiveSec=60\nOnUnitActiveSec=60\nAccuracySec=5\n\n[Install]\nWantedBy=timers.target\n"
     )
