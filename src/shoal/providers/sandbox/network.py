@@ -97,6 +97,7 @@ def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostReco
         if host.shape.container
     ]
     passing = ["        ct status dnat accept"] if inward else []
+    every = ", ".join(f'"{layout.bridge(site)}"' for site in ordered)
     return "\n".join(
         [
             f"table inet {layout.table} {{}}",
@@ -104,6 +105,8 @@ def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostReco
             f"table inet {layout.table} {{",
             "    chain forward {",
             "        type filter hook forward priority filter; policy accept;",
+            # A machine in a cloud may ask there who it is, and get its keys; hosts on it are not that machine.
+            f"        iifname {{ {every} }} ip daddr 169.254.0.0/16 drop",
             "        ct state established,related accept",
             *passing,
             *forward,
