@@ -37,7 +37,7 @@ def _with_node(**values: object) -> ClusterConf:
     [
         lambda text: _with_node(name=text),
         lambda text: _with_node(features=(text,)),
-        lambda text: _with_node(gpus=(GpuLine(text, "/dev/nvidia0"),)),
+        lambda text: _with_node(gpus=(GpuLine(text or "a b", "/dev/nvidia0"),)),
         lambda text: _with_node(gpus=(GpuLine("h100", text),)),
         lambda text: replace(BASE, partitions=(Partition(text, ()),)),
         lambda text: replace(BASE, partitions=(Partition("p", (), max_time=text or "a b"),)),
