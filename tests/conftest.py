@@ -7,7 +7,10 @@ import pytest
 SANDBOX = 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
-LONGEST = ("cluster", "jobs", "stopping", "toy", "accounting", "documented_commands", "prove", "storage", "wireguard")
+LONGEST = (
+    *("cluster", "jobs", "stopping", "toy", "documented_commands", "elastic", "accounting", "prove", "storage"),
+    *("wireguard", "tailscale", "environments"),
+)
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 
 
