@@ -487,6 +487,7 @@ from shoal.hosts.process import run_to_end
 from shoal.hosts.ssh import SshConnector
 
 async def main(known_hosts, port, user, identity):
+    asyncio.get_running_loop().slow_callback_duration = 3600  # a busy machine is no noise of ours
     connector = SshConnector(Path(known_hosts))
     async def work(target):
         async with await connector.connect(target) as host:

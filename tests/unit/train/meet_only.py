@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from shoal.train.addresses import own_addresses
@@ -14,8 +15,17 @@ from shoal.train.errors import RendezvousError
 from shoal.train.rendezvous import Patience, meet
 
 
+def wait_for_the_other(started: Path, rank: int) -> None:
+    """Begin together: on a busy machine one may have started long before the other."""
+    started.mkdir(parents=True, exist_ok=True)
+    (started / str(rank)).touch()
+    while len(list(started.iterdir())) < 2:
+        time.sleep(0.01)
+
+
 def main(timeout: float, explain_after: float) -> int:
     env = read_env()
+    wait_for_the_other(Path(os.environ["SHOAL_STORE_DIR"]).with_suffix(".started"), env.rank)
     board = FileBoard(Path(os.environ["SHOAL_STORE_DIR"]), env.key)
     try:
         met = meet(env, board, lambda: own_addresses(env), Patience(timeout, explain_after))

@@ -84,7 +84,8 @@ def test_a_network_that_loses_packets_is_explained_by_both_sides(hosts: TwoHosts
 
 @needs_namespaces
 def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) -> None:
-    more = {"SHOAL_STORE_DIR": str(tmp_path), "SHOAL_NODE_ADDRS": "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"}
+    addresses = "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"
+    more = {"SHOAL_STORE_DIR": str(tmp_path / "store"), "SHOAL_NODE_ADDRS": addresses}
     running = [hosts.start(rank, srun(rank, ranks=3) | more, MEET_ONLY, "15", "8") for rank in (0, 1)]
     errors = [outcome(process)[0]["error"] for process in running]
     assert errors[0] == errors[1]
