@@ -109,6 +109,17 @@ class Query:
     zones: tuple[str, ...] = ()
     market: Market | None = None
 
+    def admits(self, offer: Offer) -> bool:
+        """Whether an offer is one of those. Providers may list more than they are asked for."""
+        return (
+            self.gpu.lower() in offer.gpu.lower()
+            and offer.gpus >= self.gpus
+            and (not self.types or offer.type in self.types)
+            and (not self.regions or offer.region in self.regions)
+            and (not self.zones or offer.zone in self.zones)
+            and self.market in (None, offer.market)
+        )
+
 
 @dataclass(frozen=True)
 class Offer:

@@ -40,20 +40,9 @@ async def offers(context: Context, query: Query, providers: Iterable[str] = (), 
         told = answers.get(account.name, [])
         if not account.url:  # what a simulator asks is nobody's price
             refreshed(account.kind, told, today)
-        found += (offer for offer in prices().fill(account.kind, told) if _asked_for(offer, query))
+        # Some learn what is in a machine from our table only.
+        found += (offer for offer in prices().fill(account.kind, told) if query.admits(offer))
     return OffersResult(context.cluster, tuple(sorted(found, key=_order)), failures)
-
-
-def _asked_for(offer: Offer, query: Query) -> bool:
-    """Providers may list more than they are asked for, and some learn what is in a machine from our table."""
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and (not query.types or offer.type in query.types)
-        and (not query.regions or offer.region in query.regions)
-        and (not query.zones or offer.zone in query.zones)
-        and query.market in (None, offer.market)
-    )
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, str, str, str]:

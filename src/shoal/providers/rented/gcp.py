@@ -66,7 +66,7 @@ class GoogleCompute:
             types = [one for one in query.types if words.split_type(one)[0] == name] or [name]
             for type_ in types:
                 offer = words.offer_of(self._account.name, machine, zone, type_, "on-demand")
-                offers += [one for one in (offer, replace(offer, market="spot")) if _wanted(one, query)]
+                offers += [one for one in (offer, replace(offer, market="spot")) if query.admits(one)]
         return prices().fill(self._account.kind, offers)
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
@@ -226,16 +226,6 @@ def _alike(orders: Sequence[Order]) -> Iterator[list[Order]]:
 
     for _, alike in groupby(sorted(orders, key=what), key=what):
         yield list(alike)
-
-
-def _wanted(offer: Offer, query: Query) -> bool:
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and (not query.regions or offer.region in query.regions)
-        and (not query.zones or offer.zone in query.zones)
-        and (query.market is None or offer.market == query.market)
-    )
 
 
 def _unnameable(order: Order) -> Outcome:

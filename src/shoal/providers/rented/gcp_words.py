@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from shoal.providers.rental import Market, Offer, Order, Outcome, Rented, Scope, State, Trouble
@@ -232,7 +231,7 @@ def rented_of(instance: Body) -> Rented:
         region=zone.rpartition("-")[0],
         zone=zone,
         market="spot" if spot else "on-demand",
-        created=_seconds(instance.text("creationTimestamp", "")),
+        created=instance.time("creationTimestamp"),
         ending=STATES.get(status) == "stopping",
     )
 
@@ -248,13 +247,6 @@ def _type_of(instance: Body) -> str:
 def last_part(url: str) -> str:
     """`us-central1-b` of `https://…/zones/us-central1-b`."""
     return url.rpartition("/")[2]
-
-
-def _seconds(stamp: str) -> float | None:
-    try:
-        return datetime.fromisoformat(stamp).timestamp()
-    except ValueError:
-        return None
 
 
 def operation_errors(operation: Body) -> list[Error]:

@@ -22,6 +22,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, overload
@@ -249,6 +250,13 @@ class Body:
 
     def maybe_number(self, name: str) -> float | None:
         return self.number(name) if self.has(name) else None
+
+    def time(self, name: str) -> float | None:
+        """A date and time in seconds since 1970; None where there is none, or none that can be read."""
+        try:
+            return datetime.fromisoformat(self.text(name, "")).timestamp()
+        except ValueError:
+            return None
 
     def flag(self, name: str, otherwise: bool = _REQUIRED) -> bool:
         return bool(self._field(name, (bool,), "true or false", otherwise))

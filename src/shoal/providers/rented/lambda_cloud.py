@@ -72,7 +72,7 @@ class LambdaCloud:
             # Where there is none, Lambda names no region: only those that were asked for can be told.
             for region in sorted({*there, *query.regions}):
                 offer = self._offer(entry.piece("instance_type"), region, region in there)
-                if _suits(offer, query):
+                if query.admits(offer):
                     found.append(offer)
         return found
 
@@ -209,14 +209,4 @@ def _rented(one: Body) -> Rented:
         usd_hour=None if cents is None else cents / 100,
         created=float(born) if born.isdigit() else None,
         ending=status == "preempted",
-    )
-
-
-def _suits(offer: Offer, query: Query) -> bool:
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and (not query.types or offer.type in query.types)
-        and (not query.regions or offer.region in query.regions)
-        and query.market in (None, offer.market)
     )

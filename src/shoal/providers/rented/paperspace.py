@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from shoal.providers.prices import prices
@@ -92,13 +91,13 @@ class Paperspace:
     async def offers(self, query: Query) -> list[Offer]:
         """What our table knows of Paperspace's machines, and which of them it has now: it lists none itself."""
         known = {row.type for row in prices() if row.kind == self._account.kind}
-        regions = {code_of(region) for region in query.regions} or set(REGIONS)
+        query = replace(query, regions=tuple(code_of(region) for region in query.regions))
         blank = [
             Offer(self._account.name, name, region)
             for name in sorted(set(query.types) or known)
-            for region in sorted(regions)
+            for region in sorted(REGIONS)
         ]
-        wanted = [offer for offer in prices().fill(self._account.kind, blank) if _suits(offer, query)]
+        wanted = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
         return [await self._with_availability(offer) for offer in wanted]
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
@@ -181,7 +180,7 @@ class Paperspace:
                 pending.discard(machine)
                 if event.text("state") in ("error", "cancelled"):
                     failures[machine] = event.text("error", "") or event.text("state")
-            if not pending or (_seconds(event.text("dtCreated", "")) or since) < since:
+            if not pending or (event.time("dtCreated") or since) < since:
                 break
         return failures
 
@@ -313,22 +312,6 @@ def _rented(one: Body) -> Rented:
         type=one.text("machineType", ""),
         region=code_of(one.text("region", "")),
         usd_hour=one.maybe_number("usageRate"),
-        created=_seconds(one.text("dtCreated", "")) or born,
+        created=one.time("dtCreated") or born,
         ending=state == "stopping",
-    )
-
-
-def _seconds(stamp: str) -> float | None:
-    try:
-        return datetime.fromisoformat(stamp).timestamp()
-    except ValueError:
-        return None
-
-
-def _suits(offer: Offer, query: Query) -> bool:
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and offer.region in REGIONS
-        and query.market in (None, offer.market)
     )

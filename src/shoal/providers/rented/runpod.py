@@ -12,7 +12,6 @@ import base64
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
@@ -91,7 +90,7 @@ class RunPod:
                 params["cloud"] = self._cloud
                 body = await self._api.ask("GET", "/catalog/gpus", params=params)
                 found += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
-        return [one for one in found if _suits(one, query)]
+        return [one for one in found if query.admits(one)]
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
         return [await self._order(order) for order in orders]
@@ -240,7 +239,7 @@ def _rented(pod: Body) -> Rented:
         type=joined_type(gpu.text("id", ""), int(gpu.number("count", 1))) if gpu.has("id") else "",
         region=pod.text("dataCenterId", ANYWHERE),
         usd_hour=pod.maybe_number("cost") or None,  # a pod that has stopped says 0
-        created=_seconds(pod.text("createdAt", "")),
+        created=pod.time("createdAt"),
     )
 
 
@@ -253,21 +252,3 @@ def _door(pod: Body) -> tuple[str, int]:
         if port.has("ip") and port.has("public") and int(port.number("private", 0)) == 22:
             return port.text("ip"), int(port.number("public"))
     return "", 22
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
-
-
-def _suits(offer: Offer, query: Query) -> bool:
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and (not query.types or offer.type in query.types)
-        and (not query.regions or offer.region in query.regions)
-        and not query.zones
-        and query.market in (None, offer.market)
-    )

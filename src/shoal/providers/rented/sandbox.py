@@ -59,7 +59,7 @@ class ElasticSandbox:
             for market in get_args(Market)
             if kind.piece("usd_hour").has(market)
         ]
-        return [offer for offer in found if _suits(offer, query)]
+        return [offer for offer in found if query.admits(offer)]
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
         wanted = [_wanted(order) for order in orders]
@@ -167,15 +167,4 @@ def _rented(one: Body) -> Rented:
         usd_hour=one.maybe_number("usd_hour"),
         created=one.maybe_number("created"),
         ending=one.flag("preempted", False),
-    )
-
-
-def _suits(offer: Offer, query: Query) -> bool:
-    return (
-        query.gpu.lower() in offer.gpu.lower()
-        and offer.gpus >= query.gpus
-        and (not query.types or offer.type in query.types)
-        and (not query.regions or offer.region in query.regions)
-        and (not query.zones or offer.zone in query.zones)
-        and query.market in (None, offer.market)
     )
