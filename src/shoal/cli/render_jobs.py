@@ -130,6 +130,8 @@ def _how_it_does(view: JobView) -> str:
         return view.reason.text
     if view.progress:
         return progress_text(view.progress)
+    if view.record.waits_for:
+        return view.record.waits_for
     return "" if view.record.reason == "None" else view.record.reason
 
 

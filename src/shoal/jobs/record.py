@@ -15,6 +15,7 @@ ACTIVE = (
 GOOD = ("COMPLETED",)
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_/:]*)=(\S*)")
+_SAID = re.compile(r"\sAdminComment=(.*?)\s*(?=\s[A-Z][A-Za-z_/:]*=|$)", re.DOTALL)
 _NAME = re.compile(r"\sJobName=(.*?)\sUserId=", re.DOTALL)
 
 
@@ -48,6 +49,8 @@ class JobRecord:
     number: str = ""
     """Slurm's own number of it; differs from `id` in an array."""
     comment: str = ""
+    waits_for: str = ""
+    """Why it waits for rented nodes, in the words of what rents them."""
 
     @property
     def active(self) -> bool:
@@ -94,6 +97,7 @@ def _record(text: str) -> JobRecord:
     named = _NAME.search(text)
     rest = text[: named.start()] + " UserId=" + text[named.end() :] if named else text
     values = {key: value for key, value in reversed(_PAIR.findall(rest))}
+    said = _SAID.search(rest)
     code, _, signal = values.get("ExitCode", "0:0").partition(":")
     array, task = values.get("ArrayJobId", ""), values.get("ArrayTaskId", "")
     return JobRecord(
@@ -118,6 +122,7 @@ def _record(text: str) -> JobRecord:
         work_dir=_text(values, "WorkDir"),
         number=values["JobId"],
         comment=_text(values, "Comment"),
+        waits_for=said[1] if said and values.get("JobState") in ("PENDING", "CONFIGURING") else "",
     )
 
 

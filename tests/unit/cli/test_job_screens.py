@@ -47,6 +47,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         JobView(running, {"step": 12, "total_steps": 100, "loss": 0.51234, "state": "running"}),
         JobView(failed, reason=Reason("script", "rank 2 on n2 failed first")),
         JobView(JobRecord("19", "PENDING", reason="Resources", node_count=4)),
+        JobView(JobRecord("21", "PENDING", reason="BeginTime", waits_for="lambda us-west-1 out of gpu_1x_a10")),
         JobView(JobRecord("20", "COMPLETED", work_dir="/jobs", comment="shoal:c0de/11b/torch")),
     )
     show_jobs(console, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")}))
@@ -58,6 +59,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         "17 train ann running 00:01:00 unlimited n[1-2] step 12/100, loss 0.5123",
         "18 [red]x ann failed, restart 2 0 rank 2 on n2 failed first",
         "19 pending 4 Resources",
+        "21 pending 0 lambda us-west-1 out of gpu_1x_a10",
         "20 completed 0 profile in /jobs/20/profile",
     ]
 

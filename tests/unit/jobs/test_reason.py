@@ -63,6 +63,16 @@ def test_a_comment_that_somebody_else_wrote_is_no_note(comment: str) -> None:
     assert (record.note, record.traces) == (None, "")
 
 
+def test_why_a_job_waits_for_rented_nodes_is_read_whole_and_only_while_it_waits() -> None:
+    text = "JobId=7 JobName=AdminComment=x UserId=a(1) JobState={} AdminComment=lambda out of a10, trying gcp Node=\n"
+    assert [record.waits_for for state in ("PENDING", "RUNNING") for record in parse_records(text.format(state))] == [
+        "lambda out of a10, trying gcp",
+        "",
+    ]
+    [last] = parse_records("JobId=7 JobState=PENDING Power= AdminComment=out of a10 \n")
+    assert last.waits_for == "out of a10"
+
+
 def test_what_a_job_uses_is_read_from_its_comment() -> None:
     [record] = parse_records("JobId=7 JobState=RUNNING WorkDir=/jobs Comment=shoal:c0de/11b/nsys\n")
     assert record.note == Note("c0de", "11b", "nsys") and record.traces == "/jobs/7/profile"
