@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,8 +109,10 @@ def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, error
         second = f'cat "{place}/errors"' if errors is not None else 'echo "Field is not valid"; exit 2'
         smi.write_text(f'#!/bin/sh\ncase "$1" in *ecc*) {second} ;; *) cat "{place}/cards"; exit {status} ;; esac\n')
         smi.chmod(0o755)
-    # Without a path to look in, no real driver's library is found either.
-    environment = {"PATH": f"{place}:/usr/bin:/bin" if answer is not None else str(place)}
+    environment = {
+        "PATH": f"{place}:/usr/bin:/bin" if answer is not None else str(place),
+        "LD_LIBRARY_PATH": str(place),
+    }
     done = subprocess.run(
         [sys.executable, "-I", "-c", HEALTH, str(gpus)], env=environment, capture_output=True, text=True, check=False
     )
@@ -140,3 +143,44 @@ def test_a_machine_whose_gpus_do_not_work_is_found_out(
 
 def test_a_machine_without_a_driver_is_found_out(tmp_path: Path) -> None:
     assert health(tmp_path, 1, None).startswith("nvidia-smi does not run: ")
+
+
+A10 = "0, NVIDIA A10, 24576\n"
+DRIVER = r"""
+#include <stddef.h>
+#define WELL(name) int name() { return 0; }
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "system not yet initialized"; return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuCtxCreate_v2(void **context, unsigned flags, int device) { *context = 0; return CREATE; }
+int cuMemGetInfo_v2(size_t *left, size_t *total) { *left = (size_t) FREE << 30; *total = 24ul << 30; return 0; }
+WELL(cuCtxDestroy_v2)
+"""
+"""As much of NVIDIA's driver as is called."""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler to make a driver that fails as wanted")
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, ""),
+        ({"INIT": 802}, "cuInit: CUDA error 802, system not yet initialized"),
+        ({"COUNT": 0}, "1 GPUs were promised, and CUDA sees 0"),
+        ({"CREATE": 2}, "cuCtxCreate_v2: CUDA error 2, system not yet initialized"),
+        ({"FREE": 3}, "GPU 0 has only 3072 of 24576 MiB free"),
+    ],
+)
+def test_a_gpu_that_cuda_cannot_use_is_found_out_although_the_provider_calls_it_well(
+    tmp_path: Path, values: dict[str, int], said: str
+) -> None:
+    all_well = {"INIT": 0, "COUNT": 1, "CREATE": 0, "FREE": 24}
+    defined = [f"-D{name}={value}" for name, value in {**all_well, **values}.items()]
+    line = ["cc", "-shared", "-fPIC", "-w", *defined, "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(line, input=DRIVER, text=True, check=True)
+    assert health(tmp_path, 1, A10) == said
+
+
+def test_a_machine_with_half_a_driver_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_text("no library\n")
+    assert health(tmp_path, 1, A10).startswith("nvidia-smi answers, and CUDA's driver cannot be loaded: ")
