@@ -1,8 +1,7 @@
 """Machines that are about to be taken away: their jobs are warned as by Slurm's own preemption, and go on elsewhere.
 
-The end of a machine is known beforehand when its provider gives notice, in its list or to the machine itself (which
-then drains its node with a reason that begins with NOTICE), when its lifetime is over, and when the budget is spent and
-says `then: end`. Then
+The end of a machine is known beforehand when its provider's list gives notice, when its lifetime is over, and when the
+budget is spent and says `then: end`. Then
 
     at once          jobs that `shoal run` started get the warning signal, and the node takes no new ones
     shortly before   what still runs is put back into the queue
@@ -21,8 +20,6 @@ from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import Job, again, in_use, ours, reason, text
 from shoal.train.contract import GRACE_SECONDS
 
-NOTICE = "notice: "
-"""How the reason begins that a machine gives to its own node when its provider has told it that it must go."""
 MARGIN = 5.0
 """So long before the end what still runs is put back into the queue."""
 
@@ -45,7 +42,7 @@ async def end(fleet: Fleet, world: World, spent: Mapping[str, str]) -> None:
         if "DRAIN" in node.state and ours(node):
             if not jobs or world.now >= again(node):
                 await _take(fleet, rental, jobs, text(node), world.now)
-        elif ending := _ending(fleet, rental, world.now, spent, node.reason.startswith(NOTICE)):
+        elif ending := _ending(fleet, rental, world.now, spent):
             await _warn(fleet, rental, jobs, ending, world.now)
 
 
@@ -67,10 +64,10 @@ async def _take(fleet: Fleet, rental: Rental, jobs: Sequence[Job], why: str, now
     await fleet.tell(fleet.slurm.down([rental.node], reason(why, now)))
 
 
-def _ending(fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str], noticed: bool) -> Ending | None:
+def _ending(fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str]) -> Ending | None:
     source = fleet.sources.get(rental.account)
     machine = source.machine(rental) if source else None
-    if source is not None and (noticed or (machine is not None and machine.ending)):
+    if source is not None and machine is not None and machine.ending:
         return Ending(f"{rental.account} takes {rental.id} away", float(source.abilities.notice_seconds))
     nodeset = fleet.sets.get(rental.nodeset)
     begun = rental.intended_at if rental.made_at is None else rental.made_at

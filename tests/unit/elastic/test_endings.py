@@ -55,17 +55,6 @@ async def test_a_job_that_leaves_by_itself_after_the_warning_frees_the_node_at_o
         assert it.rentals("releasing")
 
 
-async def test_a_machine_may_tell_of_its_notice_itself(tmp_path: Path) -> None:
-    async with scene(tmp_path, "sandbox") as it:
-        job = it.slurm.submit("1", 1, seconds=600)
-        await running(it)
-        await it.slurm.drain(["burst1"], "notice: preempted")
-        await it.step()
-        assert job.warned == 1
-        assert "sandbox takes" in job.comment
-        await it.until(lambda: job.restarts == 1, seconds=60, every=2)
-
-
 async def test_a_job_that_does_not_save_gets_no_signal_and_is_queued_again(tmp_path: Path) -> None:
     async with scene(tmp_path, "sandbox") as it:
         job = it.slurm.submit("1", 1, seconds=600, saves=False)
