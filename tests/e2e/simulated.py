@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.leftovers import noted
+from tests.e2e.leftovers import TAG, noted
 
 
 @contextmanager
@@ -39,7 +39,8 @@ def renting(
 @contextmanager
 def _simulated(cluster: str, kind: str, *options: str) -> Iterator[str]:
     line = [sys.executable, "-m", "shoal", "simulate", kind, "--cluster", cluster, "--json", *options]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    env = {**os.environ, TAG: cluster}
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     try:
         assert process.stdout is not None
         said = ""
@@ -58,3 +59,10 @@ def bill(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}/_simulator/bill", timeout=30) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
+
+
+def balanced(cluster: Cluster, url: str) -> bool:
+    """Whether the ledger and the bill agree: a machine may end there a few seconds before its list shows it here."""
+    told, asked = cluster.json("cost")["total"], bill(url)
+    few_seconds = sum(3 * machine["usd_hour"] / 3600 for machine in asked["machines"])
+    return asked["usd"] > 0 and abs(told - asked["usd"]) <= few_seconds

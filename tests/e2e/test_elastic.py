@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import bill, renting
+from tests.e2e.simulated import balanced, bill, renting
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
@@ -69,12 +69,10 @@ def test_a_job_wakes_two_nodes_computes_and_they_go(rented: tuple[Cluster, str])
     assert all(one["ended"] for one in machines)
 
 
-def test_the_ledger_agrees_with_the_providers_bill_to_the_cent(rented: tuple[Cluster, str]) -> None:
+def test_the_ledger_agrees_with_the_providers_bill(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
-    told = cluster.json("cost")
-    assert told["machines"] == 0
-    assert bill(url)["usd"] > 0
-    assert abs(told["total"] - bill(url)["usd"]) < 0.005
+    assert cluster.json("cost")["machines"] == 0
+    assert balanced(cluster, url), (cluster.json("cost"), bill(url))
 
 
 def test_a_spot_machine_that_is_taken_away_warns_its_job_in_time(rented: tuple[Cluster, str]) -> None:
@@ -92,10 +90,12 @@ def test_a_spot_machine_that_is_taken_away_warns_its_job_in_time(rented: tuple[C
 
 def test_keys_are_read_by_root_alone(rented: tuple[Cluster, str]) -> None:
     cluster, _ = rented
+    assert cluster.on("controller", "grep", "-rl", KEY, "/etc/shoal/elastic")
     look = f"grep -rl {KEY} / --include=* --exclude-dir=proc --exclude-dir=sys 2>/dev/null"
     found = cluster.ssh("controller", f"runuser -u slurm -- sh -c '{look}'; runuser -u nobody -- sh -c '{look}'")
     assert found.stdout == ""
-    assert KEY not in cluster.ssh("controller", "journalctl -u shoal-elastic; cat /proc/*/cmdline").stdout
+    told = cluster.on("controller", "sh", "-c", "journalctl -u shoal-elastic; cat /proc/[0-9]*/cmdline; true")
+    assert "python" in told and KEY not in told
 
 
 def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
@@ -111,6 +111,8 @@ def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
 
     cluster.wait("the job says why it waits", lambda: "out of gpu-2" in comment(), seconds=120)
     assert any("out of gpu-2" in why for why in cluster.json("status")["rented"]["waiting"].values())
+    [listed] = [one for one in cluster.json("jobs")["jobs"] if one["record"]["id"] == job]
+    assert "out of gpu-2" in listed["record"]["waits_for"]
     cluster.on("controller", "scancel", job)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):
         pass
