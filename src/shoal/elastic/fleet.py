@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from shoal.elastic.clock import Clock
 from shoal.elastic.ledger import Ledger
@@ -19,6 +20,7 @@ from shoal.slurm.state import NodeState
 from shoal.spec.rented import Budget, RentedSet
 
 log = logging.getLogger("shoal.elastic")
+T = TypeVar("T")
 
 BROKEN_SECONDS = 600.0
 """An offer whose machine did not become a working node is left alone so long."""
@@ -33,6 +35,15 @@ class Joiner(Protocol):
         Says for every node what went wrong, and nothing (`""`) for one that takes jobs now. It may be asked again for
         the same machine. Text that begins with `UNFIT` is final: the machine itself is no good.
         """
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them give. One that fails is told of when all have ended: no step goes on beside the next."""
+    done = await asyncio.gather(*work, return_exceptions=True)
+    for one in done:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in done if not isinstance(one, BaseException)]
 
 
 UNFIT = "unfit: "

@@ -48,7 +48,9 @@ class Inbox:
 
     def _names(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self._directory) if not entry.name.startswith("."))
+            found = [entry for entry in os.scandir(self._directory) if not entry.name.startswith(".")]
+            # A directory there is not ours to remove, and no request.
+            return sorted(entry.name for entry in found if not entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
 

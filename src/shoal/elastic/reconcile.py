@@ -103,8 +103,7 @@ async def _lost(fleet: Fleet, world: World) -> None:
             why = f"{rental.id} of {rental.account} is gone"
             _remember(fleet, rental, why)
             fleet.ledger.gone(rental.token, world.now)
-        # One that is about to go may still run: its jobs have their notice, and `spot` sees to them.
-        elif machine is not None and machine.state in ("error", "stopped", "stopping") and not machine.ending:
+        elif machine is not None and _dead(rental, machine):
             why = f"{rental.id} of {rental.account} is {machine.raw_state}"
             _remember(fleet, rental, why)
             fleet.release(rental, why)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
-from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.fleet import Fleet, World, all_of, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.source import AGAIN_SECONDS, Source
 from shoal.providers.rental import Rented
@@ -34,7 +33,7 @@ class Release:
                 self._taken.pop(rental.token, None)
             elif world.now >= self._asked.get(rental.token, float("-inf")) + AGAIN_SECONDS:
                 due.setdefault(rental.account, []).append(rental)
-        await asyncio.gather(*(self._delete(self.fleet.sources[name], rentals) for name, rentals in due.items()))
+        await all_of(self._delete(self.fleet.sources[name], rentals) for name, rentals in due.items())
         world.read(self.fleet.ledger)
 
     def _is_gone(self, source: Source, rental: Rental) -> bool:
@@ -43,6 +42,12 @@ class Release:
         taken = self._taken.get(rental.token)
         return taken is not None and source.seen is not None and source.seen.at > taken and not source.machine(rental)
 
+    def _runs_on(self, source: Source, rental: Rental) -> bool:
+        """Whether a machine is listed as running although its provider took our delete: it costs on."""
+        machine, since = source.machine(rental), rental.billed_until
+        listed_after = source.seen is not None and since is not None and source.seen.at > since
+        return listed_after and machine is not None and machine.state in ("pending", "up")
+
     async def _delete(self, source: Source, rentals: list[Rental]) -> None:
         now = self.fleet.clock.now()
         machines = [source.machine(rental) or _unseen(self.fleet.cluster, rental) for rental in rentals]
@@ -50,7 +55,7 @@ class Release:
             self._asked[rental.token] = now
         for rental, outcome in zip(rentals, await source.give_back(machines), strict=True):
             if outcome.ok:
-                if rental.token not in self._taken:
+                if rental.billed_until is None or self._runs_on(source, rental):
                     self.fleet.ledger.billed(rental.token, until=self.fleet.clock.now())
                 self._taken[rental.token] = self.fleet.clock.now()
             else:

@@ -9,7 +9,6 @@ into the queue, until what was out may be had again.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 
 from shoal.elastic import budget, choose
 from shoal.elastic.catalog import PATIENCE, SILENT_SECONDS, Catalog
-from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.fleet import Fleet, World, all_of, log
 from shoal.elastic.inbox import Request
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
@@ -93,7 +92,7 @@ class Resume:
             for group in groups:
                 await self._serve(group, world)
         else:
-            await asyncio.gather(*(self._serve(group, world) for group in groups))
+            await all_of(self._serve(group, world) for group in groups)
 
     async def arrived(self, world: World) -> None:
         """Say on jobs that have started where their nodes come from, in place of where they were looked for."""
@@ -170,7 +169,8 @@ class Resume:
             return offers
         offer = group.serving[0].offer
         near = [one for one in offers if (one.provider, one.place) == (offer.provider, offer.place)]
-        return near or ([offer] if self._failures(group) < REPLACED else [])
+        known = offer.provider in self._fleet.sources
+        return near or ([offer] if known and self._failures(group) < REPLACED else [])
 
     def _failures(self, group: Group) -> int:
         """How often machines for the nodes that still lack one came to nothing, for this job."""
@@ -232,7 +232,7 @@ class Resume:
             self._counted.update({rental.token: rental for rental in rentals})
         orders = [self._order_of(rental, group.nodeset, key_name) for rental in rentals]
         calls = [orders[start : start + able.at_once] for start in range(0, len(orders), able.at_once)]
-        answers = await asyncio.gather(*(source.order(call) for call in calls))
+        answers = await all_of(source.order(call) for call in calls)
         for rental, outcome in zip(rentals, (one for answer in answers for one in answer), strict=True):
             self._note(group, rental, outcome, source)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.elastic import spot, status
 from shoal.elastic.boot import Boot
-from shoal.elastic.fleet import Fleet, World, log
+from shoal.elastic.fleet import Fleet, World, all_of, log
 from shoal.elastic.inbox import Inbox, Request
 from shoal.elastic.reconcile import overdue, reconcile
 from shoal.elastic.release import Release
@@ -84,13 +84,15 @@ class Service:
             await self._release.step(blind)
             self._report(None)
             return STEP_SECONDS
-        await reconcile(fleet, world)
-        await spot.end(fleet, world, self._resume.spent(world.now))
-        await self._boot.step(world)
-        await self._resume.step(world, requests)
-        await self._resume.arrived(world)
-        world.read(fleet.ledger)
-        await self._release.step(world)
+        try:
+            await reconcile(fleet, world)
+            await spot.end(fleet, world, self._resume.spent(world.now))
+            await self._boot.step(world)
+            await self._resume.step(world, requests)
+            await self._resume.arrived(world)
+        finally:  # whatever went wrong before, what is to go goes
+            world.read(fleet.ledger)
+            await self._release.step(world)
         self._report(world)
         return self._next(world)
 
@@ -101,9 +103,8 @@ class Service:
                 self.fleet.ledger.unblock(block.account)
         while True:
             self._wake.clear()
-            requests = self._inbox.take() if self._inbox else []
             try:
-                wait = await self.step(requests)
+                wait = await self.step(self._inbox.take() if self._inbox else [])
             except Exception:
                 # One bad step must not end the service: machines would bill on.
                 log.exception("a step failed; the next one tries again")
@@ -121,7 +122,7 @@ class Service:
         def due(source: Source) -> bool:
             return now >= source.due(LOOK_SECONDS if source.name in awaited else RECONCILE_SECONDS)
 
-        await asyncio.gather(*(source.look() for source in self.fleet.sources.values() if due(source)))
+        await all_of(source.look() for source in self.fleet.sources.values() if due(source))
 
     async def _world(self) -> World | None:
         slurm = self.fleet.slurm

@@ -59,6 +59,12 @@ class Source:
     _first_seen: dict[str, float] = field(default_factory=dict)
     _orphans: dict[str, float] = field(default_factory=dict)
     _key_name: str | None = None
+    _answered: dict[str, float] = field(default_factory=dict)
+    """When orders were answered or given up on, by token."""
+    _began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock.now()
 
     @property
     def abilities(self) -> Abilities:
@@ -76,11 +82,12 @@ class Source:
         self._asked_at = self.clock.now()
         try:
             listed = await self.renter.rented(self.cluster)
-        except ProviderError as error:
+        except Exception as error:  # whatever it is: one provider's client must not hold up the others
             self._failures += 1
+            said = error.message if isinstance(error, ProviderError) else f"its client failed: {type(error).__name__}"
             if not self.problem:
-                log.warning("%s cannot be asked what there is: %s", self.name, error.message)
-            self.problem = error.message
+                log.warning("%s cannot be asked what there is: %s", self.name, said)
+            self.problem = said
             return
         if self.problem:
             log.info("%s answers again", self.name)
@@ -111,7 +118,9 @@ class Source:
         if self.seen is None or self.machine(rental) is not None:
             return False
         if rental.made_at is None:
-            return self.seen.at >= rental.intended_at + LOOK_SECONDS
+            # From when the answer was given up on: an order itself may take a while. Who starts anew knows of none.
+            since = max(rental.intended_at, self._answered.get(rental.token, self._began))
+            return self.seen.at >= since + LOOK_SECONDS
         if rental.token not in self._first_seen and self.seen.at < rental.made_at + self.abilities.grace_seconds:
             return False  # lists lag
         absences = self._absences.setdefault(rental.token, 0 if rental.token in self._first_seen else 1)
@@ -137,6 +146,7 @@ class Source:
         except ProviderError as error:
             # It may have raised before anything was sent or after: we look, which is always right.
             outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=error.message)] * len(orders)
+        self._answered |= {order.token: self.clock.now() for order in orders}
         for outcome in outcomes:
             self.refusals = self.refusals + 1 if outcome.trouble is Trouble.TRANSIENT else 0
             if outcome.trouble in (Trouble.RATE, Trouble.TRANSIENT):
