@@ -16,12 +16,12 @@ from shoal.elastic.ledger import LEDGER, Ledger
 from shoal.elastic.service import Service, alone
 from shoal.elastic.settings import Settings, read_settings
 from shoal.elastic.slurm import LiveSlurm
-from shoal.elastic.source import Source
+from shoal.elastic.source import Source, Unusable
 from shoal.elastic.status import STATUS
-from shoal.errors import ShoalError
+from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
-from shoal.providers.rental import Rented
+from shoal.providers.rental import Account, Rented, Renter
 from shoal.providers.rented import renter
 from shoal.spec.members import members
 from shoal.spec.rented import rented_sets
@@ -33,7 +33,7 @@ def service(settings: Settings, ledger: Ledger) -> Service:
     """The service as it runs for good."""
     spec, clock = settings.spec, SystemClock()
     sources = {
-        name: Source(name, renter(account), spec.cluster, ledger, clock) for name, account in settings.accounts.items()
+        name: Source(name, _renter(account), spec.cluster, ledger, clock) for name, account in settings.accounts.items()
     }
 
     def joined() -> Mapping[str, Rented | None]:
@@ -57,6 +57,15 @@ def service(settings: Settings, ledger: Ledger) -> Service:
         budget=spec.budget,
     )
     return Service(fleet, inbox=Inbox(), status_file=STATUS)
+
+
+def _renter(account: Account) -> Renter:
+    """One that cannot be made must not keep the others from giving machines back."""
+    try:
+        return renter(account)
+    except ProviderError as error:
+        logging.getLogger("shoal.elastic").error("account %s cannot be used: %s", account.name, error)
+        return Unusable(error)
 
 
 async def run() -> None:

@@ -14,7 +14,7 @@ from shoal.elastic.clock import Clock
 from shoal.elastic.ledger import Ledger
 from shoal.elastic.rentals import Rental
 from shoal.errors import ProviderError
-from shoal.providers.rental import Abilities, Order, Outcome, Rented, Renter, Trouble
+from shoal.providers.rental import Abilities, Offer, Order, Outcome, Query, Rented, Renter, Trouble
 
 log = logging.getLogger("shoal.elastic.source")
 
@@ -167,3 +167,29 @@ class Source:
             return await self.renter.delete(machines)
         except ProviderError as error:
             return [Outcome(one.id, Trouble.TRANSIENT, message=error.message) for one in machines]
+
+
+class Unusable:
+    """Stands for a renter that cannot be made, a key that is none for one: it says so whatever it is asked."""
+
+    def __init__(self, error: ProviderError) -> None:
+        self.abilities = Abilities()
+        self._error = error
+
+    async def offers(self, query: Query) -> list[Offer]:
+        raise self._error
+
+    async def create(self, orders: Sequence[Order]) -> list[Outcome]:
+        return [Outcome(trouble=Trouble.AUTH, scope="provider", message=self._error.message) for _ in orders]
+
+    async def rented(self, cluster: str) -> list[Rented]:
+        raise self._error
+
+    async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
+        raise self._error
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        raise self._error
+
+    async def close(self) -> None:
+        pass

@@ -113,8 +113,11 @@ def prices(directory: Path | None = None) -> Prices:
 
 
 def shape_of(kind: str, type: str) -> Shape | None:
-    """What is in a machine of that type; None where our table does not know."""
-    return prices().shape(kind, type)
+    """What is in a machine of that type; None where our table does not know.
+
+    Only the table that comes with Shoal counts: Slurm's lines must not depend on what was asked on which machine.
+    """
+    return _shipped_table().shape(kind, type)
 
 
 def refreshed(kind: str, offers: Iterable[Offer], today: str, directory: Path | None = None) -> int:

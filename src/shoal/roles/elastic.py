@@ -49,7 +49,7 @@ place=$1 wheel=$2 extras=$3
 rm -rf "$place"
 python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras"
-touch "$place/.complete"
+touch "$place/.complete$extras"
 """
 """A venv counts once its mark is there: what a killed run left without one is made anew."""
 
@@ -198,7 +198,7 @@ def _made(spec: Spec) -> Document:
         Command(
             "install Shoal",
             (*environment, "sh", "-c", INSTALL, "sh", prefix(), wheel, extras),
-            unless=("test", "-e", f"{prefix()}/.complete"),
+            unless=("test", "-e", f"{prefix()}/.complete{extras}"),
             timeout=1800.0,
             restarts=restarts,
             fix="see that the host reaches a package index, or set `proxy`",

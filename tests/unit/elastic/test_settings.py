@@ -8,9 +8,12 @@ import pytest
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File, SecretRef
+from shoal.elastic.__main__ import service
+from shoal.elastic.ledger import Ledger
 from shoal.elastic.settings import read_settings
-from shoal.errors import UsageError
-from shoal.providers.rental import Account
+from shoal.elastic.source import Unusable
+from shoal.errors import ProviderError, UsageError
+from shoal.providers.rental import Account, Offer, Order, Trouble
 from shoal.roles.cluster import assemble
 from shoal.roles.elastic import SETTINGS, Elastic
 from shoal.roles.stage import Stage
@@ -71,3 +74,20 @@ def test_what_is_missing_or_broken_is_told_with_the_way_to_mend_it(
     with pytest.raises(UsageError) as caught:
         read_settings(directory)
     assert str(caught.value) == f"{directory}/{cause}\n  fix: run `shoal up`, which writes it"
+
+
+async def test_an_account_whose_key_is_none_keeps_no_other_from_working(directory: Path, tmp_path: Path) -> None:
+    """The key for Google is no service account: its machines cannot be asked for, those of the other account can."""
+    settings = read_settings(directory)
+    ledger = Ledger.open(tmp_path / "ledger.db")
+    sources = service(settings, ledger).fleet.sources
+    cheap, gcp = sources["cheap"].renter, sources["gcp"].renter
+    assert not isinstance(cheap, Unusable) and isinstance(gcp, Unusable)
+    with pytest.raises(ProviderError) as raised:
+        await gcp.rented("reef")
+    [outcome] = await gcp.create([Order("reef", "cloud1", "t", Offer("gcp", "a2-highgpu-1g", "r"), "ssh-ed25519 A")])
+    assert (outcome.trouble, outcome.scope, outcome.message) == (Trouble.AUTH, "provider", raised.value.message)
+    assert "secret-of-gcp" not in outcome.message
+    for one in sources.values():
+        await one.renter.close()
+    ledger.close()

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from shoal.network.links import PROGRAM
+from shoal.network.links_program import greet
 
 TOKEN = "0123456789abcdef"
 
@@ -100,6 +102,24 @@ def test_many_connections_at_once_are_measured_as_one_rate(players: tuple[Player
     request = {"address": "127.0.0.1", "port": port, "token": TOKEN, "seconds": 0.2, "pings": 3, "many": 4}
     found = other.ask(op="measure", **request)
     assert found["mbit"] > 1 and found["mbit_many"] > 1
+
+
+def test_one_starved_connection_of_many_carries_nothing_and_spoils_nothing(players: tuple[Player, Player]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(6) as pool:
+
+        def serve() -> None:
+            for number in range(5):
+                peer, _ = server.accept()
+                if number == 2:
+                    peer.close()
+                else:
+                    pool.submit(greet, peer, TOKEN.encode())
+
+        server.settimeout(30)
+        pool.submit(serve)
+        request = {"address": "127.0.0.1", "port": server.getsockname()[1], "token": TOKEN, "seconds": 0.2, "pings": 3}
+        found = players[0].ask(op="measure", many=4, **request)
+    assert found["mbit"] > 1 and found["mbit_many"] > 1, found
 
 
 def test_it_ends_with_its_input_also_while_it_measures(players: tuple[Player, Player]) -> None:

@@ -152,3 +152,13 @@ async def test_a_pace_keeps_calls_apart_and_settings_decide_how_far(tmp_path: Pa
         await pace.wait()
     assert time.monotonic() - begun >= 0.1
     assert Pace.of(Account("acme", "example"), "request", 1.0) == Pace(1.0, None)
+
+
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\rx", "schlüssel"])
+async def test_a_key_that_no_header_takes_is_refused_without_showing_it(key: str) -> None:
+    api = Api(Account("acme", "example", key, "http://127.0.0.1:9"), "http://127.0.0.1:9/v1")
+    with pytest.raises(ApiError) as caught:
+        await api.ask("POST", "/machines", json={}, creates=True)
+    await api.close()
+    assert str(caught.value) == "acme: POST /machines: the key has characters that no key has"
+    assert caught.value.trouble is Trouble.AUTH

@@ -263,7 +263,7 @@ def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
     document = controller_document(Stage.SERVICES)
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
     assert own_wheel().sha256[:12] in prefix() and prefix() in install.argv
-    assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{prefix()}/.complete")
+    assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{prefix()}/.complete[gcp]")
     [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, own_wheel().sha256)]
     assert sent.path == install.argv[-2]
 

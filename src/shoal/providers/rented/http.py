@@ -121,6 +121,8 @@ class Api:
         seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT if creates else TIMEOUT))
         await self.pace.wait()
         key = await self._bearer() if self._bearer else self.account.secret
+        if not (key.isascii() and key.isprintable()):
+            raise ApiError(f"{where}: the key has characters that no key has", Trouble.AUTH, scope="provider")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             response = await self._client.request(
@@ -148,7 +150,7 @@ class Api:
     def _refused(self, where: str, response: httpx.Response, data: Any, unknown: Trouble) -> ApiError:
         status = response.status_code
         found = self._understand(status, data) or _by_status(status, unknown)
-        words = found.message or _excerpt(response.text) or response.reason_phrase
+        words = found.message or _excerpt(self._hidden(response.text)) or response.reason_phrase
         after = _seconds(response.headers.get("retry-after"), self._retry_after) if status == 429 else 0.0
         error = self._failed(f"{where}: {status}: {words}", found.trouble, found.scope, status, data)
         error.hint, error.retry_after = found.hint, after
@@ -157,9 +159,11 @@ class Api:
     def _failed(
         self, message: str, trouble: Trouble, scope: Scope = "offer", status: int = 0, data: Any = None
     ) -> ApiError:
-        # An API may quote what it was sent.
-        hidden = message.replace(self.account.secret, "***") if self.account.secret else message
-        return ApiError(hidden, trouble, scope=scope, status=status, data=data)
+        return ApiError(self._hidden(message), trouble, scope=scope, status=status, data=data)
+
+    def _hidden(self, text: str) -> str:
+        """An API may quote what it was sent."""
+        return text.replace(self.account.secret, "***") if self.account.secret else text
 
 
 def _address(given: str, usual: str) -> str:
