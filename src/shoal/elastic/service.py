@@ -162,8 +162,9 @@ class Service:
             accounts={name: source.problem for name, source in self.fleet.sources.items()}
             | dict.fromkeys(left, "machines are rented there, and the spec has no such account any more"),
             jobs={job: text for job, text in self.fleet.said.items() if job not in running},
-            nodes={
-                rental.node: {
+            machines={
+                rental.token: {
+                    "node": rental.node,
                     "state": rental.state,
                     "account": rental.account,
                     "type": rental.offer.type,

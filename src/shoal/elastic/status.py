@@ -1,4 +1,13 @@
-"""What the service says of itself, in a file beside the ledger: for `shoal status`, and for whoever looks."""
+"""What the service says of itself, in a file beside the ledger: for `shoal status`, and for whoever looks.
+
+    {"at": 1763200000.0, "problem": "", "accounts": {"lambda": ""}, "jobs": {"7": "trying lambda us-west-1"},
+     "machines": {"5f0c…": {"node": "burst1", "state": "joined", "account": "lambda", "type": "gpu_1x_a10",
+                            "place": "us-west-1", "market": "on-demand", "id": "i-1", "usd_hour": 1.29,
+                            "since": 1763199000.0}}}
+
+Machines are named by the token of their rental, for a node may have two: one that goes, and the one in its place. Of
+those of a node at most one is not `releasing`, as soon as a step has ended; it is the one that counts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +32,8 @@ class Status:
     """What is wrong with each account; empty for one that answers."""
     jobs: Mapping[str, str] = field(default_factory=dict)
     """Why jobs wait."""
-    nodes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The machine of each node: its state in the ledger, where it is, what it costs."""
+    machines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Every machine that is there or may be, by its token: its node, its state in the ledger, where, for how much."""
 
 
 def write(path: Path, status: Status) -> None:

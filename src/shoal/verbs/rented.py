@@ -18,9 +18,10 @@ SILENT_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class RentedNode:
-    """A machine that is rented now."""
+    """A machine that is rented now, for a node. A node has two while one goes and another takes its place."""
 
     name: str
+    """The node's."""
     state: str
     """As in the ledger: `intended`, `made`, `joined` or `releasing`."""
     account: str
@@ -61,7 +62,7 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
         return RentedView("shoal-elastic has said nothing yet; run `shoal up`")
     try:
         said = service_status.read(told.text)
-        nodes = tuple(RentedNode(name, **{key: node[key] for key in _FIELDS}) for name, node in said.nodes.items())
+        nodes = tuple(RentedNode(one["node"], **{key: one[key] for key in _FIELDS}) for one in said.machines.values())
     except (ValueError, KeyError):
         return RentedView("this is no status of shoal-elastic.service")
     problem = said.problem

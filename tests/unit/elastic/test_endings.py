@@ -144,8 +144,10 @@ async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_pat
         it.market().faults.clear()
         await running(it)
         told = status.read(file.read_text())
-        [node] = told.nodes.values()
-        assert (node["state"], node["place"], node["usd_hour"]) == ("joined", "us-west-1", 1.29)
+        [(token, one)] = told.machines.items()
+        assert token == it.rentals("joined")[0].token
+        assert one["node"] == it.rentals("joined")[0].node
+        assert (one["state"], one["place"], one["usd_hour"]) == ("joined", "us-west-1", 1.29)
         it.fault("list-fails", -1)
         it.slurm.silent = True
         await it.service.step()
@@ -154,6 +156,23 @@ async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_pat
         told = status.read(file.read_text())
         assert "Unable to contact slurm controller" in told.problem
         assert "500" in told.accounts["lambda"]
+
+
+async def test_the_status_file_has_a_machine_that_goes_beside_the_one_in_its_place(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        file = tmp_path / "status.json"
+        it.service = Service(it.fleet, status_file=file)
+        it.slurm.submit("1", 1, seconds=3600)
+        await running(it)
+        [first] = it.rentals("joined")
+        it.fleet.release(first, "no longer wanted")
+        it.ledger.intend(replace(first, token="t2", state="intended", id=""))
+        await it.service.step()
+        told = status.read(file.read_text()).machines
+        assert [(one["node"], one["state"]) for one in told.values()] == [
+            ("burst1", "releasing"),
+            ("burst1", "intended"),
+        ]
 
 
 async def test_an_account_that_left_the_spec_while_machines_are_there_is_told(tmp_path: Path) -> None:

@@ -86,12 +86,14 @@ SAID = {
     "problem": "",
     "accounts": {"acme": "", "other": "the key is not accepted"},
     "jobs": {"7": "acme us-1 out of gpu-2, trying other us-2"},
-    "nodes": {
-        f"cloud{number}": {
-            "state": state, "account": "acme", "type": "gpu-2", "place": "us-1", "market": "spot", "id": f"i-{number}",
-            "usd_hour": price, "since": 900.0, "jobs": [],
+    "machines": {
+        f"t0ken{number}": {
+            "node": f"cloud{node}", "state": state, "since": 900.0, "usd_hour": price, "jobs": [],
+            "account": "acme", "type": "gpu-2", "place": "us-1", "market": "spot", "id": f"i-{number}",
         }
-        for number, state, price in ((1, "joined", 0.4), (2, "joined", 0.4), (3, "made", None))
+        for number, (node, state, price) in enumerate(
+            [(1, "joined", 0.4), (2, "joined", 0.4), (3, "releasing", 0.4), (3, "made", None)]
+        )
     },
 }  # fmt: skip
 
@@ -102,12 +104,13 @@ async def view(text: str | None, now: float = 1060.0) -> RentedView | None:
     return await rented_view(spec_of(rented_lab("http://10.0.0.1:1")), host, lambda: now)
 
 
-async def test_status_tells_what_is_rented_what_it_costs_and_what_is_wrong() -> None:
+async def test_status_tells_every_machine_what_it_costs_and_what_is_wrong() -> None:
     found = await view(json.dumps(SAID))
     assert found is not None and found.waiting == {"7": "acme us-1 out of gpu-2, trying other us-2"}
     assert list(rented_lines(found)) == [
-        "rented: 3 machines, [bold]$0.80 an hour[/]",
+        "rented: 4 machines, [bold]$1.20 an hour[/]",
         "  cloud[1-2]: gpu-2 at acme us-1 (spot), in use, $0.40 an hour each",
+        "  cloud3: gpu-2 at acme us-1 (spot), being given back, $0.40 an hour each",
         "  cloud3: gpu-2 at acme us-1 (spot), booting, price unknown",
         "  [yellow]other[/]: the key is not accepted",
     ]
