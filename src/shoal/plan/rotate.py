@@ -83,6 +83,7 @@ ROTATIONS: Mapping[str, Rotation] = {
         lambda spec: spec.network.kind == "tailscale" and spec.network.auth_key is not None,
         "it wants `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}` in the file",
         rotate_in_tailnet,
+        cuts_off=False,
     ),
 }
 """All keys, in the order in which `all` takes them."""

@@ -45,6 +45,8 @@ class Rotation:
     instead: str
     """What to say where it has not."""
     run: Callable[[Rotating], Awaitable[Rotated]]
+    cuts_off: bool = True
+    """Whether a host that keeps its old key can no longer talk to the others."""
 
 
 async def apply_all(now: Rotating, documents: Mapping[str, Document], secrets: Mapping[str, bytes]) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.errors import HostError, ShoalError, UsageError
+from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
 from shoal.plan.probe import failed_seconds, probing
 from shoal.plan.rotate import ROTATIONS
 from shoal.plan.rotating import Rotating
+from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
+from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
 
 ALL = "all"
+WOKEN = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ async def rotate(context: Context, what: str, *, leave_unreachable: bool = False
     chosen = _chosen(context, what)
     async with await context.fleet() as fleet:
         await _meet(context, fleet, leave_unreachable)
+        if any(ROTATIONS[name].cuts_off for name in chosen):
+            await _refuse_rented(context, fleet)
         left = dict(fleet.failures)
         rotated = []
         for name in chosen:
@@ -79,6 +84,29 @@ async def _meet(context: Context, fleet: Fleet, leave_unreachable: bool) -> None
             f"{names} would keep the old key and be cut off; nothing was changed{told}",
             hint="bring it back, or say --leave-unreachable: `shoal up` gives it the new key when it answers",
         )
+
+
+async def _refuse_rented(context: Context, fleet: Fleet) -> None:
+    """Rented nodes that are up, or about to be, have the controller's old key, and nobody brings them another."""
+    result = await (await fleet.host(context.controller.name)).run(NODES_COMMAND, timeout=60)
+    if result.status != 0 and rented_members(context.spec):
+        raise SlurmError(
+            f"slurmctld does not say which rented nodes are up; nothing was changed: {result.error_text.strip()}",
+            hint="run `shoal up`, and then this again",
+        )
+    up = [node.name for node in parse_nodes(result.text) if "CLOUD" in node.state and not _asleep(node)]
+    if up:
+        raise ShoalError(
+            f"{compress(up)}: rented and up, would keep the old key and be cut off; nothing was changed",
+            hint="wait until they have gone; after `scontrol update "
+            f"nodename={compress(up)} state=power_down_asap` on {context.controller.name} they take no more jobs, and "
+            "go when theirs have ended",
+        )
+
+
+def _asleep(node: NodeState) -> bool:
+    """Whether it has no machine, or loses it now; and no job has it, for which it would be woken."""
+    return bool({"POWERED_DOWN", "POWERING_DOWN"} & set(node.state)) and not WOKEN & set(node.state)
 
 
 async def _rotate(context: Context, fleet: Fleet, name: str) -> RotatedKey:

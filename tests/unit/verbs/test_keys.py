@@ -173,6 +173,68 @@ async def test_what_is_no_key_is_refused_with_those_there_are() -> None:
     assert str(caught.value).startswith("there is no key 'kerberos'\n  fix: use one of munge, ")
 
 
+# ---- rented nodes
+
+CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3}\n"
+RENTING = LAB.replace("partitions:", CLOUD + "partitions:") + "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
+
+
+def renting(*states: str, text: str = RENTING) -> World:
+    """A lab with nodes cloud1, cloud2 … which Slurm has in these states."""
+    world = cluster(text=text)
+    lines = [f"NodeName=cloud{number} CPUTot=1 State={state}\n" for number, state in enumerate(states, 1)]
+    answer = "".join(("NodeName=n1 CPUTot=4 State=ALLOCATED\n", *lines)).encode()
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: answer}
+    return world
+
+
+@pytest.mark.parametrize("key", ["munge", "all"])
+async def test_nothing_changes_while_a_rented_node_is_up_or_comes(key: str) -> None:
+    world = renting("IDLE+CLOUD", "IDLE+CLOUD+POWERED_DOWN", "ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP")
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), key, leave_unreachable=True)
+    assert str(caught.value) == (
+        "cloud[1,3]: rented and up, would keep the old key and be cut off; nothing was changed\n"
+        "  fix: wait until they have gone; after `scontrol update nodename=cloud[1,3] state=power_down_asap` on c1 "
+        "they take no more jobs, and go when theirs have ended"
+    )
+    assert keys_of(world) == {b"old"} and world.applied() == []
+    assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
+
+
+@pytest.mark.parametrize(
+    "state", ["IDLE+CLOUD", "MIXED+CLOUD+POWERED_DOWN", "DOWN+CLOUD+NOT_RESPONDING", "IDLE+CLOUD+POWER_DOWN"]
+)
+async def test_a_rented_node_counts_as_up_unless_its_machine_is_gone_or_goes_and_no_job_wakes_it(state: str) -> None:
+    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+        await rotate(context_of(renting(state)), "munge")
+
+
+async def test_a_rented_node_that_the_file_no_longer_names_counts_too() -> None:
+    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+        await rotate(context_of(renting("IDLE+CLOUD", text=LAB)), "munge")
+
+
+async def test_rented_nodes_without_a_machine_keep_nobody_from_a_new_key() -> None:
+    world = renting("IDLE+CLOUD+POWERED_DOWN", "IDLE+CLOUD+POWERING_DOWN", "DOWN+CLOUD+POWERED_DOWN")
+    [key] = (await rotate(context_of(world), "munge")).rotated
+    assert key.hosts == ("c1", "n1", "n2")
+    assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
+
+
+async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the_rotation() -> None:
+    world = renting()
+    silent = Result(1, stderr=b"slurm_load_node error: Unable to contact slurm controller (connect failure)\n")
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: silent}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "munge")
+    assert str(caught.value) == (
+        "slurmctld does not say which rented nodes are up; nothing was changed: slurm_load_node error: Unable to "
+        "contact slurm controller (connect failure)\n  fix: run `shoal up`, and then this again"
+    )
+    assert keys_of(world) == {b"old"}
+
+
 # ---- probes
 
 
@@ -331,6 +393,15 @@ async def test_every_host_makes_its_new_wireguard_key_before_any_puts_it_in_plac
     assert done[-1] == ("c1", f"rm -f {MARK}")
     for agent in world.agents.values():
         assert f"file {PEERS}" in agent.items
+
+
+async def test_a_container_that_a_tunnel_leads_into_has_no_wireguard_key_and_is_left_alone() -> None:
+    world, done = mesh()
+    world.agents["n2"].facts = replace(world.agents["n2"].facts, tun=False, init="")
+    [key] = (await rotate(context_of(world), "wireguard")).rotated
+    assert key.hosts == ("c1", "n1")
+    assert "n2" not in [name for name, _ in done]
+    assert "n2" not in world.applied()
 
 
 async def test_a_rotation_of_wireguard_keys_that_was_killed_makes_no_further_keys() -> None:

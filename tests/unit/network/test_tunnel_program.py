@@ -1,0 +1,45 @@
+"""The program that holds a tunnel open, run with a Slurm and an ssh that only note what is asked of them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.network.tunnel import program
+
+REGISTERS_WITHIN = 60
+"""Seconds that a rented container has for it: the tunnel must be there well before."""
+
+
+def played(tmp_path: Path, *states: str) -> list[str]:
+    """What the program does while Slurm says these states of the node, one at every question; then it is ended."""
+    (tmp_path / "states").write_text("".join(f"NodeName=pod1 CPUTot=1 State={state} Reason=none\n" for state in states))
+    commands = {
+        "scontrol": f"cd {tmp_path}; head -n 1 states; sed -i 1d states",
+        "sleep": f'echo "sleep $1" >> {tmp_path}/done',
+        # The second call of a round, which lasts for as long as the tunnel does, is the end of what we look at.
+        "ssh": f'for last; do :; done; echo "ssh $last" >> {tmp_path}/done; case $last in hold) kill "$PPID" ;; esac',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "tunnel").write_text(program())
+    path = f"{tmp_path}:/usr/bin:/bin"
+    subprocess.run(["/bin/sh", tmp_path / "tunnel", "pod1"], env={"PATH": path}, timeout=120, check=False)
+    return (tmp_path / "done").read_text().splitlines()
+
+
+def test_a_container_that_is_there_is_called_at_once(tmp_path: Path) -> None:
+    assert played(tmp_path, "IDLE+CLOUD") == ["ssh clear", "ssh hold"]
+
+
+@pytest.mark.parametrize("coming", ["ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP", "IDLE+CLOUD+POWERING_UP"])
+def test_one_that_was_given_back_is_not_called_and_its_return_is_noticed_in_time_to_register(
+    tmp_path: Path, coming: str
+) -> None:
+    *waited, clear, hold = played(tmp_path, *["IDLE+CLOUD+POWERED_DOWN"] * 3, coming)
+    assert (clear, hold) == ("ssh clear", "ssh hold")
+    assert len(waited) == 3 and all(one.startswith("sleep ") for one in waited)
+    assert all(int(one.split()[1]) <= REGISTERS_WITHIN / 4 for one in waited)
