@@ -28,9 +28,9 @@ async def reconcile(fleet: Fleet, world: World) -> None:
     _recognise(fleet, world)
     world.read(fleet.ledger)
     overdue(fleet, world)
-    await _lost(fleet, world)
+    lost = await _lost(fleet, world)
     world.read(fleet.ledger)
-    await _nodes(fleet, world)
+    await _nodes(fleet, world, lost)
     live = {rental.token: rental for rental in world.rentals}
     for source in fleet.sources.values():
         await _strays(fleet, source, live)
@@ -92,8 +92,9 @@ def _since(machine: Rented, now: float) -> float:
     return now if machine.created is None else min(now, machine.created)
 
 
-async def _lost(fleet: Fleet, world: World) -> None:
-    """Machines that died: their nodes go down, so that jobs start again, and are woken anew."""
+async def _lost(fleet: Fleet, world: World) -> set[str]:
+    """Machines that died: their nodes go down, so that jobs start again, and are woken anew. Returns these nodes."""
+    told: set[str] = set()
     for rental in world.rentals:
         source = fleet.sources.get(rental.account)
         if source is None or rental.state not in ("made", "joined"):
@@ -112,7 +113,9 @@ async def _lost(fleet: Fleet, world: World) -> None:
         node = world.nodes.get(rental.node)
         if node is not None and in_use(node):
             log.warning("%s: %s", rental.node, why)
-            await fleet.tell(fleet.slurm.down([rental.node], reason(why, world.now)))
+            if await fleet.tell(fleet.slurm.down([rental.node], reason(why, world.now))):
+                told.add(rental.node)
+    return told
 
 
 def _dead(rental: Rental, machine: Rented) -> bool:
@@ -128,8 +131,11 @@ def _remember(fleet: Fleet, rental: Rental, why: str) -> None:
         fleet.useless(rental, why)
 
 
-async def _nodes(fleet: Fleet, world: World) -> None:
-    """See that no node has a machine it should not have, or lacks one that Slurm counts on."""
+async def _nodes(fleet: Fleet, world: World, lost: set[str]) -> None:
+    """See that no node has a machine it should not have, or lacks one that Slurm counts on.
+
+    The `lost` ones went down a moment ago, and keep the reason that they were given.
+    """
     asleep: list[str] = []
     back: list[str] = []
     for node in world.nodes.values():
@@ -148,9 +154,9 @@ async def _nodes(fleet: Fleet, world: World) -> None:
                 fleet.release(rental, f"the node is down: {node.reason or 'no reason given'}")
             if not ours(node) or again(node) <= world.now:
                 asleep.append(node.name)
-        elif in_use(node) and not kept:
+        elif in_use(node) and not kept and node.name not in lost:
             await fleet.tell(fleet.slurm.down([node.name], reason("no machine is behind this node", world.now)))
-        elif in_use(node) and kept[0].state == "made":
+        elif in_use(node) and kept and kept[0].state == "made":
             fleet.ledger.joined(kept[0].token, world.now)  # it registered, and nobody wrote it down
     for rental in world.rentals:
         if rental.node not in world.nodes:

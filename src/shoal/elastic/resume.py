@@ -150,8 +150,11 @@ class Resume:
                 why, again = choose.why_none(group.nodeset, listed, blocks, now)
                 return await self._give_up(group, world, why or "the job's other nodes cannot be joined", again)
             offer, refusal = self._affordable(group, _begun_first(group, offers), now)
+            if refusal and any(one.node in group.wanting and not one.billed_until for one in world.rentals):
+                return  # what these nodes had is on its way out, and makes room
             if refusal:
-                return await self._give_up(group, world, refusal, None)
+                why = f"{group.trouble}; {refusal}" if group.trouble else refusal
+                return await self._give_up(group, world, why, None)
             if not all(_same(one.offer, offer) for one in group.coming):
                 for rental in group.coming:
                     self._drop(group, rental, f"the job's nodes are to be in one place: {group.trouble}")

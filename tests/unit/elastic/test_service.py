@@ -13,6 +13,7 @@ from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 from shoal.elastic.inbox import Request
 from shoal.elastic.source import LOOK_SECONDS
 from shoal.providers.rental import Trouble
+from shoal.spec.rented import Budget
 
 WEST, EAST = choice(CASES["lambda"]), choice(CASES["lambda"], region="us-east-1")
 
@@ -277,7 +278,37 @@ async def test_a_machine_that_dies_is_replaced_and_its_job_goes_on(tmp_path: Pat
         it.market().kill(it.machines()[0].id)
         await it.until(lambda: job.restarts == 1)
         await running(it, "1")
-        assert any("is unhealthy" in text for text in it.slurm.node_by_name["burst1"].reasons)
+        [why] = it.slurm.node_by_name["burst1"].reasons
+        assert "is unhealthy" in why
+        await settled(it)
+        assert job.state == "COMPLETED"
+
+
+async def test_a_machine_that_is_replaced_makes_room_in_the_budget_for_the_one_in_its_place(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=2 * 1.29)) as it:
+        _paced(it)
+        job, later = it.slurm.submit("1", 2), it.slurm.submit("2", 2)
+        await it.until(lambda: len(it.machines()) == 1, every=1.0)
+        it.fault("bad-gpu")
+        await running(it, "1")
+        assert (job.restarts, len(it.market().bill())) == (0, 3)
+        assert later.comments[0].startswith("the budget of $2.58 an hour")
+        await settled(it)
+
+
+async def test_a_job_whom_the_budget_keeps_from_another_place_says_what_was_wrong_with_the_first(
+    tmp_path: Path,
+) -> None:
+    sets = (rented_set("burst", 4, WEST, EAST),)
+    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * 1.29)) as it:
+        _paced(it)
+        job = it.slurm.submit("1", 2)
+        await it.until(lambda: len(it.machines()) == 1, every=1.0)
+        it.fault("stockout")
+        await it.until(lambda: job.restarts == 1)
+        assert job.comment.startswith(
+            "lambda us-west-1 out of gpu_1x_a10; the budget of $2.58 an hour: $1.29 is in use"
+        )
         await settled(it)
         assert job.state == "COMPLETED"
 
