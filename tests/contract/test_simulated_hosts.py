@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,11 @@ import asyncssh
 import httpx
 import pytest
 
+from shoal.errors import ProviderError
 from shoal.providers.api import Request
 from shoal.providers.sandbox.layout import Layout, cache_dir
 from shoal.providers.sandbox.machine import ssh_answers
+from shoal.providers.sandbox.programs import call
 from shoal.providers.sandbox.provider import SandboxProvider
 from shoal.simulators.faults import Fault
 from shoal.simulators.machines import MachineType, Profile, Wanted
@@ -149,10 +152,12 @@ async def test_machines_that_were_kept_are_there_for_the_next_run(ground: Sandbo
     await ground.close(keep=True)
     await SandboxProvider().delete(CLUSTER, [ground.host_name("m2")], _silent)
     stray = SandboxGround("lambda", CLUSTER)
+    await stray.open()
     Market(VM, TYPES, stray).order(wanted(key, "n3"), "m3")
     await stray.close(keep=True)
 
     after = SandboxGround("lambda", CLUSTER)
+    await after.open()
     market = Market(VM, TYPES, after, store=after.store)
     market.adopt()
     assert {id: found.phase for id, found in market.machines.items()} == {"m1": "up", "m2": "error"}
@@ -174,30 +179,88 @@ async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(groun
 
 
 async def test_a_spot_machine_is_told_by_the_cloud_that_it_will_be_taken_away(key: Any) -> None:
-    found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(simulate("sandbox", found.set_result, cluster=CLUSTER))
-    try:
-        told = await asyncio.wait_for(found, 60)
+    layout = Layout(cache_dir(), CLUSTER)
+    async with simulated() as told:
         assert not told.warning
-        public = key.with_suffix(".pub").read_text()
-        order = {"token": "t1", "name": "n1", "type": "cpu", "market": "spot", "public_key": public}
         async with httpx.AsyncClient(base_url=told.url) as client:
-            [made] = (await client.post("/v1/machines", json={"machines": [order]})).json()["machines"]
-            shown: dict[str, Any] = {}
-            async with asyncio.timeout(60):
-                while shown.get("state") != "running":
-                    [shown] = (await client.get("/v1/machines")).json()["machines"]
-                    await asyncio.sleep(0.1)
+            shown = await ordered(client, key)
             ask = "import urllib.request as u; print(u.urlopen('http://169.254.169.254/notice').read().decode())"
             before = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
-            await client.post(f"/_simulator/preempt/{made['id']}")
+            await client.post(f"/_simulator/preempt/{shown['id']}")
             after = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
         assert "404" in str(before.stderr)
         assert str(after.stdout).startswith('{"seconds":')
+        # This machine itself may be in a cloud that answers there.
+        assert "169.254.169.254" not in await call(
+            "ip", "-4", "addr", "show", "dev", layout.bridge(layout.sites()["a"])
+        )
+    assert not layout.dir.exists()
+    assert layout.table not in await call("nft", "list", "tables")
+
+
+async def test_a_second_simulator_is_refused_and_the_machines_of_the_first_stay(key: Any) -> None:
+    async with simulated() as told, httpx.AsyncClient(base_url=told.url) as client:
+        shown = await ordered(client, key)
+        with pytest.raises(ProviderError) as caught:
+            await simulate("sandbox", lambda found: None, cluster=CLUSTER)
+        assert str(caught.value) == (
+            f"sandbox is simulated for cluster {CLUSTER} already\n"
+            "  fix: use the one that runs, or end it with Ctrl-C first"
+        )
+        [still] = (await client.get("/v1/machines")).json()["machines"]
+        assert (still["id"], still["state"]) == (shown["id"], "running")
+        assert (await on(shown["address"], 22, key, "root", "id -un")).stdout == "root\n"
+        with pytest.raises(ProviderError, match="another simulated cloud of this cluster tells its machines"):
+            await second_of_another_kind()
+        assert (await on(shown["address"], 22, key, "root", "id -un")).stdout == "root\n"
+
+
+async def test_a_start_that_fails_leaves_the_machines_that_were_kept(ground: SandboxGround, key: Any) -> None:
+    before = Market(VM, TYPES, ground, store=ground.store)
+    one = before.order(wanted(key), "m1")
+    await until(before, lambda: one.phase == "up")
+    await ground.close(keep=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ProviderError, match=r"cannot listen on 127\.0\.0\.1"):
+            await simulate("lambda", lambda found: None, cluster=CLUSTER, port=taken.getsockname()[1])
+    assert (await on(one.host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
+    await ground.open()  # whose end takes them away
+
+
+@contextlib.asynccontextmanager
+async def simulated() -> AsyncIterator[Simulated]:
+    """`shoal simulate sandbox` with hosts, until the block ends."""
+    found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(simulate("sandbox", found.set_result, cluster=CLUSTER))
+    try:
+        yield await asyncio.wait_for(found, 120)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert not Layout(cache_dir(), CLUSTER).dir.exists()
+
+
+async def ordered(client: httpx.AsyncClient, key: Any) -> dict[str, Any]:
+    """A spot machine of the simulated sandbox, up."""
+    public = key.with_suffix(".pub").read_text()
+    order = {"token": "t1", "name": "n1", "type": "cpu", "market": "spot", "public_key": public}
+    await client.post("/v1/machines", json={"machines": [order]})
+    shown: dict[str, Any] = {}
+    async with asyncio.timeout(120):
+        while shown.get("state") != "running":
+            [shown] = (await client.get("/v1/machines")).json()["machines"]
+            await asyncio.sleep(0.1)
+    return shown
+
+
+async def second_of_another_kind() -> None:
+    other = SandboxGround("gcp", CLUSTER)
+    await other.open()
+    try:
+        (await other.listen_for_metadata()).close()
+    finally:
+        await other.close()
 
 
 def _silent(what: str, done: float) -> None:

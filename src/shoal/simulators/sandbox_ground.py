@@ -2,19 +2,20 @@
 
 They are beside the cluster's own hosts and reached by them; the sandbox does not count them among those, and only
 `shoal down` takes them with it. What a host does when it first boots (its user, the key, the script of the order) is
-in its seed, as cloud-init would have it.
+in its seed, as cloud-init would have it: see `first_boot`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import socket
-import stat
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import asyncssh
 
 from shoal.errors import ProviderError
 from shoal.providers.sandbox import images, machine, network, seed
-from shoal.providers.sandbox.layout import OPEN_SITE, HostRecord, Layout, cache_dir, site_of
+from shoal.providers.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, cache_dir, site_of
 from shoal.providers.sandbox.programs import call
 from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.simulators.first_boot import break_devices, seeded
 from shoal.simulators.ground import Stand
 from shoal.simulators.machines import Machine, MachineType, Profile
 from shoal.simulators.server import METADATA, listen
@@ -35,48 +37,6 @@ log = logging.getLogger("shoal.simulators")
 AT_ONCE = 4
 """So many hosts boot at a time; a machine of two cores has enough with that."""
 AGAIN_SECONDS = 2.0
-FIRST_BOOT = """\
-[Unit]
-Description=The login user of this machine, and its key
-Before=ssh.service
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart=/usr/local/lib/shoal-first-boot
-"""
-FIRST_BOOT_PROGRAM = """\
-#!/bin/sh
-set -eu
-user=$(cat /etc/shoal-cloud/user)
-id "$user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$user"
-home=$(getent passwd "$user" | cut -d: -f6)
-install -d -m 0700 -o "$user" -g "$user" "$home/.ssh"
-install -m 0600 -o "$user" -g "$user" /etc/shoal-cloud/authorized_keys "$home/.ssh/authorized_keys"
-if [ "$user" != root ]; then
-    echo "$user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/90-cloud
-    chmod 0440 /etc/sudoers.d/90-cloud
-fi
-"""
-USER_DATA = """\
-[Unit]
-Description=The script that this machine was ordered with
-After=network.target ssh.service
-ConditionPathExists=!/var/lib/shoal-user-data-ran
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStartPre=/usr/bin/touch /var/lib/shoal-user-data-ran
-ExecStart=/etc/shoal-cloud/user-data
-"""
-BROKEN_SMI = b"""\
-#!/bin/sh
-echo "Unable to determine the device handle for GPU0000:00:05.0: Unknown Error" >&2
-exit 15
-"""
-NO_DEVICE = os.makedev(240, 0)
-"""A number that no driver has: to open it is ENXIO, as with a GPU that fell off its bus."""
 NAME_LENGTH = 38
 
 
@@ -90,8 +50,10 @@ class SandboxGround:
         self._stands: dict[str, Stand] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
-        self._told_by = ""
-        """The bridge that has METADATA because of us."""
+        self._locks: dict[str, int] = {}
+        """What this process alone may do until it closes: run this cloud here, and answer at METADATA."""
+        self.found = False
+        """Whether a former run left machines or a bill here."""
 
     @property
     def store(self) -> Path:
@@ -99,24 +61,38 @@ class SandboxGround:
         return self.layout.dir / "simulators" / f"{self.kind}.json"
 
     async def open(self) -> str:
-        """Make the network, and return the machine's address on it: there the cluster reaches the simulator."""
+        """Make the network, and return the machine's address on it: there the cluster reaches the simulator.
+
+        Raises ProviderError where another process has this cloud: its machines are not ours to touch.
+        """
         if os.geteuid() != 0:
             raise ProviderError("sandbox hosts take root", hint="run the command with sudo, or leave --cluster out")
         async with self.layout.locked():
+            if not self._lock(self.kind):
+                raise ProviderError(
+                    f"{self.kind} is simulated for cluster {self.layout.cluster} already",
+                    hint="use the one that runs, or end it with Ctrl-C first",
+                )
+            self.found = self.store.exists()
             sites = await network.ensure_sites(self.layout, [OPEN_SITE])
         return network.gateway(sites[OPEN_SITE])
 
     async def listen_for_metadata(self) -> socket.socket:
         """A socket where machines on this network ask for themselves, as in a cloud. Raises ProviderError."""
-        bridge = self.layout.bridge(self.layout.sites()[OPEN_SITE])
-        await call("ip", "addr", "replace", f"{METADATA}/32", "dev", bridge)
-        listener = listen(METADATA, 80, bridge)
-        self._told_by = bridge
+        if not self._lock("metadata"):
+            raise ProviderError("another simulated cloud of this cluster tells its machines")
+        site = self.layout.sites()[OPEN_SITE]
+        listener = listen(network.gateway(site), 0)
+        try:
+            await call("nft", "-f", "-", stdin=metadata_table(self.layout, site, listener.getsockname()[1]))
+        except ProviderError:
+            listener.close()
+            raise
         return listener
 
     def begin(self, machine: Machine, type: MachineType, profile: Profile) -> None:
         self._stands[machine.id] = Stand("making")
-        self._start(machine.id, self._make(machine, type, profile))
+        self._start(machine.id, partial(self._make, machine, type, profile))
 
     def stand(self, id: str) -> Stand:
         found = self._stands.get(id, Stand("gone"))
@@ -125,10 +101,10 @@ class SandboxGround:
         return found
 
     def end(self, id: str) -> None:
-        self._start(id, self._remove(id))
+        self._start(id, partial(self._remove, id))
 
     def kill(self, id: str) -> None:
-        self._start(id, self._pull_the_plug(id))
+        self._start(id, partial(self._pull_the_plug, id))
 
     def notice(self, id: str, at: float) -> None:
         log.info("%s is told that it will be taken away", self.host_name(id))
@@ -141,17 +117,28 @@ class SandboxGround:
                 state = machine.state(self.layout, name)
                 self._stands[wanted[name]] = self._standing(host, "dead" if state == "stopped" else "up")
             else:
-                self._start(name, self._provider.delete(self.layout.cluster, [name], _silent))
+                self._start(name, partial(self._provider.delete, self.layout.cluster, [name], _silent))
         return {wanted[name] for name in there if name in wanted}
 
     async def close(self, keep: bool = False) -> None:
+        if not self._locks:
+            return  # it was never ours, or is no longer
+        try:
+            await self._finish(keep)
+        finally:
+            for handle in self._locks.values():
+                os.close(handle)
+            self._locks.clear()
+
+    async def _finish(self, keep: bool) -> None:
         for task in self._tasks.values():
             if not keep:
                 task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if self._told_by:
-            with contextlib.suppress(ProviderError):  # it went with its bridge
-                await call("ip", "addr", "del", f"{METADATA}/32", "dev", self._told_by)
+        if "metadata" in self._locks:
+            with contextlib.suppress(ProviderError):  # it went with the cluster
+                await call("nft", "delete", "table", "ip", self.layout.table)
+            self._lock_file("metadata").unlink(missing_ok=True)
         if keep:
             return
         hosts = self.layout.hosts()
@@ -161,6 +148,7 @@ class SandboxGround:
             return
         await self._provider.delete(self.layout.cluster, mine, _silent)
         self.store.unlink(missing_ok=True)
+        self._lock_file(self.kind).unlink(missing_ok=True)
 
     def host_name(self, id: str) -> str:
         """What the sandbox calls the host of a machine."""
@@ -168,9 +156,25 @@ class SandboxGround:
 
     def _others(self) -> bool:
         """Whether another simulated cloud has machines or a memory here."""
-        return any(path != self.store for path in self.store.parent.glob("*.json"))
+        return any(path.stem not in (self.kind, "metadata") for path in self.store.parent.glob("*"))
 
-    def _start(self, id: str, work: Coroutine[Any, Any, None]) -> None:
+    def _lock_file(self, what: str) -> Path:
+        return self.store.with_name(f"{what}.lock")
+
+    def _lock(self, what: str) -> bool:
+        """Whether this process has something for itself now. However the process ends, its locks go with it."""
+        path = self._lock_file(what)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        self._locks[what] = handle
+        return True
+
+    def _start(self, id: str, work: Callable[[], Awaitable[None]]) -> None:
         before = self._tasks.get(id)
         self._tasks[id] = asyncio.create_task(_after(before, work))
 
@@ -199,22 +203,13 @@ class SandboxGround:
         built = await images.ensure(self.layout.cache, self.image, _silent)
         async with self.layout.locked():
             sites = await network.ensure_sites(self.layout, [OPEN_SITE, site_of(shape)])
-            known = self.layout.hosts()
-            taken = {host.index for host in known.values()}
-            record = HostRecord(
-                name=self.host_name(wanted.id),
-                index=next(n for n in range(len(known) + 1) if n not in taken),
-                address=network.free_address(sites[site_of(shape)], (host.address for host in known.values())),
-                image=str(built),
-                host_key="",
-                shape=shape,
-                renter=self.kind,
-            )
+            known = self.layout.hosts().values()
+            record = network.new_host(self.host_name(wanted.id), shape, built, sites, known, self.kind)
             keys = "".join(f"{key.strip()}\n" for key in wanted.wanted.public_keys)
             authorized = seed.ensure_identity(self.layout) + (keys if profile.user == "root" else "")
-            host = await seed.lay_out(self.layout, record, authorized, _seeded(wanted, profile, shape))
+            host = await seed.lay_out(self.layout, record, authorized, seeded(wanted, profile, shape))
             if not wanted.gpu_works:
-                _break_devices(self.layout.host_dir(host.name) / "devices")
+                break_devices(self.layout.host_dir(host.name) / "devices")
             if shape.container:
                 await network.open_ports(self.layout, sites)
             await network.plug_in(self.layout, host, sites[host.site])
@@ -254,48 +249,35 @@ class SandboxGround:
         self._stands[id] = Stand("dead", before.host, before.port, before.private_address)
 
 
-async def _after(before: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> None:
-    """One thing after the other for a machine; what is being made is first given up."""
+async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> None:
+    """One thing after the other for a machine; what is being done is first given up, and if it fails, so be it."""
     if before is not None:
         before.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await before
-    await work
+        await asyncio.wait([before])
+        if not before.cancelled() and (error := before.exception()):
+            log.error("what was done to a machine before failed: %s", error)
+    await work()
 
 
-def _seeded(wanted: Machine, profile: Profile, shape: Shape) -> dict[str, tuple[bytes, int]]:
-    """What makes a host the machine that was ordered."""
-    keys = "".join(f"{key.strip()}\n" for key in wanted.wanted.public_keys)
-    files: dict[str, tuple[bytes, int]] = {}
-    if not wanted.gpu_works and shape.gpus:
-        files["usr/bin/nvidia-smi"] = (BROKEN_SMI, 0o755)
-    if shape.container:
-        return files
-    files |= {
-        "etc/shoal-cloud/user": (f"{profile.user}\n".encode(), 0o644),
-        "etc/shoal-cloud/authorized_keys": (keys.encode(), 0o644),
-        "usr/local/lib/shoal-first-boot": (FIRST_BOOT_PROGRAM.encode(), 0o755),
-        "etc/systemd/system/shoal-first-boot.service": (FIRST_BOOT.encode(), 0o644),
-        "etc/systemd/system/ssh.service.d/cloud.conf": (
-            b"[Unit]\nWants=shoal-first-boot.service\nAfter=shoal-first-boot.service\n",
-            0o644,
-        ),
-    }
-    if wanted.wanted.user_data:
-        files["etc/shoal-cloud/user-data"] = (wanted.wanted.user_data.encode(), 0o700)
-        files["etc/systemd/system/shoal-user-data.service"] = (USER_DATA.encode(), 0o644)
-        files["etc/systemd/system/multi-user.target.d/cloud.conf"] = (
-            b"[Unit]\nWants=shoal-user-data.service\n",
-            0o644,
-        )
-    return files
+def metadata_table(layout: Layout, site: Site, port: int) -> str:
+    """nftables rules, as text: who on this network asks METADATA is answered at a port of the machine's own.
 
-
-def _break_devices(where: Path) -> None:
-    for path in where.glob("nvidia*"):
-        path.unlink()
-        os.mknod(path, 0o666 | stat.S_IFCHR, NO_DEVICE)
-        path.chmod(0o666)
+    The machine itself is not concerned: it may be in a cloud that answers there.
+    """
+    return "\n".join(
+        [
+            f"table ip {layout.table} {{}}",
+            f"delete table ip {layout.table}",
+            f"table ip {layout.table} {{",
+            "    chain prerouting {",
+            "        type nat hook prerouting priority dstnat; policy accept;",
+            f'        iifname "{layout.bridge(site)}" ip daddr {METADATA} tcp dport 80 '
+            f"dnat to {network.gateway(site)}:{port}",
+            "    }",
+            "}",
+            "",
+        ]
+    )
 
 
 def _silent(what: str, done: float) -> None:

@@ -109,6 +109,8 @@ class Simulation:
     limited: bool = True
     """Whether rate limits are kept."""
     requests: list[dict[str, Any]] = field(default_factory=list)
+    metadata_at: tuple[str, int] | None = None
+    """The address and port where machines ask for themselves: what they ask METADATA arrives there."""
     rewrite: Callable[[str, Any], Any] | None = None
     """Lets a test change answers: given `METHOD /path` and the JSON, it returns what is sent instead."""
 
@@ -134,7 +136,7 @@ class Simulation:
         if scope["path"].startswith(CONTROL):
             return await self._control(scope, receive, send)
         request = Request(scope, receive)
-        if scope["server"][0] == METADATA:
+        if self.metadata_at and tuple(scope["server"]) == self.metadata_at:
             return await self._metadata(request)(scope, receive, send)
         seen = {"at": self.market.clock(), "method": request.method, "path": scope["path"], "status": 0}
         self.requests.append(seen)
@@ -249,11 +251,14 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(
-    simulation: Simulation, port: int = 0, addresses: Iterable[str] = ("127.0.0.1",), more: Sequence[socket.socket] = ()
+    simulation: Simulation,
+    port: int = 0,
+    addresses: Iterable[str] = ("127.0.0.1",),
+    metadata: socket.socket | None = None,
 ) -> AsyncIterator[str]:
     """Answer on a port, by default one that is free. Gives the URL that the provider's API begins with.
 
-    It is that of the last address. `more` are sockets that listen already, on other ports.
+    It is that of the last address. `metadata` is a socket that listens already, where machines ask for themselves.
     """
     listeners: list[socket.socket] = []
     try:
@@ -264,11 +269,14 @@ async def serving(
         for listener in listeners:
             listener.close()
         raise
+    if metadata is not None:
+        simulation.metadata_at = metadata.getsockname()
+        listeners.append(metadata)
     config = uvicorn.Config(
         simulation, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2
     )
     server = _Server(config)
-    answering = asyncio.create_task(server.serve(sockets=[*listeners, *more]))
+    answering = asyncio.create_task(server.serve(sockets=listeners))
     ticking = asyncio.create_task(_tick(simulation.market))
     try:
         while not server.started:  # noqa: ASYNC110
@@ -278,18 +286,16 @@ async def serving(
         ticking.cancel()
         server.should_exit = True
         await answering
-        for listener in (*listeners, *more):
+        for listener in listeners:
             listener.close()
 
 
-def listen(address: str, port: int, device: str = "") -> socket.socket:
-    """A socket there, on one network device alone where it is named. Raises ProviderError."""
+def listen(address: str, port: int) -> socket.socket:
+    """A socket there. Raises ProviderError."""
     # Named, the protocol lets asyncio send small pieces at once; else each answer waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if device:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
         listener.bind((address, port))
         listener.listen(2048)
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -45,7 +44,10 @@ async def simulate(
     limited: bool = True,
     keep: bool = False,
 ) -> None:
-    """Run a provider's simulator until it is cancelled. Its machines go then, unless they are to be kept."""
+    """Run a provider's simulator until it is cancelled. Its machines go then, unless they are to be kept.
+
+    A start that fails touches nothing that a former run left.
+    """
     try:
         from shoal.simulators import sandbox_ground, server
         from shoal.simulators.market import Market
@@ -55,31 +57,32 @@ async def simulate(
         ) from None
     wanted = _read(faults) if faults else []
     made = cloud(kind)
-    ground: Ground = Nowhere()
-    address, store, warning = "127.0.0.1", None, ""
-    metadata: list[socket.socket] = []
-    if cluster:
-        ground = hosts = sandbox_ground.SandboxGround(kind, cluster)
-        address, store = await hosts.open(), hosts.store
-        if made.metadata is not server.Cloud.metadata:
-            try:
-                metadata.append(await hosts.listen_for_metadata())
-            except ProviderError as error:
-                warning = f"machines are not told that they will be taken away: {error.message}"
-    market = Market(_profile(made.profile, bool(cluster), boot_seconds), made.types, ground, store=store)
-    market.faults = wanted
+    hosts = sandbox_ground.SandboxGround(kind, cluster) if cluster else None
+    ground: Ground = hosts or Nowhere()
+    address, warning, started = "127.0.0.1", "", False
+    metadata: socket.socket | None = None
     try:
+        if hosts is not None:
+            address = await hosts.open()
+            if made.metadata is not server.Cloud.metadata:
+                try:
+                    metadata = await hosts.listen_for_metadata()
+                except ProviderError as error:
+                    warning = f"machines are not told that they will be taken away: {error.message}"
+        profile = _profile(made.profile, bool(cluster), boot_seconds)
+        market = Market(profile, made.types, ground, store=hosts.store if hosts else None)
+        market.faults = wanted
         market.adopt()
         simulation = server.Simulation(made(market), limited=limited)
         async with server.serving(simulation, port, dict.fromkeys(("127.0.0.1", address)), metadata) as url:
+            started = True
             alive = sum(one.phase != "gone" for one in market.machines.values())
             opened(Simulated(kind, url.removesuffix(made.base), cluster, alive, warning))
             await asyncio.Event().wait()
     finally:
-        with contextlib.suppress(OSError):
-            for listener in metadata:
-                listener.close()
-        await ground.close(keep)
+        if metadata is not None:
+            metadata.close()
+        await ground.close(keep or (not started and hosts is not None and hosts.found))
 
 
 def _profile(usual: Profile, real: bool, boot_seconds: float | None) -> Profile:

@@ -20,7 +20,7 @@ from shoal.simulators import cloud
 from shoal.simulators.ground import Nowhere
 from shoal.simulators.machines import Wanted
 from shoal.simulators.market import Market
-from shoal.simulators.server import METADATA, Limit, Simulation, listen, serving
+from shoal.simulators.server import Limit, Simulation, listen, serving
 from shoal.verbs.simulate import Simulated, simulate
 
 ORDER = {"token": "t1", "name": "n1", "type": "gpu", "zone": "sandbox-a", "public_key": "ssh-ed25519 AAAA x"}
@@ -94,6 +94,7 @@ def test_a_limit_lets_a_burst_through_and_then_one_an_interval() -> None:
 
 async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
     it = simulation()
+    it.metadata_at = ("10.0.0.1", 8080)
     market = it.market
     wanted = Wanted("n1", "gpu", "sandbox", "sandbox-a", "spot", marks={"token": "t1", "labels": {}})
     machine = market.order(wanted, "m1")
@@ -101,7 +102,7 @@ async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
 
     async def asked(path: str, client: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=it, client=(client, 1234))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://{METADATA}") as asking:
+        async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1:8080") as asking:
             return await asking.get(path)
 
     assert (await asked("/notice", machine.host)).status_code == 404

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from shoal.errors import ProviderError
 from shoal.providers.sandbox.kernel import raise_settings, restore_settings
-from shoal.providers.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets
+from shoal.providers.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets, site_of
 from shoal.providers.sandbox.programs import call
+from shoal.spec.member import Shape
 from shoal.spec.network import WIREGUARD_SUBNET
 
 POOL = ipaddress.IPv4Network("10.64.0.0/10")
@@ -77,6 +78,22 @@ def free_address(site: Site, taken: Iterable[str]) -> str:
         if str(address) not in used:
             return str(address)
     raise ProviderError(f"site {site.name} is full: 253 hosts", hint="put further hosts on another site")
+
+
+def new_host(
+    name: str, shape: Shape, image: Path, sites: Mapping[str, Site], known: Collection[HostRecord], renter: str = ""
+) -> HostRecord:
+    """The record of a host beside those that are known: with the first index and address that none of them has."""
+    indexes, addresses = {host.index for host in known}, [host.address for host in known]
+    return HostRecord(
+        name=name,
+        index=next(n for n in range(len(indexes) + 1) if n not in indexes),
+        address=free_address(sites[site_of(shape)], addresses),
+        image=str(image),
+        host_key="",
+        shape=shape,
+        renter=renter,
+    )
 
 
 def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostRecord] = ()) -> str:
@@ -177,8 +194,9 @@ async def remove_all(layout: Layout) -> None:
         for path in sorted(Path("/run/netns").glob(f"{layout.prefix}*")):
             await _remove_namespace(path.name)
         tables = await call("nft", "list", "tables")
-        if f"table inet {layout.table}\n" in tables:
-            await call("nft", "delete", "table", "inet", layout.table)
+        for family in ("inet", "ip"):  # a simulated cloud has the other one
+            if f"table {family} {layout.table}\n" in tables:
+                await call("nft", "delete", "table", family, layout.table)
         others = [line for line in tables.splitlines() if line.startswith("table inet shoal_")]
         if others in ([], [f"table inet {layout.table}"]):
             restore_settings()

@@ -100,14 +100,8 @@ class SandboxProvider:
                     progress(f"host {request.name} keeps the shape it was made with; remove it to change that", 0.0)
                 continue
             progress(f"making host {request.name}", count / len(requests))
-            wanted = HostRecord(
-                name=request.name,
-                index=next(n for n in range(len(known) + 1) if n not in {host.index for host in known.values()}),
-                address=network.free_address(sites[site_of(request.shape)], (host.address for host in known.values())),
-                image=str(built[request.shape.image]),
-                host_key="",
-                shape=request.shape,
-            )
+            image = built[request.shape.image]
+            wanted = network.new_host(request.name, request.shape, image, sites, known.values())
             known[request.name] = await seed.lay_out(layout, wanted, authorized)
         return [known[request.name] for request in requests]
 

@@ -1,0 +1,83 @@
+"""What a simulated cloud does to its hosts, one thing after the other, and where machines ask for themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ProviderError
+from shoal.providers.sandbox.layout import Layout, Site
+from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
+from shoal.simulators.sandbox_ground import SandboxGround, metadata_table
+
+MACHINE = Machine("m1", Wanted("n1", "gpu", "here"), 1.0, 0.0, 0.0)
+
+
+class Told(SandboxGround):
+    """Does nothing to any host, and tells what it would have done."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__("lambda", "t-told", cache=cache)
+        self.did: list[str] = []
+        self.removed = asyncio.Event()
+
+    async def _make(self, wanted: Machine, type: MachineType, profile: Profile) -> None:
+        self.did.append("making")
+        await asyncio.Event().wait()
+
+    async def _pull_the_plug(self, id: str) -> None:
+        self.did.append("kill")
+        raise ProviderError("the plug is stuck")
+
+    async def _remove(self, id: str) -> None:
+        self.did.append("remove")
+        self.removed.set()
+
+
+async def test_a_machine_is_removed_though_what_was_done_to_it_before_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ground = Told(tmp_path)
+    ground.kill("m1")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with caplog.at_level(logging.ERROR):
+        ground.end("m1")
+        await asyncio.wait_for(ground.removed.wait(), 30)
+    assert ground.did == ["kill", "remove"]
+    assert "what was done to a machine before failed: the plug is stuck" in caplog.text
+
+
+async def test_a_machine_that_is_being_made_is_given_up_and_removed(tmp_path: Path) -> None:
+    ground = Told(tmp_path)
+    ground.begin(MACHINE, MachineType("gpu"), Profile())
+    await asyncio.sleep(0)
+    ground.end("m1")
+    await asyncio.wait_for(ground.removed.wait(), 30)
+    assert ground.did == ["making", "remove"]
+
+
+async def test_one_who_never_opened_it_removes_nothing_when_it_closes(tmp_path: Path) -> None:
+    ground = SandboxGround("lambda", "t-told", cache=tmp_path)
+    ground.store.parent.mkdir(parents=True)
+    ground.store.write_text("{}")
+    await ground.close()
+    assert ground.store.exists()
+
+
+def test_only_what_comes_from_the_clusters_own_bridge_is_answered_as_metadata(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, "reef")
+    site = Site("a", 0, "10.64.1.0/24")
+    assert metadata_table(layout, site, 4711) == (
+        f"table ip {layout.table} {{}}\n"
+        f"delete table ip {layout.table}\n"
+        f"table ip {layout.table} {{\n"
+        "    chain prerouting {\n"
+        "        type nat hook prerouting priority dstnat; policy accept;\n"
+        f'        iifname "{layout.bridge(site)}" ip daddr 169.254.169.254 tcp dport 80 dnat to 10.64.1.1:4711\n'
+        "    }\n"
+        "}\n"
+    )
