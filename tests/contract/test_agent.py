@@ -6,6 +6,7 @@ import grp
 import os
 import pwd
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -87,6 +88,21 @@ async def test_a_secret_is_never_shown(session: AgentSession, tmp_path: Path) ->
     report = await session.apply(document(tmp_path), {"key": SECRET}, seen.append)
     assert checked.items[2].diff == "(secret)"
     assert SECRET.decode() not in repr((seen, report, checked, session))
+
+
+async def test_a_secret_that_nobody_knows_stays_where_it_is_and_cannot_be_made(
+    session: AgentSession, tmp_path: Path
+) -> None:
+    directory, _, known, _ = document(tmp_path)
+    assert isinstance(known, File)
+    unknown = replace(known, content=SecretRef("another"))
+    assert [item.status for item in (await session.check((directory, unknown))).items] == ["change", "change"]
+    report = await session.apply((directory, unknown), {}, lambda event: None)
+    assert [item.status for item in report.items] == ["changed", "failed"]
+    assert report.items[1].detail == f"the value of the secret for {tmp_path}/etc/key was not given"
+    await apply(session, known)
+    assert [item.status for item in (await session.check((unknown,))).items] == ["ok"]
+    assert await apply(session, unknown, known) == (["ok", "ok"], 0, 0)
 
 
 async def test_a_secret_file_is_made_once_and_then_stays(session: AgentSession, tmp_path: Path) -> None:

@@ -80,6 +80,9 @@ class FakeAgent:
             elif item["key"] in self.failing:
                 event.update(status="failed", detail=self.failing[item["key"]])
                 stop = "" if dry else f"after the failure of {item['key']}"
+            elif not dry and item["key"] not in self.items and _valueless(item):
+                event.update(status="failed", detail=f"the value of the secret for {item['path']} was not given")
+                stop = f"after the failure of {item['key']}"
             else:
                 event.update(self._one(item, due, dry=dry, defer=defer))
             events.append(event)
@@ -91,7 +94,10 @@ class FakeAgent:
 
     def _one(self, item: dict[str, Any], due: set[str], *, dry: bool, defer: bool) -> dict[str, Any]:
         wanted = _comparable(item)
-        differs = self.items.get(item["key"]) != wanted and not item.get("on_change")
+        before = self.items.get(item["key"])
+        if before and _valueless(item):
+            wanted["sha256"] = before["sha256"]  # nobody knows another value, so the host keeps the one it has
+        differs = before != wanted and not item.get("on_change")
         restart = item["key"] in due and not (defer and item["kind"] == "service")
         if not differs and not restart:
             return {"status": "ok"}
@@ -106,6 +112,11 @@ class FakeAgent:
             "action": action,
             "diff": "(secret)" * bool(item.get("secret")),
         }
+
+
+def _valueless(item: dict[str, Any]) -> bool:
+    """Whether it is a secret of which neither the value nor its digest was sent."""
+    return bool(item.get("secret")) and "content_b64" not in item and not item["sha256"]
 
 
 def _comparable(item: dict[str, Any]) -> dict[str, Any]:

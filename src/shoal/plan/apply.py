@@ -87,7 +87,8 @@ async def _converge(
     plans = {host.name: host for host in hosts}
     for stage in Stage:
         due = [name for name in names if name not in fleet.failures and plans[name].document(stage)]
-        secrets = await secrets_for([plans[name].document(stage) for name in due], plan.kept, plan.given, fleet)
+        wanted = [plans[name].document(stage) for name in due]
+        secrets = await secrets_for(wanted, plan.kept, plan.given, fleet, hosts_have_theirs=True)
         fleet.require(controller)
         if not due:
             continue

@@ -14,7 +14,7 @@ from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
-from shoal.plan.secrets import with_digests
+from shoal.plan.secrets import wanting_findings, with_digests
 from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.auth import auth_skew
@@ -116,6 +116,7 @@ async def make_plan(
             *goal.now.findings,
             *part_findings(goal.now),
             *_stuck(reports),
+            *wanting_findings(hosts, given_secrets(spec)),
             *_left_behind(goal, orphans),
         ),
         unreached=dict(fleet.failures),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts
-from shoal.providers.sandbox.layout import cache_dir
-from shoal.roles.own_wheel import kept_wheel, own_wheel
+from shoal.roles.own_wheel import OWN_WHEEL, own_wheel
 from shoal.roles.part import How, Part
 from shoal.roles.rented import PROGRAMS
 from shoal.roles.stage import Stage
@@ -75,7 +74,7 @@ class Elastic(Part):
         if not rented_sets(spec):
             return {}
         keys = {secret_name(name): account.key for name, account in accounts(spec).items() if account.key}
-        return {**keys, WHEEL_SECRET: f"file:{kept_wheel(cache_dir() / 'wheels')}"}
+        return {**keys, WHEEL_SECRET: OWN_WHEEL}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if _rents(cluster.spec, member):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+OWN_WHEEL = "own:wheel"
+"""What stands for it among references to secrets, where nobody can write it: a file says `env:` or `file:`."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The time of every file in the wheel: the same code always gives the same bytes."""
 _DEPENDENCIES = ("asyncssh>=2.18", "httpx>=0.27", "pydantic>=2.9", "rich>=13.7", "ruamel.yaml>=0.18", "typer>=0.15")
@@ -39,7 +39,7 @@ class Wheel:
 
 @cache
 def own_wheel() -> Wheel:
-    """The wheel of the Shoal that runs."""
+    """The wheel of the Shoal that runs, made once and only in memory: no other Shoal of this machine minds it."""
     root, release = Path(__file__).parents[1], _version()
     info = f"shoal-{release}.dist-info"
     texts = {f"shoal/{path.relative_to(root).as_posix()}": path.read_bytes() for path in sorted(_files(root))}
@@ -56,22 +56,6 @@ def own_wheel() -> Wheel:
             archive.writestr(entry, data)
     content = buffer.getvalue()
     return Wheel(release, content, hashlib.sha256(content).hexdigest())
-
-
-def kept_wheel(directory: Path) -> Path:
-    """The wheel as a file, from which it is sent. Of former ones there, those that nobody touched are removed."""
-    wheel = own_wheel()
-    path = directory / f"{wheel.mark}.whl"
-    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == wheel.sha256:
-        return path
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.whl"):
-        old.unlink(missing_ok=True)
-    handle, beside = tempfile.mkstemp(dir=directory)
-    with os.fdopen(handle, "wb") as file:
-        file.write(wheel.content)
-    Path(beside).replace(path)
-    return path
 
 
 def _files(root: Path) -> list[Path]:

@@ -67,7 +67,7 @@ class Part:
         return {}
 
     def given(self, spec: Spec) -> Mapping[str, str]:
-        """Secrets that the user has, by the name a SecretRef has: `env:NAME` or `file:PATH`."""
+        """Secrets that the user has, by the name a SecretRef has: `env:NAME`, `file:PATH`, or Shoal itself."""
         return {}
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:

@@ -14,10 +14,14 @@ from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
 from shoal.plan.pairs import reached_addresses, unconnected
 from shoal.plan.prepare import preparations, prepare
+from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
+from shoal.roles.forgotten import forgotten, forgotten_finding
+from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, cannot_make, computing, telling
+from shoal.verbs.held import Held, strike_off
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Survey:
     """Hosts that are still to be made or started, each with the name of its provider."""
     orphans: tuple[tuple[str, Instance], ...] = ()
     """Instances that the spec no longer names."""
+    new: tuple[str, ...] = ()
+    """Those of the missing that no provider has in any state."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -73,13 +79,23 @@ async def plan(context: Context) -> Plan:
         )
 
 
-async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
+async def up(
+    context: Context,
+    patience: Patience | None = None,
+    *,
+    allow_job_loss: bool = False,
+    leave_rented: bool = False,
+) -> UpResult:
     """Make missing hosts, bring all hosts to what the spec says, and wait until Slurm sees every node."""
     stock = await survey(context)
+    if context.controller.name in stock.new:
+        refuse(not_at_hand(given_secrets(context.spec)))
     not_made = await _create(context, stock.missing)
     async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
         fleet.failures.update(not_made)
         observed = await _look(context, fleet)
+        await _refuse_forgotten(context, observed, leave_rented)
+        await _refuse_wanting(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
         if prepared:
             observed = await _look(context, fleet)
@@ -104,6 +120,29 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         )
 
 
+async def _refuse_forgotten(context: Context, observed: Observed, allowed: bool) -> None:
+    """Rented machines that nobody could give back any more: said before any host is changed.
+
+    Who leaves them sees to them without us, so the ledger counts them no longer.
+    """
+    name = context.controller.name
+    machines = forgotten(context.spec, observed.facts.get(name))
+    if machines and not allowed:
+        finding = forgotten_finding(context.spec, machines, name)
+        raise ProviderError(
+            f"{finding.what}: {finding.found}; no host was changed",
+            hint=f"{finding.fix}; or say --leave-rented, and see to them in the provider's console",
+        )
+    await strike_off(context, {Held(one.token, one.node, one.account, one.id, one.state, 0.0): 0.0 for one in machines})
+
+
+async def _refuse_wanting(context: Context, fleet: Fleet, observed: Observed) -> None:
+    """Secrets that hosts are to have and nobody can give them now: said before anything is prepared."""
+    if not_at_hand(given_secrets(context.spec)):
+        planned = await make_plan(context.spec, observed, fleet, reached_addresses(fleet))
+        refuse(wanting((*planned.hosts, *planned.after_drain), planned.given))
+
+
 async def _unconnected(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
     """Members that others cannot reach, looked for whenever something has changed."""
     with context.progress.phase("members reach each other", 1):
@@ -125,7 +164,8 @@ async def survey(context: Context) -> Survey:
         (provider, instance) for provider, instance in holdings.found if (provider, instance.name) not in ours
     )
     shapes = shape_findings(context.members, {name: instance.shape for name, instance in made.items()})
-    return Survey(missing, orphans, (*holdings.findings, *shapes))
+    new = tuple(request.name for _, request in missing if request.name not in made)
+    return Survey(missing, orphans, new, (*holdings.findings, *shapes))
 
 
 async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> dict[str, HostError]:

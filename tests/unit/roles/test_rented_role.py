@@ -15,17 +15,19 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
+from shoal.hosts.fake import FakeConnector
 from shoal.network.names import hosts_block
 from shoal.network.wireguard import PUBLIC_KEY
 from shoal.plan.diff import wanted
+from shoal.plan.fleet import Fleet
 from shoal.plan.observe import Observed
-from shoal.plan.secrets import with_digests
+from shoal.plan.secrets import secrets_for, with_digests
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.compute import slurmd_options
 from shoal.roles.documents import documents, membership
 from shoal.roles.elastic import ACCOUNTS, KEYS, SPEC, UNIT, WHEEL_SECRET, Elastic, prefix, without_service
 from shoal.roles.in_force import CGROUP_CONF, HOSTS, SLURM_CONF, InForce, in_force
-from shoal.roles.own_wheel import kept_wheel, own_wheel
+from shoal.roles.own_wheel import own_wheel
 from shoal.roles.rented import promised, rented_findings
 from shoal.roles.stage import Stage
 from shoal.roles.wireguard import place_of
@@ -239,7 +241,7 @@ def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None
 # Shoal itself
 
 
-def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code(tmp_path: Path) -> None:
+def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code() -> None:
     own_wheel.cache_clear()
     first = own_wheel()
     own_wheel.cache_clear()
@@ -252,11 +254,20 @@ def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code(tmp_pa
     assert not [name for name in names if "__pycache__" in name]
     assert "Requires-Dist: asyncssh>=2.18\n" in metadata and "Provides-Extra: gcp\n" in metadata
     assert len(record.splitlines()) == len(names)
-    assert first.content == first.content.strip(), "it is sent as secrets are, which lose blanks at their ends"
-    kept = kept_wheel(tmp_path)
-    assert kept.read_bytes() == first.content
-    kept.write_bytes(b"broken")
-    assert kept_wheel(tmp_path).read_bytes() == first.content
+
+
+async def test_shoal_is_sent_from_memory_and_leaves_no_file_where_it_is_sent_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    anothers = tmp_path / "wheels" / "0.0-aaaaaaaaaaaa.whl"
+    anothers.parent.mkdir()
+    anothers.write_bytes(b"of another version that sends itself just now")
+    given = {WHEEL_SECRET: Elastic().given(SPEC_LAN)[WHEEL_SECRET]}
+    async with Fleet({}, FakeConnector()) as fleet:
+        sent = await secrets_for([controller_document(Stage.SERVICES)], {}, given, fleet)
+    assert sent == {WHEEL_SECRET: own_wheel().content}
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [anothers]
 
 
 def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
