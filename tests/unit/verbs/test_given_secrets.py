@@ -65,8 +65,8 @@ async def test_a_secret_that_no_host_has_is_asked_for_before_anything_changes(
     network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
-    changes = dict.fromkeys(("c1", "n1", "n2"), {"tun": True, "modules": ("wireguard",)})
-    world = lab(RENTING + network, **changes)
+    kernel = {"tun": True, "modules": ("wireguard",)}
+    world = lab(RENTING + network, c1=kernel, n1=kernel, n2=kernel)
     with pytest.raises(UsageError) as caught:
         await up(context_of(world), AT_ONCE)
     assert str(caught.value) == (
