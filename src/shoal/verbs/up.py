@@ -17,11 +17,9 @@ from shoal.plan.prepare import preparations, prepare
 from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
-from shoal.roles.forgotten import forgotten, forgotten_finding
 from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, cannot_make, computing, telling
-from shoal.verbs.held import Held, strike_off
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,7 @@ async def plan(context: Context) -> Plan:
         )
 
 
-async def up(
-    context: Context,
-    patience: Patience | None = None,
-    *,
-    allow_job_loss: bool = False,
-    leave_rented: bool = False,
-) -> UpResult:
+async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
     """Make missing hosts, bring all hosts to what the spec says, and wait until Slurm sees every node."""
     stock = await survey(context)
     if context.controller.name in stock.new:
@@ -94,7 +86,6 @@ async def up(
     async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
         fleet.failures.update(not_made)
         observed = await _look(context, fleet)
-        await _refuse_forgotten(context, observed, leave_rented)
         await _refuse_wanting(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
         if prepared:
@@ -118,22 +109,6 @@ async def up(
             failures=dict(fleet.failures),
             findings=(*context.warnings, *stock.findings, *planned.findings, *lost),
         )
-
-
-async def _refuse_forgotten(context: Context, observed: Observed, allowed: bool) -> None:
-    """Rented machines that nobody could give back any more: said before any host is changed.
-
-    Who leaves them sees to them without us, so the ledger counts them no longer.
-    """
-    name = context.controller.name
-    machines = forgotten(context.spec, observed.facts.get(name))
-    if machines and not allowed:
-        finding = forgotten_finding(context.spec, machines, name)
-        raise ProviderError(
-            f"{finding.what}: {finding.found}; no host was changed",
-            hint=f"{finding.fix}; or say --leave-rented, and see to them in the provider's console",
-        )
-    await strike_off(context, {Held(one.token, one.node, one.account, one.id, one.state, 0.0): 0.0 for one in machines})
 
 
 async def _refuse_wanting(context: Context, fleet: Fleet, observed: Observed) -> None:
