@@ -1,0 +1,79 @@
+"""Every misbehaviour of every provider, played by its simulator; `tests/matrix/elastic` prints what came of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from tests.contract.renters import CASES
+from tests.matrix.elastic_faults import FAULTS, WORDS, play
+from tests.matrix.elastic_watch import Watch
+from tests.unit.elastic.scene import CLUSTER, Scene, scene
+
+from shoal.elastic.service import RECONCILE_SECONDS
+from shoal.providers.rental import Order
+from shoal.simulators.faults import Kind
+from shoal.simulators.machines import Wanted
+
+pytestmark = pytest.mark.matrix
+
+
+@pytest.mark.parametrize("provider", CASES)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_provider_that_misbehaves_costs_no_job_no_node_and_no_money(
+    tmp_path: Path, fault: str, provider: str
+) -> None:
+    assert (await play(tmp_path, provider, fault)).problems == ()
+
+
+def test_every_misbehaviour_that_simulators_know_is_played_and_has_its_reason_in_the_table() -> None:
+    assert {"none", *get_args(Kind)} == FAULTS.keys() == WORDS.keys()
+
+
+def _stranger(it: Scene, name: str) -> None:
+    """Somebody else's machine, which the service leaves alone: here it stands for one that it forgot."""
+    offer = CASES["lambda"].offer
+    it.market().order(Wanted(name, offer.type, offer.region), name)
+
+
+async def test_the_watch_counts_a_machine_without_a_node_from_one_reconcile_and_its_grace_on(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        watch = Watch(it, 100.0, "lambda")
+        _stranger(it, "forgotten")
+        allowed = RECONCILE_SECONDS + it.fleet.sources["lambda"].abilities.grace_seconds
+        await watch.passes(allowed)
+        assert watch.orphan_seconds == 0
+        await watch.passes(120)
+        assert watch.orphan_seconds == 110
+        assert watch.doubles == {"forgotten"}
+
+
+async def test_the_watch_sees_more_money_than_the_budget_admits(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        watch = Watch(it, 2.0, "lambda")
+        _stranger(it, "one")
+        await watch.passes(10)
+        assert watch.over == 0
+        _stranger(it, "two")
+        await watch.passes(10)
+        assert watch.over == pytest.approx(2 * 1.29 - 2.0)
+
+
+async def test_the_watch_sees_two_orders_for_one_node(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        watch = Watch(it, 100.0, "lambda")
+        it.slurm.submit("1", 1, seconds=3600)
+        await watch.until(lambda: bool(it.rentals("joined")), 3600)
+        [rental] = it.rentals("joined")
+        # As if the first order had been given up for lost while its machine was there.
+        twice = replace(rental, token="0" * 16, id="", state="intended", intended_at=it.clock.now())
+        it.ledger.intend(twice)
+        source = it.fleet.sources["lambda"]
+        key = await source.key_name(it.fleet.public_key)
+        order = Order(CLUSTER, twice.node, twice.token, twice.offer, it.fleet.public_key, key)
+        [made] = await source.order([order])
+        it.ledger.made(twice.token, made.id, None, it.clock.now())
+        watch._look()
+        assert watch.doubles and watch.doubles <= {rental.id, made.id}
