@@ -55,11 +55,10 @@ def month_of(at: float) -> tuple[float, float]:
 def _begun(rental: Rental, whole: bool) -> float | None:
     if rental.billed_from is not None:
         return rental.billed_from
-    made = rental.made_at
-    if made is not None and (rental.joined_at is not None or not rental.billing.from_up):
-        return made
+    if rental.made_at is not None and (rental.joined_at is not None or not rental.billing.from_up):
+        return rental.made_at
     # An order of which nothing is known, or a machine that is not up at a provider that bills from then on.
-    return (rental.intended_at if made is None else made) if whole and rental.live else None
+    return rental.begun if whole and rental.live else None
 
 
 def _ended(rental: Rental) -> float:

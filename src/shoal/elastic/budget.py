@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from shoal.elastic.bill import between, cost, day_of, month_of, rate
 from shoal.elastic.money import HOUR, for_time, micros, told
-from shoal.elastic.rentals import Rental
+from shoal.elastic.rentals import BY_THE_SECOND, Rental
 from shoal.providers.rental import Billing, Offer
 from shoal.spec.rented import Budget
 from shoal.train.contract import GRACE_SECONDS
@@ -21,8 +21,6 @@ from shoal.train.contract import GRACE_SECONDS
 AHEAD = GRACE_SECONDS + 60.0
 """Machines are told to go so many seconds before their budget is spent: jobs save their work, then they are deleted."""
 FIX = "raise `budget` and run `shoal up`, or wait"
-
-BY_THE_SECOND = Billing()
 
 
 @dataclass(frozen=True)

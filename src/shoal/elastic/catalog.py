@@ -26,10 +26,10 @@ class Catalog:
     """The offers of all nodesets, each as old as KEPT_SECONDS at most while its provider answers."""
 
     fleet: Fleet
-    _known: dict[tuple[object, ...], tuple[float, tuple[Offer, ...]]] = field(default_factory=dict)
+    _known: dict[tuple[str, Query], tuple[float, tuple[Offer, ...]]] = field(default_factory=dict)
     _failed: dict[str, tuple[float, int]] = field(default_factory=dict)
     """When an account could last not be asked, and how often in a row."""
-    _asking: dict[tuple[object, ...], asyncio.Lock] = field(default_factory=dict)
+    _asking: dict[tuple[str, Query], asyncio.Lock] = field(default_factory=dict)
 
     async def offers(self, nodeset: RentedSet) -> tuple[tuple[OfferChoice, tuple[Offer, ...]], ...]:
         """What there is for each line of the nodeset, in their order. Nothing where a provider was never heard of."""
@@ -42,7 +42,7 @@ class Catalog:
         return any(account in self._failed for account in nodeset.accounts if account not in shut)
 
     async def _of(self, choice: OfferChoice) -> tuple[Offer, ...]:
-        key = (choice.provider, choice.type, choice.region, choice.zone, choice.market)
+        key = (choice.provider, choose.query(choice))
         source = self.fleet.sources.get(choice.provider)
         if source is None:
             return ()
@@ -54,7 +54,7 @@ class Catalog:
             if self.fleet.clock.now() < asked + AGAIN_SECONDS:
                 return known
             try:
-                known = tuple(await source.renter.offers(_query(choice)))
+                known = tuple(await source.renter.offers(choose.query(choice)))
             except ProviderError as error:
                 self._note_failure(choice, error, failures + 1)
                 return known  # as it was told last: the order itself shows whether it still holds
@@ -78,12 +78,3 @@ class Catalog:
         if failures >= PATIENCE:
             self.fleet.ledger.block(account, "", "", "", now + SILENT_SECONDS, f"{account} cannot be asked")
             del self._failed[account]
-
-
-def _query(choice: OfferChoice) -> Query:
-    return Query(
-        types=(choice.type,) if choice.type else (),
-        regions=(choice.region,) if choice.region else (),
-        zones=(choice.zone,) if choice.zone else (),
-        market=choice.market,
-    )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from shoal.elastic.rentals import Block
-from shoal.providers.rental import Offer, Outcome, Trouble
+from shoal.providers.rental import Offer, Outcome, Query, Trouble
 from shoal.spec.rented import OfferChoice, RentedSet
 
 TRIES = 25
@@ -23,21 +23,30 @@ Listed = Sequence[tuple[OfferChoice, Sequence[Offer]]]
 """The lines of a nodeset, each with what its provider offers for it."""
 
 
+def query(choice: OfferChoice) -> Query:
+    """What to ask a provider for a line of the file."""
+    return Query(
+        types=(choice.type,) if choice.type else (),
+        regions=(choice.region,) if choice.region else (),
+        zones=(choice.zone,) if choice.zone else (),
+        market=choice.market,
+    )
+
+
 def candidates(nodeset: RentedSet, listed: Listed, blocks: Sequence[Block]) -> list[Offer]:
     """The offers to try, best first, as the nodeset prefers. Each comes once, and none that is blocked or too dear.
 
     What the provider says it has none of is tried last, and only where the file names that very place: such lists are
     neither complete nor quite true, but each try takes time.
     """
-    found: dict[tuple[str, str, str, str], tuple[tuple[float, ...], Offer]] = {}
+    found: dict[tuple[str, ...], tuple[tuple[float, ...], Offer]] = {}
     for line, (choice, offers) in enumerate(listed):
         for offer in offers:
             if not _fits(choice, offer) or any(block.covers(offer) for block in blocks):
                 continue
             if _too_dear(nodeset, offer) or (offer.available == "no" and not (choice.region or choice.zone)):
                 continue
-            key = (offer.provider, offer.type, offer.place, offer.market)
-            found.setdefault(key, (_order(nodeset, line, offer), offer))
+            found.setdefault(offer.identity, (_order(nodeset, line, offer), offer))
     return [offer for _, offer in sorted(found.values(), key=lambda one: (one[0], one[1].place))][:TRIES]
 
 
@@ -111,14 +120,8 @@ def _order(nodeset: RentedSet, line: int, offer: Offer) -> tuple[float, ...]:
 
 
 def _fits(choice: OfferChoice, offer: Offer) -> bool:
-    """Whether an offer is what a line of the file says. Providers may list more than they were asked for."""
-    return (
-        offer.provider == choice.provider
-        and choice.type in (None, offer.type)
-        and choice.region in (None, offer.region)
-        and choice.zone in (None, offer.zone)
-        and choice.market == offer.market
-    )
+    """Whether an offer is what a line of the file says."""
+    return offer.provider == choice.provider and query(choice).admits(offer)
 
 
 def _too_dear(nodeset: RentedSet, offer: Offer) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from shoal.elastic.beside import PATIENCE
 from shoal.elastic.clock import Clock
 from shoal.elastic.ledger import Ledger
 from shoal.elastic.rentals import Rental
@@ -76,6 +77,8 @@ class Fleet:
     """The line that lets the controller into its machines."""
     budget: Budget | None = None
     boot: BootScript = _nothing
+    patience: float = PATIENCE
+    """Seconds that a step waits for calls to providers before it goes on beside them."""
     said: dict[str, str] = field(default_factory=dict)
     """What was last said on each job."""
     set_by_node: dict[str, RentedSet] = field(init=False)
@@ -123,12 +126,22 @@ class World:
     jobs: Sequence[Job]
     rentals: Sequence[Rental] = ()
     """All that is there, or may be."""
+    busy: frozenset[Hashable] = frozenset()
+    """The groups that were being served when Slurm was asked: what it said of them may be out of date."""
+    _version: object = None
     _by_node: dict[str, list[Rental]] = field(default_factory=dict)
     _jobs_by_node: dict[str, list[Job]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, now: float, nodes: Iterable[NodeState], jobs: Sequence[Job], fleet: Fleet) -> World:
-        world = cls(now, {node.name: node for node in nodes if node.name in fleet.set_by_node}, jobs)
+    def of(
+        cls,
+        now: float,
+        nodes: Iterable[NodeState],
+        jobs: Sequence[Job],
+        fleet: Fleet,
+        busy: frozenset[Hashable] = frozenset(),
+    ) -> World:
+        world = cls(now, {node.name: node for node in nodes if node.name in fleet.set_by_node}, jobs, busy=busy)
         on: dict[str, list[Job]] = defaultdict(list)
         for job in jobs:
             if job.active:
@@ -139,8 +152,10 @@ class World:
         return world
 
     def read(self, ledger: Ledger) -> None:
-        """Read the ledger again, after something was written there."""
-        self.rentals = ledger.live()
+        """Read the ledger again, where something was written there."""
+        if self._version == ledger.version:
+            return
+        self._version, self.rentals = ledger.version, ledger.live()
         by_node: dict[str, list[Rental]] = defaultdict(list)
         for rental in self.rentals:
             if rental.state != "releasing":

@@ -165,11 +165,16 @@ class Ledger:
 
     def live(self) -> list[Rental]:
         """All that is there, or may be, oldest first. Asked again before anything was written, it costs nothing."""
-        with self._mapped():
-            version = (self._database.total_changes, self._pragma("data_version"))  # ours, and other processes'
+        version = self.version
         if self._live[0] != version:
             self._live = (version, self._rentals(f"state IN ({', '.join('?' * len(LIVE))})", *LIVE))
         return list(self._live[1])
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one after each thing that was written, by us or by another process."""
+        with self._mapped():
+            return self._database.total_changes, self._pragma("data_version")
 
     def all(self, since: float = 0.0) -> list[Rental]:
         """All that lived at that time or later, oldest first."""

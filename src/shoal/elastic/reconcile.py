@@ -23,8 +23,11 @@ from shoal.providers.rental import Rented, Trouble
 from shoal.slurm.state import NodeState
 
 
-async def reconcile(fleet: Fleet, world: World) -> None:
-    """One comparison. What it decides is in the ledger and in Slurm when it returns; deletes come with the release."""
+async def reconcile(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
+    """One comparison. What it decides is in the ledger and in Slurm when it returns; deletes come with the release.
+
+    What it returns are orphans, by account: machines that are to be deleted, and that the ledger knows nothing of.
+    """
     _recognise(fleet, world)
     world.read(fleet.ledger)
     overdue(fleet, world)
@@ -32,17 +35,16 @@ async def reconcile(fleet: Fleet, world: World) -> None:
     world.read(fleet.ledger)
     await _nodes(fleet, world, lost)
     live = {rental.token: rental for rental in world.rentals}
-    for source in fleet.sources.values():
-        await _strays(fleet, source, live)
+    orphans = {name: found for name, source in fleet.sources.items() if (found := _strays(fleet, source, live))}
     world.read(fleet.ledger)
+    return orphans
 
 
 def overdue(fleet: Fleet, world: World) -> None:
     """Machines whose lifetime is over go, whatever Slurm or a person makes of their nodes. Jobs were warned before."""
     for rental in world.rentals:
         nodeset = fleet.sets.get(rental.nodeset)
-        begun = rental.intended_at if rental.made_at is None else rental.made_at
-        if nodeset is not None and nodeset.lifetime and world.now >= begun + nodeset.lifetime:
+        if nodeset is not None and nodeset.lifetime and world.now >= rental.begun + nodeset.lifetime:
             fleet.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
     world.read(fleet.ledger)
 
@@ -51,8 +53,8 @@ def _recognise(fleet: Fleet, world: World) -> None:
     """Find the machines of orders whose answer got lost, and learn prices."""
     for rental in world.rentals:
         source = fleet.sources.get(rental.account)
-        if source is None:
-            continue
+        if source is None or rental.token in source.ordering:
+            continue  # its answer says more than any list
         machine = source.machine(rental)
         if machine is not None:
             _learn(fleet, rental, machine, world.now)
@@ -182,7 +184,7 @@ def _one_of(fleet: Fleet, kept: Iterable[Rental]) -> list[Rental]:
     return ordered[:1]
 
 
-async def _strays(fleet: Fleet, source: Source, live: Mapping[str, Rental]) -> None:
+def _strays(fleet: Fleet, source: Source, live: Mapping[str, Rental]) -> list[Rented]:
     """Machines with our mark that no live rental accounts for."""
     orphans: list[Rented] = []
     for token, machines in source.seen.machines.items() if source.seen else ():
@@ -192,9 +194,7 @@ async def _strays(fleet: Fleet, source: Source, live: Mapping[str, Rental]) -> N
                 continue
             if machine.state != "stopping" and _orphaned(fleet, source, machine, rental is not None):
                 orphans.append(machine)
-    for machine, outcome in zip(orphans, await source.give_back(orphans) if orphans else (), strict=True):
-        said = "is given back" if outcome.ok else f"could not be given back: {outcome.message}"
-        log.warning("%s: %s (%s) belongs to nobody and %s", source.name, machine.id, machine.node, said)
+    return orphans
 
 
 def _orphaned(fleet: Fleet, source: Source, machine: Rented, twin: bool) -> bool:

@@ -1,10 +1,16 @@
-"""Gives machines back, and goes on until their provider lists them no longer."""
+"""Gives machines back, and goes on until their provider lists them no longer.
+
+Each account has its deletes in a call of their own, beside the others'.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from shoal.elastic.fleet import Fleet, World, all_of, log
+from shoal.elastic.beside import Beside
+from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.source import AGAIN_SECONDS, Source
 from shoal.providers.rental import Rented
@@ -15,13 +21,19 @@ class Release:
     """What was asked for, while the service runs. A new one asks again, which does no harm."""
 
     fleet: Fleet
+    wake: Callable[[], None] = lambda: None
+    """Called when a delete has ended that nobody waited for any more."""
     _asked: dict[str, float] = field(default_factory=dict)
     """When a delete was last asked for, by token."""
     _taken: dict[str, float] = field(default_factory=dict)
     """When the provider took it."""
+    _deletes: Beside = field(init=False)
 
-    async def step(self, world: World) -> None:
-        """Delete what is to go, and strike off what no list shows any more."""
+    def __post_init__(self) -> None:
+        self._deletes = Beside(self.fleet.patience, self.wake)
+
+    async def step(self, world: World, orphans: Mapping[str, Sequence[Rented]] = MappingProxyType({})) -> None:
+        """Delete what is to go, and strike off what no list shows any more. `orphans` are nobody's, by account."""
         due: dict[str, list[Rental]] = {}
         for rental in world.rentals:
             if rental.state != "releasing" or not rental.id or rental.account not in self.fleet.sources:
@@ -33,8 +45,14 @@ class Release:
                 self._taken.pop(rental.token, None)
             elif world.now >= self._asked.get(rental.token, float("-inf")) + AGAIN_SECONDS:
                 due.setdefault(rental.account, []).append(rental)
-        await all_of(self._delete(self.fleet.sources[name], rentals) for name, rentals in due.items())
+        for name in {*due, *orphans} - self._deletes.running:
+            source = self.fleet.sources[name]
+            self._deletes.start(name, self._delete(source, due.get(name, ()), orphans.get(name, ())))
+        await self._deletes.wait()
         world.read(self.fleet.ledger)
+
+    async def close(self) -> None:
+        await self._deletes.close()
 
     def _is_gone(self, source: Source, rental: Rental) -> bool:
         if source.gone(rental):
@@ -48,12 +66,16 @@ class Release:
         listed_after = source.seen is not None and since is not None and source.seen.at > since
         return listed_after and machine is not None and machine.state in ("pending", "up")
 
-    async def _delete(self, source: Source, rentals: list[Rental]) -> None:
+    async def _delete(self, source: Source, rentals: Sequence[Rental], orphans: Sequence[Rented]) -> None:
         now = self.fleet.clock.now()
         machines = [source.machine(rental) or _unseen(self.fleet.cluster, rental) for rental in rentals]
         for rental in rentals:
             self._asked[rental.token] = now
-        for rental, outcome in zip(rentals, await source.give_back(machines), strict=True):
+        outcomes = await source.give_back([*machines, *orphans])
+        for machine, outcome in zip(orphans, outcomes[len(machines) :], strict=True):
+            said = "is given back" if outcome.ok else f"could not be given back: {outcome.message}"
+            log.warning("%s: %s (%s) belongs to nobody and %s", source.name, machine.id, machine.node, said)
+        for rental, outcome in zip(rentals, outcomes[: len(machines)], strict=True):
             if outcome.ok:
                 if rental.billed_until is None or self._runs_on(source, rental):
                     self.fleet.ledger.billed(rental.token, until=self.fleet.clock.now())

@@ -75,6 +75,11 @@ class Rental:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def begun(self) -> float:
+        """Since when it is there, or may be: its lifetime counts from then."""
+        return self.intended_at if self.made_at is None else self.made_at
+
 
 @dataclass(frozen=True)
 class Block:

@@ -5,19 +5,23 @@ is out, what was already ordered there is given back and the next place is tried
 goes out its price must fit the budget, and it stands in the ledger; nothing is ordered twice for a node while it is
 open what became of the first order. When nothing is left to try, the nodes go down with the reason and the job back
 into the queue, until what was out may be had again.
+
+Groups are served side by side. Where a provider takes long to answer, its group is still being served when the next
+steps come, so before each order it is looked at anew: what Slurm wants and what the ledger has may have changed.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 
-from shoal.elastic import budget, choose
+from shoal.elastic import choose
+from shoal.elastic.beside import Beside
 from shoal.elastic.catalog import PATIENCE, SILENT_SECONDS, Catalog
 from shoal.elastic.fleet import Fleet, World, all_of, log
+from shoal.elastic.group import Group
 from shoal.elastic.inbox import Request
+from shoal.elastic.purse import Purse
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
 from shoal.elastic.source import Source
@@ -36,63 +40,46 @@ REPLACED = 2
 """A machine that fails beside others that serve the job already is replaced in the same place so often."""
 
 
-@dataclass
-class Group:
-    """The nodes of one job in one nodeset."""
-
-    job: str
-    """Empty where no job asks for the node: somebody has woken it by hand."""
-    nodeset: RentedSet
-    nodes: tuple[str, ...]
-    kept: dict[str, Rental] = field(default_factory=dict)
-    """What its nodes have already, or may have."""
-    trouble: str = ""
-    """What stood in the way of the last order."""
-
-    @property
-    def wanting(self) -> list[str]:
-        return [node for node in self.nodes if node not in self.kept]
-
-    @property
-    def serving(self) -> list[Rental]:
-        return [rental for rental in self.kept.values() if rental.state == "joined"]
-
-    @property
-    def coming(self) -> list[Rental]:
-        return [rental for rental in self.kept.values() if rental.state != "joined"]
-
-
 class Resume:
     """Serves all groups, side by side. What it remembers of notes saves an order now and then, and no more."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, wake: Callable[[], None] = lambda: None) -> None:
         self._fleet = fleet
         self._catalog = Catalog(fleet)
+        self._purse = Purse(fleet)
+        self._serving = Beside(fleet.patience, wake)
+        self._world = World(fleet.clock.now(), {}, ())
+        """As the last step found it."""
         self._by_hand: set[str] = set()
         """Nodes that somebody has woken without a job, as Slurm's notes say."""
         self._needless: set[str] = set()
-        self._counted: dict[str, Rental] | None = None
+
+    @property
+    def busy(self) -> frozenset[Hashable]:
+        """The groups that are being served now, by their keys."""
+        return self._serving.running
+
+    async def close(self) -> None:
+        await self._serving.close()
 
     def spent(self, now: float) -> dict[str, str]:
         """The nodesets whose machines are to go because a budget says so, each with the reason."""
-        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
-        if not any(one is not None and one.then == "end" for one in (self._fleet.budget, *own.values())):
-            return {}
-        return budget.spent(self._fleet.budget, own, list(self._fleet.ledger.all(budget.since(now))), now)
+        return self._purse.spent(now)
 
     async def step(self, world: World, requests: Sequence[Request] = ()) -> None:
         """Order what is wanted and not ordered, as far as providers let us now."""
         for request in requests:
             if request.verb == "resume":
                 self._by_hand |= set(request.nodes) - {node for _, nodes in request.jobs for node in nodes}
-        self._counted = None
+        self._world = world
+        self._purse.step(self.busy)
         groups = self._groups(world)
         await self._leave(world)
-        if self._limited:
-            for group in groups:
-                await self._serve(group, world)
-        else:
-            await all_of(self._serve(group, world) for group in groups)
+        for group in groups:
+            self._serving.start(group.key, self._serve(group))
+            if self._purse.limited:  # whose job came first chooses first
+                await self._serving.wait(group.key)
+        await self._serving.wait()
 
     async def arrived(self, world: World) -> None:
         """Say on jobs that have started where their nodes come from, in place of where they were looked for."""
@@ -115,8 +102,9 @@ class Resume:
                 continue
             name, beside = (job.id, job.nodes) if job else ("", (node.name,))
             nodes = tuple(one for one in beside if self._fleet.set_by_node.get(one) is nodeset)
-            kept = {one: rental for one in nodes for rental in world.kept(one)[:1]}
-            groups.setdefault((name or node.name, nodeset.name), Group(name, nodeset, nodes, kept))
+            group = Group(name, nodeset, nodes)
+            if group.key not in world.busy | self.busy:
+                groups.setdefault(group.key, group)
         return sorted(groups.values(), key=lambda group: (int(re.sub(r"\D.*", "", group.job) or 0), group.job))
 
     async def _leave(self, world: World) -> None:
@@ -136,10 +124,22 @@ class Resume:
             log.info("nobody waits for %s any more", ", ".join(sure))
             await self._fleet.tell(self._fleet.slurm.power_down(sure))
 
-    async def _serve(self, group: Group, world: World) -> None:
+    def _looked_at(self, group: Group) -> bool:
+        """Take in what has become of a group's machines. Whether Slurm still waits for those that it lacks."""
+        world = self._world
+        world.read(self._fleet.ledger)
+        group.kept = {node: rental for node in group.nodes for rental in world.kept(node)[:1]}
+        return all(
+            node in world.nodes
+            and wants_machine(world.nodes[node])
+            and (any(job.id == group.job for job in world.jobs_on(node)) if group.job else node in self._by_hand)
+            for node in group.wanting
+        )
+
+    async def _serve(self, group: Group) -> None:
         """Order until the group has what it wants, must wait, or nothing is left to try."""
         fleet = self._fleet
-        while group.wanting:
+        while self._looked_at(group) and group.wanting:
             now = fleet.clock.now()
             listed = await self._catalog.offers(group.nodeset)
             blocks = fleet.ledger.blocks(now)
@@ -148,23 +148,25 @@ class Resume:
                 return  # ask again before a job is sent back
             if not offers:
                 why, again = choose.why_none(group.nodeset, listed, blocks, now)
-                return await self._give_up(group, world, why or "the job's other nodes cannot be joined", again)
-            offer, refusal = self._affordable(group, _begun_first(group, offers), now)
-            if refusal and any(one.node in group.wanting and not one.billed_until for one in world.rentals):
+                return await self._give_up(group, why or "the job's other nodes cannot be joined", again)
+            offer, refusal = self._affordable(group, group.begun_first(offers), now)
+            if refusal and any(one.node in group.wanting and not one.billed_until for one in self._world.rentals):
                 return  # what these nodes had is on its way out, and makes room
             if refusal:
                 why = f"{group.trouble}; {refusal}" if group.trouble else refusal
-                return await self._give_up(group, world, why, None)
-            if not all(_same(one.offer, offer) for one in group.coming):
+                return await self._give_up(group, why, None)
+            if not all(one.offer.identity == offer.identity for one in group.coming):
                 for rental in group.coming:
-                    self._drop(group, rental, f"the job's nodes are to be in one place: {group.trouble}")
+                    self._drop(rental, f"the job's nodes are to be in one place: {group.trouble}")
                 continue
-            await fleet.say(group.job, choose.trying(offer, group.trouble))
             source = fleet.sources[offer.provider]
+            self._reserve(group, offer, source)  # so that it gets all of its nodes or none
+            await fleet.say(group.job, choose.trying(offer, group.trouble))
             if now < source.free_at() or (key_name := await self._key_name(source)) is None:
-                self._reserve(group, offer, source)
-                return
-            await self._order(group, offer, source, key_name)
+                return  # until the next step
+            if self._looked_at(group):  # Slurm and a provider were asked
+                await self._order(group, offer, source, key_name)
+        self._purse.reserve(group.key, ())
 
     def _beside(self, group: Group, offers: list[Offer]) -> list[Offer]:
         """Where some nodes of the job work already, the others belong beside them."""
@@ -182,37 +184,20 @@ class Resume:
 
     def _affordable(self, group: Group, offers: Sequence[Offer], now: float) -> tuple[Offer, str]:
         """The first offer that every budget admits for all that the group lacks, or why there is none."""
-        if not self._limited:
-            return offers[0], ""
-        own = {name: nodeset.budget for name, nodeset in self._fleet.sets.items()}
         refusals: list[str] = []
         for offer in offers:
             # What is on its way counts already, where the group stays with its offer.
-            count = len(group.wanting) + sum(not _same(one.offer, offer) for one in group.coming)
-            billing = self._fleet.sources[offer.provider].abilities.billing
-            wish = budget.Wish(group.nodeset.name, offer, count, billing)
-            why = budget.refusal(wish, self._fleet.budget, own, list(self._rows(now).values()), now)
+            count = len(group.wanting) + sum(one.offer.identity != offer.identity for one in group.coming)
+            why = self._purse.refusal(group.key, group.nodeset.name, offer, count, now)
             if why is None:
                 return offer, ""
             refusals.append(why)
         return offers[0], refusals[0]
 
     def _reserve(self, group: Group, offer: Offer, source: Source) -> None:
-        """What a group still has to wait for counts as ordered for the groups after it: it must get all or none."""
-        if self._limited:
-            wanted = [_rental(group, node, offer, source, self._fleet.clock.now()) for node in group.wanting]
-            self._rows(self._fleet.clock.now()).update({one.token: one for one in wanted})
-
-    @property
-    def _limited(self) -> bool:
-        """Whether there is a budget to keep. Then groups are served in the order of their jobs."""
-        return self._fleet.budget is not None or any(nodeset.budget for nodeset in self._fleet.sets.values())
-
-    def _rows(self, now: float) -> dict[str, Rental]:
-        """What counts against budgets: the ledger's rows of this month, with what was ordered in this step."""
-        if self._counted is None:
-            self._counted = {one.token: one for one in self._fleet.ledger.all(budget.since(now))}
-        return self._counted
+        """What a group still lacks counts as ordered for the others."""
+        now = self._fleet.clock.now()
+        self._purse.reserve(group.key, [group.rental(node, offer, source, now) for node in group.wanting])
 
     async def _key_name(self, source: Source) -> str | None:
         try:
@@ -227,17 +212,19 @@ class Resume:
         fleet, able = self._fleet, source.abilities
         now = fleet.clock.now()
         nodes = group.wanting[: able.at_once * (1 if able.create_interval else SIDE_BY_SIDE)]
-        rentals = [_rental(group, node, offer, source, now) for node in nodes]
+        rentals = [group.rental(node, offer, source, now) for node in nodes]
         fleet.ledger.paced(source.name, now)
         fleet.ledger.intend(*rentals)
         group.kept.update({rental.node: rental for rental in rentals})
-        if self._counted is not None:
-            self._counted.update({rental.token: rental for rental in rentals})
-        orders = [self._order_of(rental, group.nodeset, key_name) for rental in rentals]
-        calls = [orders[start : start + able.at_once] for start in range(0, len(orders), able.at_once)]
-        answers = await all_of(source.order(call) for call in calls)
-        for rental, outcome in zip(rentals, (one for answer in answers for one in answer), strict=True):
-            self._note(group, rental, outcome, source)
+        self._purse.ordered(rentals)
+        self._reserve(group, offer, source)  # what is left of it
+
+        async def send(some: Sequence[Rental]) -> None:
+            outcomes = await source.order([self._order_of(rental, group.nodeset, key_name) for rental in some])
+            for rental, outcome in zip(some, outcomes, strict=True):
+                self._note(group, rental, outcome, source)
+
+        await all_of(send(rentals[start : start + able.at_once]) for start in range(0, len(rentals), able.at_once))
 
     def _note(self, group: Group, rental: Rental, outcome: Outcome, source: Source) -> None:
         """Write down what came of one order."""
@@ -249,8 +236,8 @@ class Resume:
         log.info("%s: %s: %s", rental.node, rental.account, outcome.message or outcome.trouble.value)
         if outcome.trouble is Trouble.AMBIGUOUS:
             return  # it stays as it is, and is looked for
-        fleet.ledger.failed(rental.token, outcome.trouble, outcome.message, now)
-        self._forget(group, rental)
+        if not self._failed(rental, outcome.trouble, outcome.message, now):
+            return
         if outcome.trouble is Trouble.TRANSIENT and source.refusals >= PATIENCE:
             why = f"{source.name} cannot be asked"
             fleet.ledger.block(source.name, "", "", "", now + SILENT_SECONDS, why)
@@ -274,14 +261,21 @@ class Resume:
             lifetime=nodeset.lifetime,
         )
 
-    def _drop(self, group: Group, rental: Rental, why: str) -> None:
-        self._fleet.release(rental, why)
-        self._forget(group, rental)
+    def _failed(self, rental: Rental, trouble: Trouble, message: str, now: float) -> bool:
+        """Write down that nothing was made; False where a machine of that order is listed all the same."""
+        before = self._fleet.ledger.get(rental.token)
+        if before is not None and before.id:
+            return False
+        if before is not None and before.state == "releasing":  # nobody wanted it any more when the answer came
+            self._fleet.ledger.gone(rental.token, now)
+        else:
+            self._fleet.ledger.failed(rental.token, trouble, message, now)
+        self._purse.uncount(rental)
+        return True
 
-    def _forget(self, group: Group, rental: Rental) -> None:
-        del group.kept[rental.node]
-        if self._counted is not None:
-            self._counted.pop(rental.token, None)
+    def _drop(self, rental: Rental, why: str) -> None:
+        self._fleet.release(rental, why)
+        self._purse.uncount(rental)
 
     def _conflicts(self, rental: Rental) -> int:
         """How often the name was taken, of late, where this order went."""
@@ -289,12 +283,13 @@ class Resume:
         before = [one for one in self._fleet.ledger.of_node(rental.node) if one.intended_at >= since]
         return sum(one.trouble == Trouble.CONFLICT.value and one.offer.place == rental.offer.place for one in before)
 
-    async def _give_up(self, group: Group, world: World, why: str, again: float | None) -> None:
+    async def _give_up(self, group: Group, why: str, again: float | None) -> None:
         """Nothing is left to try now: the job goes back into the queue, and what it has of machines is given back."""
         fleet, now = self._fleet, self._fleet.clock.now()
+        self._purse.reserve(group.key, ())
         log.warning("job %s gets no nodes of %s: %s", group.job or "(none)", group.nodeset.name, why)
         for rental in group.coming:
-            self._drop(group, rental, f"the job does not get all its nodes: {why}")
+            self._drop(rental, f"the job does not get all its nodes: {why}")
         await fleet.say(group.job, why)
         until = now + (USUAL if again is None else min(max(again - now, SHORTEST), LONGEST))
         waking = [node for node in group.nodes if node not in {rental.node for rental in group.serving}]
@@ -303,37 +298,8 @@ class Resume:
         alone = [
             rental.node
             for rental in group.serving
-            if all(job.id == group.job for job in world.jobs_on(rental.node)) and in_use(world.nodes[rental.node])
+            if all(job.id == group.job for job in self._world.jobs_on(rental.node))
+            and in_use(self._world.nodes[rental.node])
         ]
         if alone:
             await fleet.tell(fleet.slurm.power_down(alone))
-
-
-def _begun_first(group: Group, offers: Sequence[Offer]) -> list[Offer]:
-    """The offer that the group has begun with comes first, as long as it may be had."""
-    return sorted(offers, key=lambda offer: not any(_same(offer, one.offer) for one in group.coming))
-
-
-def _same(one: Offer, other: Offer) -> bool:
-    """Whether two offers are of the same machine in the same place, whatever it costs by now."""
-    return (one.provider, one.type, one.region, one.zone, one.market) == (
-        other.provider,
-        other.type,
-        other.region,
-        other.zone,
-        other.market,
-    )
-
-
-def _rental(group: Group, node: str, offer: Offer, source: Source, now: float) -> Rental:
-    return Rental(
-        token=secrets.token_hex(8),
-        node=node,
-        nodeset=group.nodeset.name,
-        account=source.name,
-        offer=offer,
-        usd_hour=offer.usd_hour,
-        intended_at=now,
-        jobs=(group.job,) if group.job else (),
-        billing=source.abilities.billing,
-    )

@@ -1,8 +1,9 @@
 """shoal-elastic.service: runs on the controller, wakes and gives back rented nodes as Slurm asks for them.
 
 All it does is a step, over and over. A step reads what Slurm wants, what the ledger says and what providers list, and
-does what is due; it remembers nothing that matters. Killed anywhere, the next one goes on from there. Only joining a
-machine takes longer than a step, and runs beside.
+does what is due; it remembers nothing that matters. Killed anywhere, the next one goes on from there. What may take
+longer runs beside, each account for itself: joining machines, and calls to a provider that does not answer soon. So
+one that hangs keeps neither a spot notice of another one from being seen nor its machines from coming and going.
 
     recognise, lost, strays   reconcile.py
     ends                      spot.py
@@ -17,13 +18,14 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.elastic import spot, status
+from shoal.elastic.beside import Beside
 from shoal.elastic.boot import Boot
-from shoal.elastic.fleet import Fleet, World, all_of, log
+from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.inbox import Inbox, Request
 from shoal.elastic.reconcile import overdue, reconcile
 from shoal.elastic.release import Release
@@ -31,6 +33,7 @@ from shoal.elastic.resume import Resume
 from shoal.elastic.slurm import again, ours, wants_machine
 from shoal.elastic.source import Source
 from shoal.errors import SlurmError, UsageError
+from shoal.providers.rental import Rented
 
 RECONCILE_SECONDS = 60.0
 """How old what is known of a provider may become when nothing is awaited from it."""
@@ -64,9 +67,10 @@ class Service:
         self._inbox = inbox
         self._status_file = status_file
         self._wake = asyncio.Event()
-        self._release = Release(fleet)
+        self._looks = Beside(fleet.patience, self._wake.set)
+        self._release = Release(fleet, self._wake.set)
         self._boot = Boot(fleet, self._wake.set)
-        self._resume = Resume(fleet)
+        self._resume = Resume(fleet, self._wake.set)
         self._problem = ""
 
     async def step(self, requests: Sequence[Request] = ()) -> float:
@@ -84,15 +88,16 @@ class Service:
             await self._release.step(blind)
             self._report(None)
             return STEP_SECONDS
+        orphans: Mapping[str, Sequence[Rented]] = {}
         try:
-            await reconcile(fleet, world)
+            orphans = await reconcile(fleet, world)
             await spot.end(fleet, world, self._resume.spent(world.now))
             await self._boot.step(world)
             await self._resume.step(world, requests)
             await self._resume.arrived(world)
         finally:  # whatever went wrong before, what is to go goes
             world.read(fleet.ledger)
-            await self._release.step(world)
+            await self._release.step(world, orphans)
         self._report(world)
         return self._next(world)
 
@@ -112,7 +117,8 @@ class Service:
             await self._sleep(wait)
 
     async def close(self) -> None:
-        await self._boot.close()
+        for part in (self._boot, self._resume, self._release, self._looks):
+            await part.close()
         for source in self.fleet.sources.values():
             await source.renter.close()
 
@@ -122,10 +128,13 @@ class Service:
         def due(source: Source) -> bool:
             return now >= source.due(LOOK_SECONDS if source.name in awaited else RECONCILE_SECONDS)
 
-        await all_of(source.look() for source in self.fleet.sources.values() if due(source))
+        for source in self.fleet.sources.values():
+            if source.name not in self._looks.running and due(source):
+                self._looks.start(source.name, source.look())
+        await self._looks.wait()
 
     async def _world(self) -> World | None:
-        slurm = self.fleet.slurm
+        slurm, busy = self.fleet.slurm, self._resume.busy
         try:
             # In this order: a node that is being woken for a job is one whose job can be seen.
             nodes = await slurm.nodes()
@@ -136,7 +145,7 @@ class Service:
             self._problem = error.message
             return None
         self._problem = ""
-        return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet)
+        return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet, busy)
 
     def _next(self, world: World) -> float:
         if self._boot.waits or any(one.state != "joined" for one in world.rentals):

@@ -53,6 +53,8 @@ class Source:
     """No order before this time: the provider has asked for patience."""
     refusals: int = 0
     """So many orders in a row came to nothing because the provider could not be asked."""
+    ordering: set[str] = field(default_factory=set)
+    """The tokens of orders that are under way: nobody knows yet what comes of them."""
     _asked_at: float = float("-inf")
     _failures: int = 0
     _absences: dict[str, int] = field(default_factory=dict)
@@ -115,7 +117,7 @@ class Source:
 
     def gone(self, rental: Rental) -> bool:
         """Whether the machine of a rental is certainly there no longer; False as long as nobody can know."""
-        if self.seen is None or self.machine(rental) is not None:
+        if self.seen is None or self.machine(rental) is not None or rental.token in self.ordering:
             return False
         if rental.made_at is None:
             # From when the answer was given up on: an order itself may take a while. Who starts anew knows of none.
@@ -141,12 +143,16 @@ class Source:
 
     async def order(self, orders: Sequence[Order]) -> list[Outcome]:
         """Order machines of one offer, at most `abilities.at_once`. The intents are in the ledger already."""
+        tokens = {order.token for order in orders}
+        self.ordering |= tokens
         try:
             outcomes = await self.renter.create(orders)
         except ProviderError as error:
             # It may have raised before anything was sent or after: we look, which is always right.
             outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=error.message)] * len(orders)
-        self._answered |= {order.token: self.clock.now() for order in orders}
+        finally:
+            self.ordering -= tokens
+            self._answered |= dict.fromkeys(tokens, self.clock.now())
         for outcome in outcomes:
             self.refusals = self.refusals + 1 if outcome.trouble is Trouble.TRANSIENT else 0
             if outcome.trouble in (Trouble.RATE, Trouble.TRANSIENT):

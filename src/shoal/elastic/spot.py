@@ -70,9 +70,8 @@ def _ending(fleet: Fleet, rental: Rental, now: float, spent: Mapping[str, str]) 
     if source is not None and machine is not None and machine.ending:
         return Ending(f"{rental.account} takes {rental.id} away", float(source.abilities.notice_seconds))
     nodeset = fleet.sets.get(rental.nodeset)
-    begun = rental.intended_at if rental.made_at is None else rental.made_at
-    if nodeset is not None and nodeset.lifetime and now >= begun + nodeset.lifetime - GRACE_SECONDS:
-        return Ending(f"its lifetime of {nodeset.lifetime} s is over", max(0.0, begun + nodeset.lifetime - now))
+    if nodeset is not None and nodeset.lifetime and (left := rental.begun + nodeset.lifetime - now) <= GRACE_SECONDS:
+        return Ending(f"its lifetime of {nodeset.lifetime} s is over", max(0.0, left))
     if rental.nodeset in spent:
         return Ending(spent[rental.nodeset], float(GRACE_SECONDS))
     return None

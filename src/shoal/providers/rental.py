@@ -63,7 +63,8 @@ class Billing:
 
     def seconds(self, elapsed: float) -> int:
         """What is billed for a machine that was there so long."""
-        return max(self.least, math.ceil(max(0.0, elapsed) / self.step) * self.step)
+        whole = round(max(0.0, elapsed), 3)  # clocks differ by less than anybody bills
+        return max(self.least, math.ceil(whole / self.step) * self.step)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Abilities:
     at_once: int = 1
     """So many machines in one call of the API."""
     create_interval: float = 0.0
-    """Seconds between two creates that the provider asks for."""
+    """Seconds between two creates that the provider asks for. Whoever orders waits."""
     deadline: bool = False
     """The provider itself ends a machine at `Order.lifetime`."""
     stopped_bills: bool = True
@@ -148,6 +149,11 @@ class Offer:
         """`us-central1-b` or `us-west-1`: as small as the provider names places."""
         return self.zone or self.region
 
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The same for all offers of the same machine in the same place, whatever it costs by now."""
+        return self.provider, self.type, self.region, self.zone, self.market
+
 
 @dataclass(frozen=True)
 class Order:
@@ -156,7 +162,7 @@ class Order:
     cluster: str
     node: str
     token: str
-    """Ours alone, made for this order: by it the machine is found again."""
+    """Ours alone, made for this order and no other: by it the machine is found again."""
     offer: Offer
     public_key: str
     """The line that lets the controller in."""
@@ -244,8 +250,8 @@ class Renter(Protocol):
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
         """Order machines; one outcome an order, in their order. Never raises for one of them, never orders twice.
 
-        At most `abilities.at_once`, all of one offer. It returns when the provider has taken the order or refused
-        it, which is long before a machine is up.
+        At most `abilities.at_once`, alike in all but node and token. It returns when the provider has taken the order
+        or refused it, which is long before a machine is up.
         """
 
     async def rented(self, cluster: str) -> list[Rented]:

@@ -30,6 +30,8 @@ CLUSTER = "reef"
 NO_PAUSE = {"request_interval": "0", "create_interval": "0"}
 """A renter waits by a clock on the wall; here the service keeps the pace alone, by the scene's clock."""
 
+PATIENCE = 120.0
+
 
 def choice(case: Case, **more: Any) -> OfferChoice:
     """A line of a nodeset that asks for what a provider has plenty of."""
@@ -131,9 +133,16 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    tmp_path: Path, *kinds: str, sets: tuple[RentedSet, ...] = (), budget: Budget | None = None
+    tmp_path: Path,
+    *kinds: str,
+    sets: tuple[RentedSet, ...] = (),
+    budget: Budget | None = None,
+    patience: float = PATIENCE,
 ) -> AsyncIterator[Scene]:
-    """A cluster that rents from simulated clouds of these kinds; by default eight nodes of what each has plenty of."""
+    """A cluster that rents from simulated clouds of these kinds; by default eight nodes of what each has plenty of.
+
+    Its time stands still in a step, so a step waits for every call: a busy computer is no cloud that hangs.
+    """
     clock = FakeClock()
     sets = sets or (rented_set("burst", 8, *(choice(CASES[kind]) for kind in kinds)),)
     nodes = [node for nodeset in sets for node in nodeset.nodes]
@@ -172,6 +181,7 @@ async def scene(
                 clock,
                 PUBLIC_KEY,
                 budget,
+                patience=patience,
             )
             made = Service(fleet)
             stack.push_async_callback(made.close)

@@ -1,0 +1,190 @@
+"""A provider that does not answer for minutes keeps nobody else waiting: not a notice, not a join, not a release."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
+
+from shoal.elastic.beside import Beside
+from shoal.elastic.source import LOOK_SECONDS
+from shoal.providers.rental import Outcome, Trouble
+from shoal.spec.rented import Budget
+
+PATIENCE = 0.2
+"""Each call that hangs costs a test so much. What does not hang has no need of more: both sides run in one loop."""
+
+SLOW = rented_set("slow", 4, choice(CASES["lambda"]))
+QUICK = rented_set("quick", 4, choice(CASES["sandbox"]))
+SPOT = rented_set("quick", 4, choice(CASES["gcp"], market="spot"))
+
+
+class Hanging:
+    """A renter whose calls of some kinds wait until the test lets them go on."""
+
+    def __init__(self, renter: Any) -> None:
+        self._renter = renter
+        self.let_go = asyncio.Event()
+        self.kinds: set[str] = set()
+        self.hung: list[str] = []
+        self.instead: Outcome | None = None
+        """What is answered in place of doing it, once it goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._renter, name)
+        if name not in self.kinds:
+            return found
+
+        async def hanging(*args: Any) -> Any:
+            self.hung.append(name)
+            await self.let_go.wait()
+            return [self.instead] * len(args[0]) if self.instead else await found(*args)
+
+        return hanging
+
+
+def hang(it: Scene, *kinds: str, at: str = "lambda") -> Hanging:
+    source = it.fleet.sources[at]
+    source.renter = Hanging(source.renter)
+    source.renter.kinds |= {*kinds}
+    return source.renter
+
+
+def job_on(it: Scene, name: str, nodeset: Any, count: int = 1, seconds: float = 60.0) -> Any:
+    return it.slurm.submit(name, count, seconds, among=list(nodeset.nodes))
+
+
+async def running(it: Scene, *jobs: Any) -> None:
+    await it.until(lambda: all(job.state == "RUNNING" for job in jobs))
+    await it.step()
+
+
+async def test_a_notice_of_one_account_is_seen_while_another_does_not_list(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), patience=PATIENCE) as it:
+        other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
+        await running(it, other, job)
+        slow = hang(it, "rented")
+        await it.until(lambda: bool(slow.hung))
+        it.market("gcp").preempt(it.machines("gcp")[0].id)
+        await it.until(lambda: job.warned == 1, seconds=20, every=2.0)
+        assert slow.hung == ["rented"], "it is not asked again while it owes an answer"
+        assert (other.state, other.restarts) == ("RUNNING", 0)
+
+
+async def test_another_account_rents_joins_and_gives_back_while_one_does_not_answer_an_order(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), patience=PATIENCE) as it:
+        slow = hang(it, "create")
+        first, second = job_on(it, "1", SLOW, 2), job_on(it, "2", QUICK, 2)
+        await it.until(lambda: second.state == "COMPLETED")
+        await it.until(lambda: bool(it.rentals("gone")) and not it.machines("sandbox"))
+        assert slow.hung == ["create", "create"]
+        assert first.state == "CONFIGURING" and it.market("lambda").bill() == []
+        slow.let_go.set()
+        await it.until(lambda: first.state == "COMPLETED")
+        assert first.restarts == 0 and len(it.market("lambda").bill()) == 2
+
+
+async def test_an_order_is_not_taken_for_lost_while_it_is_under_way(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), patience=PATIENCE) as it:
+        slow = hang(it, "create")
+        job = job_on(it, "1", SLOW)
+        await it.passes(3 * LOOK_SECONDS)
+        assert slow.hung == ["create"] and [one.state for one in it.rentals()] == ["intended"]
+        slow.let_go.set()
+        await running(it, job)
+        assert len(it.market().bill()) == 1
+
+
+@pytest.mark.parametrize("answer", [None, Outcome(trouble=Trouble.CAPACITY, message="none left")])
+async def test_what_is_answered_when_nobody_wants_it_any_more_is_not_kept(
+    tmp_path: Path, answer: Outcome | None
+) -> None:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), patience=PATIENCE) as it:
+        slow = hang(it, "create")
+        job_on(it, "1", SLOW, 2)
+        await it.until(lambda: len(slow.hung) == 2)
+        it.slurm.cancel("1")
+        await it.until(lambda: {one.state for one in it.rentals()} == {"releasing"})
+        slow.instead = answer
+        slow.let_go.set()
+        await it.until(lambda: not it.ledger.live())
+        await it.until(lambda: it.slurm.settled)
+        assert it.machines() == [] and len(it.market().bill()) == (0 if answer else 2)
+        assert {one.state for one in it.rentals()} == {"gone"} and len(slow.hung) == 2
+
+
+async def test_machines_of_one_account_go_while_another_does_not_take_a_delete(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), patience=PATIENCE) as it:
+        jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
+        await running(it, *jobs)
+        slow = hang(it, "delete")
+        await it.until(lambda: bool(slow.hung))
+        assert len(it.machines("sandbox")) == 1
+        await it.until(lambda: not it.machines("sandbox"))
+        assert slow.hung == ["delete"] and len(it.machines("lambda")) == 1
+        slow.let_go.set()
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+
+
+async def test_what_a_job_still_has_to_order_behind_a_slow_answer_is_kept_for_it_in_the_budget(tmp_path: Path) -> None:
+    price = 1.29
+    sets = (rented_set("slow", 4, choice(CASES["lambda"])), rented_set("late", 4, choice(CASES["lambda"])))
+    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2 * price), patience=PATIENCE) as it:
+        slow = hang(it, "create")
+        slow.abilities = replace(slow.abilities, create_interval=12.0)
+        first, second = job_on(it, "1", sets[0], 2), job_on(it, "2", sets[1], 1)
+        await it.until(lambda: second.restarts == 1)
+        assert second.comment.startswith(f"the budget of ${2 * price:.2f} an hour")
+        assert slow.hung == ["create"]
+        slow.let_go.set()
+        await running(it, first)
+        assert (first.restarts, len(it.machines())) == (0, 2)
+
+
+# ---- calls beside the steps
+
+
+async def test_a_call_that_takes_long_is_left_to_itself_and_tells_when_it_has_ended() -> None:
+    go_on, woken = asyncio.Event(), asyncio.Event()
+    beside = Beside(0.01, woken.set)
+    beside.start("slow", _after(go_on))
+    await beside.wait()
+    assert beside.running == {"slow"} and not woken.is_set()
+    go_on.set()
+    await asyncio.wait_for(woken.wait(), 60)
+    assert beside.running == frozenset()
+
+
+async def test_what_a_call_raised_is_told_to_whoever_waits_next_however_late_it_ended() -> None:
+    go_on, woken = asyncio.Event(), asyncio.Event()
+    beside = Beside(0.01, woken.set)
+    beside.start("bad", _after(go_on, RuntimeError("a bug of ours")))
+    await beside.wait()
+    go_on.set()
+    await asyncio.wait_for(woken.wait(), 60)
+    beside.start("bad", _after(go_on))
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        await beside.wait()
+    await beside.wait()
+
+
+async def test_calls_that_run_are_left_off_when_the_service_ends() -> None:
+    beside = Beside(0.01)
+    beside.start("slow", _after(asyncio.Event()))
+    await beside.wait()
+    await beside.close()
+    assert beside.running == frozenset()
+
+
+def _after(event: asyncio.Event, error: Exception | None = None) -> Coroutine[Any, Any, None]:
+    async def call() -> None:
+        await event.wait()
+        if error:
+            raise error
+
+    return call()
