@@ -63,7 +63,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "price-change": ("", ""),
     "bad-gpu": ("ledger", r"\S+ of {provider}: CUDA error 802: system not yet initialized"),
     "list-fails": ("", ""),
-    "balance": ("job", r"{provider} has no money of ours left \(pay, then run `shoal up`\)"),
+    "balance": ("job", r"{provider} has no money of ours left \(pay; it is tried again every hour\)"),
     "auth": ("job", r"{provider} does not accept our key \(mend it, then run `shoal up`\)"),
 }
 """The reason that must be read, and where: on the first job, on a node, or in the ledger. None where nobody waits."""
@@ -194,7 +194,7 @@ def table(cells: list[Cell]) -> str:
         "done: both jobs finished; +2: the first after two more turns in the queue; 3: so many machines were made for",
         "the four nodes (two, where the second job found those of the first still there). waits: both said why until",
         "somebody acted, and finished then. The budget has room for two machines: in every cell it kept a job waiting,",
-        "which said so. Each reason is the one in the table of tests/matrix/elastic_faults.py, and no job says another.",
+        "which said so. Each reason is the one in the table of tests/matrix/elastic_faults.py; no job gives another.",
         "",
         f"cells                                                    {len(cells)}",
         f"cells with a job unfinished or without the right reason  {_count(cells, 'jobs did|says|refused')}",
