@@ -1,7 +1,7 @@
 """Where a nodeset's next machines come from: which offers to try, in what order, and what to leave alone. Pure.
 
-What was out is remembered: capacity for ten minutes where it was missing, a quota for an hour, an account that is not
-let in or has no money until somebody acts.
+What was out is remembered: capacity for ten minutes where it was missing, a quota and an empty account for an hour, an
+account that is not let in until somebody acts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ TRIES = 25
 """So many offers are tried for one job at most, before it waits."""
 CAPACITY_SECONDS = 600.0
 QUOTA_SECONDS = 3600.0
+MONEY_SECONDS = 3600.0
+"""An account without money is tried again after so long: whoever pays says so to the provider, not to us."""
 _READILY = {"yes": 0, "low": 1, "unknown": 2, "no": 3}
 
 Listed = Sequence[tuple[OfferChoice, Sequence[Offer]]]
@@ -66,7 +68,8 @@ def block(offer: Offer, outcome: Outcome, now: float) -> Block | None:
             why = f"{_at(account, region)} lets us have no more {offer.type}: our quota is used up"
             return Block(account, offer.type, region, until=now + QUOTA_SECONDS, why=why)
         case Trouble.BALANCE:
-            return Block(account, why=f"{account} has no money of ours left (pay, then run `shoal up`)")
+            why = f"{account} has no money of ours left (pay; it is tried again every hour)"
+            return Block(account, until=now + MONEY_SECONDS, why=why)
         case Trouble.AUTH:
             return Block(account, why=f"{account} does not accept our key (mend it, then run `shoal up`)")
         case Trouble.INVALID | Trouble.CONFLICT:

@@ -104,7 +104,7 @@ class Service:
     async def run(self) -> None:
         """Step for ever."""
         for block in self.fleet.ledger.blocks(self.fleet.clock.now()):
-            if block.until is None:  # somebody may have acted: that is what the account waits for
+            if not block.type:  # of a whole account: somebody may have acted, and that is what it waits for
                 self.fleet.ledger.unblock(block.account)
         while True:
             self._wake.clear()

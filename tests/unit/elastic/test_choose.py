@@ -131,7 +131,11 @@ def test_at_most_25_offers_are_tried() -> None:
             "provider",
             Block("gcp", until=NOW + 3600, why="gcp lets us have no more: our quota is used up"),
         ),
-        (Trouble.BALANCE, "provider", Block("gcp", why="gcp has no money of ours left (pay, then run `shoal up`)")),
+        (
+            Trouble.BALANCE,
+            "provider",
+            Block("gcp", until=NOW + 3600, why="gcp has no money of ours left (pay; it is tried again every hour)"),
+        ),
         (Trouble.AUTH, "provider", Block("gcp", why="gcp does not accept our key (mend it, then run `shoal up`)")),
         (
             Trouble.INVALID,

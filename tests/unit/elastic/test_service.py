@@ -164,6 +164,21 @@ async def test_trouble_with_the_account_is_told_on_the_job(tmp_path: Path, kind:
         assert it.market().bill() == []
 
 
+async def test_an_account_without_money_is_tried_again_after_an_hour(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        it.fault("balance", -1)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1)
+        assert job.comment.startswith("lambda has no money of ours left (pay; it is tried again every hour); next try at")
+        refused, at = len(it.rentals("failed")), it.clock.now()
+        await it.passes(3000)
+        assert len(it.rentals("failed")) == refused, "nothing is ordered meanwhile"
+        it.market().faults.clear()
+        await it.until(lambda: job.state == "COMPLETED")
+        [made] = it.market().bill()
+        assert 3000 < made["ordered"] - at < 4500
+
+
 async def test_told_to_ask_less_often_it_waits_and_asks_again(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         it.fault("rate", 6)
