@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 from shoal.elastic.money import for_time, micros
 from shoal.elastic.rentals import Rental
@@ -18,7 +20,20 @@ def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
     if begun is None or rental.usd_hour is None or at <= begun:
         return 0
     ended = min(at, _ended(rental))
-    return for_time(micros(rental.usd_hour), rental.billing.seconds(ended - begun))
+    spent, counted = 0, 0
+    for until, usd_hour in _prices(rental, rental.usd_hour):
+        # A step that has begun costs what it cost when it began.
+        billed = rental.billing.seconds(min(ended, until) - begun) if until > begun else 0
+        spent += for_time(micros(usd_hour), max(0, billed - counted))
+        counted = max(counted, billed)
+    return spent
+
+
+def _prices(rental: Rental, last: float) -> Iterator[tuple[float, float]]:
+    """Until when each price was asked, in their order."""
+    for (_, usd_hour), (changed, _) in pairwise(rental.prices):
+        yield changed, usd_hour
+    yield float("inf"), last
 
 
 def between(rental: Rental, since: float, until: float, *, whole: bool = False) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from shoal.elastic.rentals import LIVE, STEPS, Block, Rental, RentalState, from_row, price_of, to_row
+from shoal.elastic.rentals import LIVE, STEPS, Block, Rental, RentalState, from_row, price_of, prices_text, to_row
 from shoal.errors import LedgerError
 from shoal.providers.rental import Trouble
 
@@ -22,7 +22,7 @@ __all__ = ["LEDGER", "LIVE", "STEPS", "Block", "Ledger", "Rental", "RentalState"
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
-SCHEMA = 1
+SCHEMA = 2
 PATIENCE = 30.0
 """Seconds to wait for another process that writes."""
 
@@ -32,7 +32,8 @@ CREATE TABLE rentals (
     state TEXT NOT NULL, id TEXT NOT NULL DEFAULT '', micros_hour INTEGER,
     intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
     billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
-    jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT ''
+    jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '',
+    prices TEXT NOT NULL DEFAULT '[]'
 );
 CREATE INDEX rentals_state ON rentals (state);
 CREATE INDEX rentals_node ON rentals (node);
@@ -43,6 +44,8 @@ CREATE TABLE blocks (
 );
 CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL);
 """
+_STEPS = {2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'"}
+"""What makes a ledger of the schema before one of this."""
 
 
 class Ledger:
@@ -121,6 +124,8 @@ class Ledger:
                 return
             price = before.usd_hour if usd_hour is None else usd_hour
             known = {"id": id, "micros_hour": price_of(price), "made_at": at, "gone_at": None, "trouble": ""}
+            if usd_hour is not None:
+                known["prices"] = prices_text([(0.0, usd_hour)])
             if before.state == "releasing":
                 self._set(token, **known)
             else:
@@ -146,16 +151,22 @@ class Ledger:
         with self._writing():
             self._advance(self._one(token), "failed", gone_at=at, trouble=trouble.value, reason=message)
 
-    def billed(
-        self, token: str, *, since: float | None = None, until: float | None = None, usd_hour: float | None = None
-    ) -> None:
-        """What the provider itself tells of its bill: from when, until when, at what price. None leaves it as it is."""
-        told = {"billed_from": since, "billed_until": until, "micros_hour": price_of(usd_hour)}
+    def billed(self, token: str, *, since: float | None = None, until: float | None = None) -> None:
+        """What the provider itself tells of its bill: from when, until when. None leaves it as it is."""
+        told = {"billed_from": since, "billed_until": until}
         with self._writing():
             self._one(token)
             for name, value in told.items():
                 if value is not None:
                     self._set(token, **{name: value})
+
+    def priced(self, token: str, usd_hour: float, at: float) -> None:
+        """What the provider tells of the price: the first counts from the beginning, another one from then on."""
+        with self._writing():
+            before = self._one(token)
+            if not before.prices or price_of(usd_hour) != price_of(before.usd_hour):
+                prices = [*before.prices, (at if before.prices else 0.0, usd_hour)]
+                self._set(token, micros_hour=price_of(usd_hour), prices=prices_text(prices))
 
     # What is written there.
 
@@ -229,6 +240,9 @@ class Ledger:
             with self._writing():
                 if not self._pragma("schema_version"):
                     self._make()
+                for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
+                    self._execute(_STEPS[version])
+                    self._execute(f"PRAGMA user_version = {version}")
             found = self._execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise sqlite3.DatabaseError(found)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shoal.elastic.fleet import Fleet, World, log
-from shoal.elastic.rentals import Rental
+from shoal.elastic.rentals import Rental, price_of
 from shoal.elastic.slurm import RESUME_TIMEOUT, again, by_slurm, in_use, is_down, leaving, ours, reason
 from shoal.elastic.source import LOOK_SECONDS, Source
 from shoal.providers.rental import Rented, Trouble
@@ -72,8 +72,8 @@ def _learn(fleet: Fleet, rental: Rental, machine: Rented, now: float) -> None:
         log.info("%s: the order %s did make %s at %s", rental.node, rental.token, machine.id, rental.account)
         ledger.made(rental.token, machine.id, machine.usd_hour, max(_since(machine, now), rental.intended_at))
         rental = ledger.get(rental.token) or rental
-    if machine.usd_hour is not None and machine.usd_hour != rental.usd_hour:
-        ledger.billed(rental.token, usd_hour=machine.usd_hour)
+    if machine.usd_hour is not None and (not rental.prices or price_of(machine.usd_hour) != price_of(rental.usd_hour)):
+        ledger.priced(rental.token, machine.usd_hour, now)
     if rental.billed_from is None and (since := _billed_from(rental, machine, now)) is not None:
         ledger.billed(rental.token, since=since)
     nodeset = fleet.sets.get(rental.nodeset)

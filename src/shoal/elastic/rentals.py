@@ -9,7 +9,7 @@ intended ──▶ made ──▶ joined ──▶ releasing ──▶ gone     
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
@@ -52,7 +52,7 @@ class Rental:
     id: str = ""
     """The provider's name of the machine; empty until it is known."""
     usd_hour: float | None = None
-    """What it costs: what the answer to the order said, until then what the offer said."""
+    """What it costs now: what the provider told last, until then what the offer said."""
     intended_at: float = 0.0
     made_at: float | None = None
     joined_at: float | None = None
@@ -70,6 +70,8 @@ class Rental:
     """From when on the provider bills, where it told; otherwise from `made_at`."""
     billed_until: float | None = None
     """Until when, where it is known: mostly when it took our delete. Otherwise until `gone_at`."""
+    prices: tuple[tuple[float, float], ...] = ()
+    """What the provider told of the price: from when on, and US dollars an hour. The first is from the beginning."""
 
     @property
     def live(self) -> bool:
@@ -116,6 +118,7 @@ def to_row(rental: Rental) -> dict[str, object]:
         "jobs": json.dumps(rental.jobs),
         "micros_hour": price_of(price),
         "billing": json.dumps(asdict(rental.billing)),
+        "prices": prices_text(rental.prices),
     }
 
 
@@ -127,12 +130,18 @@ def from_row(row: Mapping[str, Any]) -> Rental:
         jobs=tuple(json.loads(row["jobs"])),
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
         billing=_billing(row["billing"]),
+        prices=tuple((since, dollars(amount)) for since, amount in json.loads(row.get("prices", "[]"))),
     )
 
 
 def price_of(usd: float | None) -> int | None:
     """A price in millionths, where there is one."""
     return None if usd is None else micros(usd)
+
+
+def prices_text(prices: Iterable[tuple[float, float]]) -> str:
+    """Prices with their times, as the ledger's column has them: in millionths."""
+    return json.dumps([(since, micros(usd)) for since, usd in prices])
 
 
 @lru_cache(maxsize=4096)

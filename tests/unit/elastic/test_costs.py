@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.elastic.rentals import rental
 
-from shoal.elastic.bill import between
+from shoal.elastic.bill import between, cost
 from shoal.elastic.costs import Costs, JobCost, Use, decode, encode, main, summary, uses_of
 from shoal.elastic.ledger import Ledger
 from shoal.elastic.money import micros
@@ -50,6 +50,28 @@ def machine(node: str = "burst1", since: float = 3.0, until: float | None = None
 
 def use(job: str, start: float, end: float, node: str = "burst1", user: str = "ann") -> Use:
     return Use(job, user, "train", node, NOW - start * HOUR, NOW - end * HOUR)
+
+
+@pytest.mark.parametrize(
+    ("billing", "changed", "expected"),
+    [
+        (Billing(), 2.0, 10 + 2 * 20),  # one hour at the first price, two at the second
+        (Billing(step=3600), 1.5, 2 * 10 + 20),  # an hour that had begun costs what it cost when it began
+        (Billing(step=3600), 2.0, 10 + 2 * 20),
+        (Billing(), 5.0, 3 * 20),  # before it was made
+        (Billing(), -1.0, 3 * 10),  # of which nothing is billed yet
+    ],
+)
+def test_a_new_price_counts_from_then_on(billing: Billing, changed: float, expected: float) -> None:
+    one = machine(billing=billing, usd_hour=20.0, prices=((0.0, 10.0), (NOW - changed * HOUR, 20.0)))
+    assert cost(one, NOW) == micros(expected)
+
+
+def test_what_was_spent_before_a_price_changed_stays_as_it_was() -> None:
+    before = machine(usd_hour=10.0, prices=((0.0, 10.0),))
+    after = replace(before, usd_hour=20.0, prices=((0.0, 10.0), (NOW - HOUR, 20.0)))
+    for at in (NOW - 2.5 * HOUR, NOW - 1.2345 * HOUR, NOW - HOUR):
+        assert cost(after, at) == cost(before, at)
 
 
 def test_now_today_and_month_are_told_by_nodeset() -> None:

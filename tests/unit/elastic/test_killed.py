@@ -40,7 +40,7 @@ from shoal.simulators.server import Simulation, serving
 CONVERGED = 0
 LIMIT = 6 * 3600
 """Seconds of the world's own clock. What has not settled by then is stuck."""
-LEDGER_WRITES = ("intend", "made", "joined", "releasing", "gone", "failed", "billed", "block", "paced")
+LEDGER_WRITES = ("intend", "made", "joined", "releasing", "gone", "failed", "billed", "priced", "block", "paced")
 PROVIDER_CHANGES = ("create", "delete", "ensure_key")
 SLURM_CHANGES = ("down", "drain", "power_down", "resume", "requeue", "warn", "comment")
 

@@ -55,6 +55,7 @@ def test_the_life_of_a_machine_is_kept_with_its_times(path: Path) -> None:
             reason="idle for 10m",
             billed_from=120.0,
             billed_until=901.5,
+            prices=((0.0, 30.5),),
         )
         assert ledger.live() == []
 
@@ -64,8 +65,35 @@ def test_a_price_that_no_answer_tells_is_the_offers(path: Path) -> None:
         ledger.intend(rental(usd_hour=None))
         ledger.made("t1", "i-1", None, 110.0)
         assert ledger.get("t1").usd_hour == 31.92
-        ledger.billed("t1", usd_hour=0.123457)
+        ledger.priced("t1", 0.123457, 120.0)
         assert ledger.get("t1").usd_hour == 0.123457
+
+
+def test_the_first_price_that_is_told_counts_from_the_beginning_and_another_one_from_then_on(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", None, 110.0)
+        for price, at in ((30.0, 120.0), (30.0000001, 130.0), (33.0, 140.0), (33.0, 150.0), (29.5, 160.0)):
+            ledger.priced("t1", price, at)
+        found = ledger.get("t1")
+        assert found.prices == ((0.0, 30.0), (140.0, 33.0), (160.0, 29.5))
+        assert found.usd_hour == 29.5
+
+
+def test_a_ledger_of_an_older_shoal_is_read_as_it_is_and_brought_up_to_date_where_it_is_written(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE rentals DROP COLUMN prices")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    with Ledger.read(path) as ledger:
+        assert ledger.get("t1") == rental()
+    with Ledger.open(path) as ledger:
+        ledger.priced("t1", 30.0, 120.0)
+        assert ledger.get("t1") == rental(usd_hour=30.0, prices=((0.0, 30.0),))
+    with Ledger.open(path) as ledger:
+        assert ledger.get("t1").usd_hour == 30.0
 
 
 def test_a_failed_order_says_what_kind_of_trouble_it_was(path: Path) -> None:
@@ -138,6 +166,7 @@ def test_the_same_step_twice_changes_nothing(path: Path) -> None:
             released_at=300.0,
             gone_at=310.0,
             reason="idle",
+            prices=((0.0, 30.0),),
         )
 
 

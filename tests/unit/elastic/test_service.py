@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
+from shoal.elastic.bill import cost
 from shoal.elastic.inbox import Request
+from shoal.elastic.money import micros
 from shoal.elastic.source import LOOK_SECONDS
 from shoal.providers.rental import Trouble
 from shoal.spec.rented import Budget
@@ -169,7 +171,9 @@ async def test_an_account_without_money_is_tried_again_after_an_hour(tmp_path: P
         it.fault("balance", -1)
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.restarts == 1)
-        assert job.comment.startswith("lambda has no money of ours left (pay; it is tried again every hour); next try at")
+        assert job.comment.startswith(
+            "lambda has no money of ours left (pay; it is tried again every hour); next try at"
+        )
         refused, at = len(it.rentals("failed")), it.clock.now()
         await it.passes(3000)
         assert len(it.rentals("failed")) == refused, "nothing is ordered meanwhile"
@@ -336,6 +340,21 @@ async def test_a_machine_dearer_than_the_most_that_may_be_paid_is_given_back(tmp
         await running(it, "1")
         assert [machine.usd_hour for machine in it.machines()] == [1.29]
         assert any("above max_price" in one.reason for one in it.rentals("gone"))
+
+
+async def test_a_price_that_changes_under_a_machine_changes_what_it_costs_from_then_on(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        it.slurm.submit("1", 1, seconds=9000)
+        await running(it, "1")
+        await it.passes(1800)
+        [before] = it.rentals("joined")
+        spent = cost(before, it.clock.now())
+        it.machines()[0].usd_hour = 2 * 1.29
+        await it.passes(120)
+        [after] = it.rentals("joined")
+        assert (before.usd_hour, after.usd_hour) == (1.29, 2.58)
+        assert cost(after, before.billed_from + 1800) == cost(before, before.billed_from + 1800)
+        assert 0 < cost(after, it.clock.now()) - spent <= micros(2.58 * 240 / 3600)
 
 
 # ---- what reconcile mends
