@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import re
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.providers.rental import Account, Offer, Order, Outcome, Rented, Renter, Trouble
 from shoal.providers.rented import renter
@@ -22,8 +24,14 @@ KEY = "sk-contract-0123456789abcdef"
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
 
 
-def plain_key(url: str) -> str:
-    return KEY
+REFUSALS = {
+    "stockout": Trouble.CAPACITY,
+    "quota": Trouble.QUOTA,
+    "balance": Trouble.BALANCE,
+    "auth": Trouble.AUTH,
+    "rate": Trouble.RATE,
+}
+"""What a refused order means, by fault."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +41,13 @@ class Case:
     kind: str
     offer: Offer
     """Something that its simulator has plenty of."""
-    troubles: Mapping[str, Trouble]
-    """What a refused order means, by fault; one that such a provider does not have is left out."""
     required: tuple[str, ...]
     """Fields of a list's answer without which a machine cannot be told; each is taken away and asked for by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    secret: Callable[[str], str] = plain_key
-    """The account's secret, given the simulator's URL."""
     maps: frozenset[str] = frozenset()
     """Fields whose value is an object with names that are data: no unknown field is put there."""
-    means_none: frozenset[str] = frozenset()
-    """Those of BAD_ANSWERS that in this API are a good answer to a list, and say that there is no machine."""
-    dead_states: tuple[str, ...] = ("error",)
-    """What a machine that died may be shown as."""
+    dead_state: str = "error"
+    """What a machine that died is shown as."""
     price_from: str = "list"
     """Where the true price of a machine is told: `list`, `create` or nowhere."""
 
@@ -56,53 +58,25 @@ CASES = {
         Case(
             kind="lambda",
             offer=Offer("acme", "gpu_1x_a10", "us-west-1", usd_hour=1.29),
-            troubles={
-                "stockout": Trouble.CAPACITY,
-                "quota": Trouble.QUOTA,
-                "balance": Trouble.BALANCE,
-                "auth": Trouble.AUTH,
-                "rate": Trouble.RATE,
-            },
             required=("id", "status"),
             maps=frozenset({"data"}),
         ),
         Case(
             kind="sandbox",
             offer=Offer("acme", "gpu-2", "sandbox", "sandbox-a", "spot", usd_hour=0.40),
-            troubles={
-                "stockout": Trouble.CAPACITY,
-                "quota": Trouble.QUOTA,
-                "balance": Trouble.BALANCE,
-                "auth": Trouble.AUTH,
-                "rate": Trouble.RATE,
-            },
             required=("machines", "id", "state"),
         ),
         Case(
             kind="gcp",
             offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.571),
-            troubles={
-                "stockout": Trouble.CAPACITY,
-                "quota": Trouble.QUOTA,
-                "balance": Trouble.BALANCE,
-                "auth": Trouble.AUTH,
-                "rate": Trouble.RATE,
-            },
             required=("name", "status", "zone", "machineType"),
             settings={"project": "reefs"},
-            dead_states=("stopped",),
+            dead_state="stopped",
             price_from="nowhere",
         ),
         Case(
             kind="runpod",
             offer=Offer("acme", "NVIDIA A40", "EU-RO-1", usd_hour=0.44),
-            troubles={
-                "stockout": Trouble.CAPACITY,
-                "quota": Trouble.QUOTA,
-                "balance": Trouble.BALANCE,
-                "auth": Trouble.AUTH,
-                "rate": Trouble.RATE,
-            },
             required=("pods", "id", "status"),
             maps=frozenset({"env"}),
             price_from="create",
@@ -110,15 +84,8 @@ CASES = {
         Case(
             kind="paperspace",
             offer=Offer("acme", "A4000", "NY2", usd_hour=0.76),
-            troubles={
-                "stockout": Trouble.CAPACITY,
-                "quota": Trouble.QUOTA,
-                "balance": Trouble.BALANCE,
-                "auth": Trouble.AUTH,
-                "rate": Trouble.RATE,
-            },
             required=("id", "name", "state"),
-            dead_states=("stopped",),
+            dead_state="stopped",
         ),
     )
 }
@@ -189,7 +156,7 @@ async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
 
 def account(case: Case, url: str, **settings: str) -> Account:
     unhurried = {"request_interval": "0", "create_interval": "0", "timeout": "5"}
-    return Account("acme", case.kind, case.secret(url), url, {**unhurried, **case.settings, **settings})
+    return Account("acme", case.kind, KEY, url, {**unhurried, **case.settings, **settings})
 
 
 def with_key(case: Case, url: str, secret: str) -> Account:
@@ -197,8 +164,11 @@ def with_key(case: Case, url: str, secret: str) -> Account:
 
 
 @asynccontextmanager
-async def saying(reply: bytes | None) -> AsyncIterator[str]:
-    """A server that answers every request with these bytes and hangs up; with None, it does not answer at all."""
+async def saying(reply: bytes | None, to: str = ".*", otherwise: str = "") -> AsyncIterator[str]:
+    """A server that answers with these bytes and hangs up; with None, it does not answer at all.
+
+    So it does to every request, or to those whose `METHOD /path` matches: all others are passed on to another server.
+    """
     answering: set[asyncio.Task[Any] | None] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -206,9 +176,11 @@ async def saying(reply: bytes | None) -> AsyncIterator[str]:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            if length:
-                await reader.readexactly(int(length[0].partition(b":")[2]))
-            if reply is None:
+            body = await reader.readexactly(int(length[0].partition(b":")[2])) if length else b""
+            asked = head.split(b"\r\n")[0].decode().rpartition(" ")[0].partition("?")[0]
+            if not re.fullmatch(to, asked):
+                await _pass_on(head, body, otherwise, writer)
+            elif reply is None:
                 await reader.read()  # until the client gives up
             else:
                 writer.write(reply)
@@ -223,6 +195,17 @@ async def saying(reply: bytes | None) -> AsyncIterator[str]:
     finally:
         server.close()
         await asyncio.gather(*(task for task in answering if task))
+
+
+async def _pass_on(head: bytes, body: bytes, url: str, writer: asyncio.StreamWriter) -> None:
+    """Ask another server the same, and hand its answer over."""
+    there = urlsplit(url)
+    lines = [line for line in head.rstrip().split(b"\r\n") if not line.lower().startswith(b"connection:")]
+    answers, asks = await asyncio.open_connection(there.hostname, there.port)
+    asks.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)
+    writer.write(await answers.read())
+    await writer.drain()
+    asks.close()
 
 
 def http(status: str, body: bytes, kind: str = "application/json") -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
+from shoal.providers import table
 from shoal.providers.api import Capability, Faults, Instance, Progress, Provider, Request
-from shoal.providers.table import make
 
 __all__ = ["PROVIDERS", "Capability", "Faults", "Instance", "Progress", "Provider", "Request", "names", "provider"]
 
@@ -21,10 +19,10 @@ GROUP = "shoal.providers"
 
 def names() -> tuple[str, ...]:
     """Every provider that may have made hosts: those of the table, but for the one in memory, and those installed."""
-    return tuple(sorted({*PROVIDERS, *(entry.name for entry in entry_points(group=GROUP))} - {"fake"}))
+    return tuple(name for name in table.names(PROVIDERS, GROUP) if name != "fake")
 
 
 def provider(name: str) -> Provider:
     """The provider of that name. Raises ProviderError with the names there are."""
-    made: Provider = make(name, PROVIDERS, GROUP)
+    made: Provider = table.make(name, PROVIDERS, GROUP)
     return made

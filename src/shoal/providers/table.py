@@ -10,19 +10,41 @@ from typing import Any
 from shoal.errors import ProviderError
 
 
-def make(name: str, table: Mapping[str, str], group: str, *arguments: object) -> Any:
-    """What the class of that name makes of the arguments. Raises ProviderError with the names there are."""
+def find(name: str, table: Mapping[str, str], group: str) -> Any:
+    """The class of that name; None where nobody has one. Raises ProviderError for a package that is broken."""
     if name in table:
         module, _, attribute = table[name].partition(":")
-        return getattr(import_module(module), attribute)(*arguments)
+        return getattr(import_module(module), attribute)
     # Looking through all installed packages takes a while.
-    others = {entry.name: entry for entry in entry_points(group=group)}
-    if name not in others:
-        known = ", ".join(sorted({*table, *others}))
+    for entry in entry_points(group=group):
+        if entry.name == name:
+            try:
+                return entry.load()
+            except Exception as error:  # somebody else's package may fail in any way
+                raise _broken(name, error, entry.value) from error
+    return None
+
+
+def make(name: str, table: Mapping[str, str], group: str, *arguments: object) -> Any:
+    """What the class of that name makes of the arguments. Raises ProviderError, with the names there are."""
+    found = find(name, table, group)
+    if found is None:
+        known = ", ".join(names(table, group))
         raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")
     try:
-        return others[name].load()(*arguments)
-    except Exception as error:  # somebody else's package may fail in any way
-        raise ProviderError(
-            f"provider {name} cannot be loaded: {error}", hint=f"mend or remove {others[name].value}"
-        ) from error
+        return found(*arguments)
+    except ProviderError:
+        raise
+    except Exception as error:
+        if name in table:
+            raise  # a fault of ours
+        raise _broken(name, error, f"{found.__module__}:{found.__qualname__}") from error
+
+
+def names(table: Mapping[str, str], group: str) -> list[str]:
+    """Every name that `find` knows."""
+    return sorted({*table, *(entry.name for entry in entry_points(group=group))})
+
+
+def _broken(name: str, error: Exception, place: str) -> ProviderError:
+    return ProviderError(f"provider {name} cannot be loaded: {error}", hint=f"mend or remove {place}")

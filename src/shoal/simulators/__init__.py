@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
+from shoal.providers.table import find, names
 
 if TYPE_CHECKING:
     from shoal.simulators.server import Cloud
@@ -26,9 +25,8 @@ GROUP = "shoal.simulators"
 
 def cloud(kind: str) -> type[Cloud]:
     """The simulated cloud of a kind of provider. Raises UsageError with the kinds there are."""
-    known = {**{one.name: one.value for one in entry_points(group=GROUP)}, **SIMULATORS}
-    if kind not in known:
-        raise UsageError(f"there is no simulator of {kind!r}", hint=f"use one of: {', '.join(sorted(known))}")
-    module, _, attribute = known[kind].partition(":")
-    found: type[Cloud] = getattr(import_module(module), attribute)
+    found: type[Cloud] | None = find(kind, SIMULATORS, GROUP)
+    if found is None:
+        known = ", ".join(names(SIMULATORS, GROUP))
+        raise UsageError(f"there is no simulator of {kind!r}", hint=f"use one of: {known}")
     return found

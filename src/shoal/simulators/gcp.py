@@ -16,9 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from shoal.providers.rental import Billing
 from shoal.simulators.gcp_rules import API, check, filtered, number, page_of, read_order, shown_type, stamp, type_of
 from shoal.simulators.gcp_types import TYPES
-from shoal.simulators.machines import Billing, Machine, Profile
+from shoal.simulators.machines import Machine, Profile
 from shoal.simulators.market import Market, Refused
 from shoal.simulators.server import Cloud, Limit, read_json
 
@@ -77,7 +78,7 @@ class GoogleCompute(Cloud):
         stop_seconds=20.0,
         notice_seconds=30.0,
         unique_names=True,
-        billing=Billing(unit_seconds=1, minimum_seconds=60, from_up=True),
+        billing=Billing(step=1, least=60, from_up=True),
     )
     types = TYPES
     creating = rf"POST {base}/projects/[^/]+/(zones|regions)/[^/]+/instances/bulkInsert"

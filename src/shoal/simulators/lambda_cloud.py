@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from shoal.simulators.machines import Billing, Machine, MachineType, Profile, Wanted
+from shoal.providers.rental import Billing
+from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
 from shoal.simulators.market import Refused
 from shoal.simulators.server import Cloud, Limit, read_json
 
@@ -71,7 +72,7 @@ class LambdaCloud(Cloud):
         boot_seconds=150.0,
         address_seconds=25.0,
         stop_seconds=30.0,
-        billing=Billing(unit_seconds=60, from_up=True),
+        billing=Billing(step=60, from_up=True),
     )
     types = _types()
     creating = r"POST /api/v1/instance-operations/launch"

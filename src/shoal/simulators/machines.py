@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shoal.providers.rental import Billing
 from shoal.providers.rental import Market as Buying
 
 Phase = Literal["pending", "up", "stopping", "error", "gone"]
@@ -30,21 +30,6 @@ class MachineType:
 
 
 @dataclass(frozen=True)
-class Billing:
-    """By what rule a machine's time becomes money."""
-
-    unit_seconds: int = 1
-    """Every unit that is begun counts."""
-    minimum_seconds: int = 0
-    from_up: bool = False
-    """From when the machine is up; else from the order."""
-
-    def seconds(self, started: float, ended: float) -> int:
-        whole = math.ceil(round(ended - started, 3) / self.unit_seconds) * self.unit_seconds
-        return max(self.minimum_seconds, whole)
-
-
-@dataclass(frozen=True)
 class Profile:
     """How long things take in this cloud, and what its machines are."""
 
@@ -56,7 +41,7 @@ class Profile:
     notice_seconds: float = 0.0
     unique_names: bool = False
     container: bool = False
-    billing: Billing = Billing()
+    billing: Billing = field(default_factory=Billing)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A provider's simulator is a `server.Cloud`: it turns HTTP into calls of a Market
 
     class Example(Cloud):
         kind, base = "example", "/v1"
-        profile = Profile(boot_seconds=60, billing=Billing(unit_seconds=60, from_up=True))
+        profile = Profile(boot_seconds=60, billing=Billing(step=60, from_up=True))
         types = (MachineType("big", gpu="H100", gpus=8, usd_hour=20.0, places={"us-1": 4}),)
         creating, listing = r"POST /v1/machines", r"GET /v1/machines"
 
@@ -298,7 +298,7 @@ class Market:
         billing = self.profile.billing
         started = machine.up if billing.from_up else machine.ordered
         until = machine.ended if machine.ended is not None else self.clock()
-        seconds = billing.seconds(started, until) if started is not None else 0
+        seconds = billing.seconds(until - started) if started is not None else 0
         return {
             "id": machine.id,
             "name": machine.wanted.name,

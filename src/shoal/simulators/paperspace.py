@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.providers.prices import shipped
-from shoal.simulators.machines import Billing, Machine, MachineType, Profile, Wanted
+from shoal.providers.rental import Billing
+from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
 from shoal.simulators.market import Refused
 from shoal.simulators.server import Cloud, read_json
 
@@ -81,7 +82,7 @@ class Paperspace(Cloud):
         boot_seconds=120.0,
         address_seconds=20.0,
         stop_seconds=20.0,
-        billing=Billing(unit_seconds=3600),
+        billing=Billing(step=3600),
     )
     types = _types()
     creating = r"POST /v1/machines"

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from shoal.simulators.machines import Billing, Machine, MachineType, Profile, Wanted
+from shoal.providers.rental import Billing
+from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
 from shoal.simulators.market import Refused
 from shoal.simulators.server import Cloud, Limit, read_json
 
@@ -103,7 +104,7 @@ class RunPod(Cloud):
         boot_seconds=40.0,
         stop_seconds=2.0,
         container=True,
-        billing=Billing(unit_seconds=1),
+        billing=Billing(step=1),
     )
     types = tuple(_types())
     creating = r"POST /v2/pods"

@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from shoal.simulators.machines import Billing, Machine, MachineType, Profile, Wanted
+from shoal.providers.rental import Billing
+from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
 from shoal.simulators.market import Market, Refused
 from shoal.simulators.server import Cloud, Limit, read_json
 
@@ -57,7 +58,7 @@ class ElasticSandbox(Cloud):
         stop_seconds=1.0,
         notice_seconds=30.0,
         unique_names=True,
-        billing=Billing(unit_seconds=1),
+        billing=Billing(step=1),
     )
     types = (
         MachineType("cpu", cpus=1, memory_gb=1, usd_hour=0.06, spot_usd_hour=0.02, places=ZONES),

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
+from tests.contract.renters import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
 from shoal.providers.rental import Offer, Order, Query, Trouble
-from shoal.providers.rented import paperspace
+from shoal.providers.rented import paperspace, renter
+from shoal.providers.rented.http import Refusal
 
 CASE = CASES["paperspace"]
 ORDER = Order("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
@@ -81,12 +82,7 @@ def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
     [
         (400, {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"}, Trouble.CAPACITY, "offer"),
         (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, Trouble.QUOTA, "provider"),
-        (403, {"code": "FORBIDDEN", "message": "Not for you"}, Trouble.AUTH, "provider"),
-        (401, {"code": "UNAUTHORIZED", "message": "No"}, Trouble.AUTH, "provider"),
         (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, Trouble.BALANCE, "provider"),
-        (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}, Trouble.RATE, "provider"),
-        (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}, Trouble.INVALID, "offer"),
-        (409, {"code": "CONFLICT", "message": "taken"}, Trouble.CONFLICT, "offer"),
     ],
 )
 def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: Trouble, scope: str) -> None:
@@ -96,9 +92,26 @@ def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: T
     assert data["message"] in refusal.message
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"message": 7}, {"code": "TIMEOUT", "message": "out of capacity"}])
-def test_an_error_of_theirs_is_left_to_its_status(data: Any) -> None:
+@pytest.mark.parametrize("data", [None, [], {}, {"message": 7}])
+def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
     assert paperspace.understand(500, data) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [
+        (500, {"code": "TIMEOUT", "message": "out of capacity"}),
+        (403, {"code": "FORBIDDEN", "message": "Not for you"}),
+        (401, {"code": "UNAUTHORIZED", "message": "No"}),
+        (429, {"code": "TOO_MANY_REQUESTS", "message": "Rate limit reached"}),
+        (400, {"code": "BAD_REQUEST", "message": "diskSize: Required"}),
+        (409, {"code": "CONFLICT", "message": "taken"}),
+    ],
+)
+def test_an_error_whose_words_say_no_more_is_told_in_them_and_left_to_its_status(
+    status: int, data: dict[str, str]
+) -> None:
+    assert paperspace.understand(status, data) == Refusal(None, message=f"{data['code']}: {data['message']}")
 
 
 # What is ordered
@@ -251,9 +264,37 @@ async def test_offers_come_from_our_table_and_say_what_there_is_now(it: Trial) -
     it.market.types["H100"] = replace(full, places={**full.places, "Europe (AMS1)": 0})
     found = await it.renter.offers(Query(types=("H100",), regions=("Europe (AMS1)", "NY2")))
     assert [(one.region, one.available, one.usd_hour, one.gpus) for one in found] == [
-        ("AMS1", "no", 5.95, 1),
+        ("Europe (AMS1)", "no", 5.95, 1),
         ("NY2", "yes", 5.95, 1),
     ]
     assert {one.as_of for one in found} == {"2026-08-22"}
     assert await it.renter.offers(Query(market="spot")) == []
     assert await it.renter.offers(Query(regions=("us-west-1",))) == []
+
+
+@pytest.mark.parametrize("written", ["NY2", "East Coast (NY2)"])
+async def test_a_region_is_found_and_ordered_by_either_of_its_names(it: Trial, written: str) -> None:
+    """What a nodeset says is compared with what is offered, letter by letter."""
+    [offer] = await it.renter.offers(Query(types=("A4000",), regions=(written,)))
+    assert offer.region == written
+    assert (await it.renter.create([replace(ORDER, offer=offer)]))[0].ok
+    assert [one.region for one in await it.listed()] == ["NY2"]
+
+
+async def test_a_machine_that_we_gave_back_is_not_one_that_is_taken_away(it: Trial) -> None:
+    await it.create()
+    it.boot()
+    await it.renter.delete(await it.listed())
+    assert [(one.state, one.ending) for one in await it.listed()] == [("stopping", False)]
+
+
+@pytest.mark.parametrize("answer", ["empty object", "bad gateway", "cut off", "no answer"])
+async def test_a_script_that_could_not_be_left_means_that_no_machine_was_ordered(it: Trial, answer: str) -> None:
+    async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url:
+        bad = renter(account(CASE, url))
+        try:
+            [outcome] = await bad.create([ORDER])
+        finally:
+            await bad.close()
+    assert outcome.trouble is Trouble.TRANSIENT, outcome
+    assert it.made == 0

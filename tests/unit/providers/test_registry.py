@@ -4,10 +4,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-import shoal.providers
 from shoal.errors import ProviderError
 from shoal.providers import PROVIDERS, names, provider, table
 from shoal.providers.fake import FakeProvider
+from shoal.providers.rented import abilities
 
 
 @pytest.mark.parametrize("name", sorted(PROVIDERS))
@@ -33,7 +33,7 @@ def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_whoever_may_have_made_hosts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(shoal.providers, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
     assert names() == ("mine", "sandbox")
 
 
@@ -41,3 +41,42 @@ def test_an_installed_package_can_add_one(monkeypatch: pytest.MonkeyPatch) -> No
     entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
     monkeypatch.setattr(table, "entry_points", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)
+
+
+class Choosy:
+    """A provider of somebody else's."""
+
+    def __init__(self) -> None:
+        raise WHY
+
+
+WHY: Exception = ValueError("no luck")
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (ValueError("no luck"), f"provider mine cannot be loaded: no luck\n  fix: mend or remove {__name__}:Choosy"),
+        (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
+    ],
+)
+def test_what_a_package_says_itself_is_told_and_any_other_error_is_named_as_its_own(
+    monkeypatch: pytest.MonkeyPatch, why: Exception, told: str
+) -> None:
+    monkeypatch.setattr(table, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
+    monkeypatch.setitem(globals(), "WHY", why)
+    with pytest.raises(ProviderError) as caught:
+        provider("mine")
+    assert str(caught.value) == told
+
+
+def test_what_a_kind_can_do_is_known_without_access_and_not_for_one_that_nobody_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert abilities("runpod").container
+    with pytest.raises(LookupError, match="no provider is called 'moon'"):
+        abilities("moon")
+    entry = EntryPoint("moon", "no.such.module:Moon", "shoal.renters")
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    with pytest.raises(LookupError, match="provider moon cannot be loaded: No module named 'no'"):
+        abilities("moon")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.contract.renters import http, saying
 
 from shoal.providers.rental import Account, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Pace, Refusal
+from shoal.providers.rented.http import Api, ApiError, Body, Refusal
 
 ACCOUNT = Account("acme", "example", "sk-very-secret", settings={"timeout": "5"})
 
@@ -58,7 +56,7 @@ async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
         return Refusal(Trouble.CAPACITY, "zone", data["why"]) if isinstance(data, dict) else None
 
     error = await failure(http("400 Bad Request", b'{"why": "sold out"}'), understand=understand)
-    assert (error.trouble, error.scope, error.data) == (Trouble.CAPACITY, "zone", {"why": "sold out"})
+    assert (error.trouble, error.scope) == (Trouble.CAPACITY, "zone")
     assert error.message == "acme: POST /machines: 400: sold out"
     assert (await failure(http("400 Bad Request", b"[]"), understand=understand)).trouble is Trouble.INVALID
 
@@ -67,7 +65,7 @@ async def test_how_long_to_wait_is_the_answers_word_or_our_own() -> None:
     reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", b"\r\nRetry-After: 17\r\n\r\n")
     assert (await failure(reply)).retry_after == 17
     dated = reply.replace(b"17", b"Wed, 21 Oct 2026 07:28:00 GMT")
-    assert (await failure(dated, retry_after=12.0)).retry_after == 12
+    assert (await failure(dated, retry_after=lambda: 12.0)).retry_after == 12
 
 
 async def test_a_key_that_the_api_quotes_is_not_quoted_by_us() -> None:
@@ -125,33 +123,64 @@ def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
         assert caught.value.message == f"acme: GET /x: {told}"
 
 
-def _take(path: Path, count: int) -> list[float]:
-    pace = Pace(5.0, path)
-    return [pace._take_shared(1000.0) for _ in range(count)]
-
-
-def test_processes_that_share_a_file_never_take_the_same_moment(tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        taken = pool.starmap(_take, [(tmp_path / "pace" / "lambda.create", 20)] * 3)
-    moments = sorted(moment for some in taken for moment in some)
-    assert moments == [1000.0 + 5.0 * count for count in range(60)]
-    assert (tmp_path / "pace" / "lambda.create").stat().st_mode & 0o077 == 0
-
-
-def test_a_pace_from_before_the_machine_was_started_is_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("999999999.0")
-    assert Pace(5.0, tmp_path / "x")._take_shared(10.0) == 10.0
-
-
-async def test_a_pace_keeps_calls_apart_and_settings_decide_how_far(tmp_path: Path) -> None:
-    settings = {"create_interval": "0.05", "pace_dir": str(tmp_path)}
-    pace = Pace.of(Account("acme", "example", settings=settings), "create", 12.0)
-    assert (pace.interval, pace.file) == (0.05, tmp_path / "acme.create")
+async def test_calls_keep_apart_by_the_accounts_own_interval_or_the_providers() -> None:
+    api = Api(Account("acme", "example", settings={"request_interval": "0.05"}), "http://127.0.0.1:9", interval=60.0)
     begun = time.monotonic()
     for _ in range(3):
-        await pace.wait()
+        with pytest.raises(ApiError, match="cannot be reached"):
+            await api.ask("GET", "/x")
     assert time.monotonic() - begun >= 0.1
-    assert Pace.of(Account("acme", "example"), "request", 1.0) == Pace(1.0, None)
+    await api.close()
+
+
+async def test_every_page_of_a_list_is_read_and_one_that_comes_back_is_an_error() -> None:
+    async with saying(http("200 OK", b'{"rows": [1], "next": "b"}')) as url:
+        api, read = Api(ACCOUNT, url), 0
+        with pytest.raises(ApiError) as caught:
+            async for page in api.pages("/machines", "after", lambda page: page.text("next", ""), limit=1):
+                read += len(page.rows("rows"))
+        await api.close()
+    assert read == 2
+    assert caught.value.message == "acme: GET /machines: the list comes back to the same page again and again"
+
+
+@pytest.mark.parametrize(
+    ("status", "trouble"),
+    [("200 OK", None), ("404 Not Found", None), ("429 Too Many", Trouble.RATE), ("500 Oops", Trouble.TRANSIENT)],
+)
+async def test_to_remove_what_is_gone_already_is_well(status: str, trouble: Trouble | None) -> None:
+    async with saying(http(status, b"{}")) as url:
+        api = Api(ACCOUNT, url)
+        outcome = await api.remove("/machines/m1", "m1")
+        await api.close()
+    assert (outcome.id, outcome.trouble) == ("m1", trouble)
+    assert outcome.retry_after == (10.0 if trouble is Trouble.RATE else 0.0)
+
+
+@pytest.mark.parametrize("reply", [http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}")])
+async def test_an_order_that_was_taken_and_cannot_be_followed_leaves_open_what_was_made(reply: bytes) -> None:
+    async with saying(reply) as url:
+        api = Api(ACCOUNT, url)
+        with pytest.raises(ApiError) as caught:
+            await api.followed(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
+        await api.close()
+    assert caught.value.trouble is Trouble.AMBIGUOUS
+    assert caught.value.message.startswith("acme: GET /orders/1: ")
+
+
+async def test_an_order_is_followed_until_it_is_done_or_time_is_over() -> None:
+    async with saying(http("200 OK", b'{"state": "done"}')) as url:
+        api = Api(ACCOUNT, url)
+        done = await api.followed(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
+        still = await api.followed(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "never", 0.3)
+        await api.close()
+    assert (done.text("state"), still.text("state")) == ("done", "done")
+
+
+async def test_a_provider_may_tell_the_words_and_leave_their_meaning_to_the_status() -> None:
+    error = await failure(http("402 Pay", b"{}"), understand=lambda status, data: Refusal(message="no money"))
+    assert (error.trouble, error.scope) == (Trouble.BALANCE, "provider")
+    assert error.message == "acme: POST /machines: 402: no money"
 
 
 @pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\rx", "schlüssel"])

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.providers.rental import Billing
 from shoal.simulators import SIMULATORS, cloud
 from shoal.simulators.faults import KINDS, Fault, read_faults
 from shoal.simulators.ground import Nowhere
-from shoal.simulators.machines import Billing, MachineType, Profile, Wanted
+from shoal.simulators.machines import MachineType, Profile, Wanted
 from shoal.simulators.market import REFUSALS, Market, Refused
 
 WANTED = Wanted("reef-n1", "big", "us-1", public_keys=("ssh-ed25519 AAAA x",), marks={"tag": "t"})
@@ -62,7 +63,7 @@ def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
         (Billing(1), 190, 190 * 20 / 3600),
         (Billing(60, from_up=True), 180, 1.0),
         (Billing(3600), 3600, 20.0),
-        (Billing(1, minimum_seconds=600), 600, 600 * 20 / 3600),
+        (Billing(1, least=600), 600, 600 * 20 / 3600),
     ],
     ids=["by the second", "by the minute from up", "by the hour", "at least ten minutes"],
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
-
+from shoal.errors import ProviderError
 from shoal.providers.rental import Abilities, Account, Renter
-from shoal.providers.table import make
+from shoal.providers.table import find, make
 
 RENTERS = {
     "gcp": "shoal.providers.rented.gcp:GoogleCompute",
@@ -28,8 +26,12 @@ def renter(account: Account) -> Renter:
 
 
 def abilities(kind: str) -> Abilities:
-    """What a provider's machines and its API can do, without access to it. Raises LookupError for an unknown kind."""
-    places = [RENTERS[kind]] if kind in RENTERS else [one.value for one in entry_points(group=GROUP, name=kind)]
-    module, _, attribute = places[0].partition(":")
-    found: Abilities = getattr(import_module(module), attribute).abilities
+    """What a provider's machines and its API can do, without access to it. Raises LookupError where nobody can say."""
+    try:
+        renters = find(kind, RENTERS, GROUP)
+    except ProviderError as error:
+        raise LookupError(error.message) from error
+    if renters is None:
+        raise LookupError(f"no provider is called {kind!r}")
+    found: Abilities = renters.abilities
     return found

@@ -1,38 +1,100 @@
 """Google Compute Engine: whole virtual machines, ordered in bulk, which Google itself ends at their deadline.
 
 An order is an operation that takes seconds to fail: out of stock and over quota are told by it, not by the answer to
-the order. So `create` follows it for a while, and asks the list for what became of each machine.
+the order. So `create` follows it for a while, and asks the list for what became of each machine. All machines of one
+`bulkInsert` get the same labels; only their names differ. So the label `shoal-cluster` says whose a machine is, and its
+name, `<node>--<token>`, which one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from typing import Any
 
 from shoal.errors import ProviderError
 from shoal.providers.prices import prices
-from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, Trouble
-from shoal.providers.rented import gcp_words as words
+from shoal.providers.rental import (
+    Abilities,
+    Account,
+    Billing,
+    Offer,
+    Order,
+    Outcome,
+    Query,
+    Rented,
+    Scope,
+    State,
+    Trouble,
+)
 from shoal.providers.rented.google_login import GoogleLogin
-from shoal.providers.rented.http import Api, ApiError, Body
+from shoal.providers.rented.http import Api, ApiError, Body, Refusal
 
 BASE = "https://compute.googleapis.com/compute/v1"
+USER = "ubuntu"
+CLUSTER_LABEL = "shoal-cluster"
 PAGE = 500
 FOLLOW_SECONDS = 90.0
 """So long an order is followed. What is out of stock is told within half a minute."""
 DELETES_AT_ONCE = 16
 GPU_FAMILIES = "name eq (a2|a3|a4|a4x|g2|g4)-.*"
+HYPERDISK_ONLY = ("a3-ultragpu", "a4", "c4", "g4", "n4")
+"""Families that do not boot from a persistent disk."""
+IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
+ARM_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-arm64"
+GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
+"""The same Ubuntu with NVIDIA's driver in it."""
+GPUS = {
+    "nvidia-tesla-p4": ("P4", 8),
+    "nvidia-tesla-p100": ("P100", 16),
+    "nvidia-tesla-v100": ("V100", 16),
+    "nvidia-tesla-t4": ("T4", 16),
+    "nvidia-l4": ("L4", 24),
+    "nvidia-tesla-a100": ("A100", 40),
+    "nvidia-a100-80gb": ("A100", 80),
+    "nvidia-h100-80gb": ("H100", 80),
+    "nvidia-h100-mega-80gb": ("H100", 80),
+    "nvidia-h200-141gb": ("H200", 141),
+    "nvidia-b200": ("B200", 180),
+    "nvidia-rtx-pro-6000": ("RTX PRO 6000", 96),
+}
+"""Google's name of a GPU -> the usual one, and its memory in GB. One that is not here keeps Google's name."""
+STATES: dict[str, State] = {
+    "RUNNING": "up",
+    "REPAIRING": "error",
+    **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
+    **dict.fromkeys(("SUSPENDED", "TERMINATED"), "stopped"),
+}
+"""All others, those that we do not know too, are of a machine that is not up yet: no reason to give it back."""
+WORDS: dict[Trouble, str] = {
+    Trouble.CAPACITY: "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT"
+    " RESOURCE_NOT_FOUND UNSUPPORTED_OPERATION insufficientCapacity",  # the fifth: taken away while it was made
+    Trouble.QUOTA: "QUOTA_EXCEEDED quotaExceeded limitExceeded",
+    Trouble.CONFLICT: "RESOURCE_ALREADY_EXISTS alreadyExists",
+    Trouble.RATE: "RESOURCE_OPERATION_RATE_EXCEEDED rateLimitExceeded userRateLimitExceeded",
+    Trouble.TRANSIENT: "RESOURCE_NOT_READY resourceNotReady",
+    Trouble.BALANCE: "BILLING_DISABLED accountDisabled",
+    Trouble.AUTH: "PERMISSIONS_ERROR authError forbidden accessNotConfigured insufficientPermissions",
+    Trouble.INVALID: "INVALID_USAGE INVALID_FIELD_VALUE required invalid notFound badRequest",
+}
+"""The codes of operations that failed, and the reasons in answers that refuse at once."""
+TROUBLES = {word: trouble for trouble, words in WORDS.items() for word in words.split()}
+TROUBLES["VM_MIN_COUNT_NOT_REACHED"] = Trouble.CAPACITY  # only a summary: what else is said comes first
+"""Of several the one that stands first here is told."""
+
+Error = tuple[str, str]
+"""Google's code or reason, and its words."""
 
 
 class GoogleCompute:
-    """Rents from one project."""
+    """Rents from one project. Implements `shoal.providers.rental.Renter`."""
 
     abilities = Abilities(
-        user=words.USER,
+        user=USER,
         spot=True,
         notice_seconds=30,
         idempotent="token",
@@ -49,38 +111,29 @@ class GoogleCompute:
         login = GoogleLogin(account)
         self._account = account
         self._project = f"/projects/{login.project}"
-        self._api = Api(account, BASE, understand=words.understand, bearer=login.bearer)
-        self._failures: Counter[frozenset[str]] = Counter()
-        """How often the order of these tokens has failed for good."""
+        self._api = Api(account, BASE, understand=understand, bearer=login.bearer, retry_after=_until_next_minute)
 
     async def offers(self, query: Query) -> list[Offer]:
         """What Google has in its zones. It does not tell what is in stock."""
         filters = GPU_FAMILIES
         if query.types:
-            machines = sorted({words.split_type(name)[0] for name in query.types})
+            machines = sorted({split_type(name)[0] for name in query.types})
             filters = " OR ".join(f'(name = "{name}")' for name in machines)
         offers: list[Offer] = []
         async for machine in self._everywhere("machineTypes", filters):
-            zone = words.last_part(machine.text("zone"))
             name = machine.text("name")
-            types = [one for one in query.types if words.split_type(one)[0] == name] or [name]
-            for type_ in types:
-                offer = words.offer_of(self._account.name, machine, zone, type_, "on-demand")
+            for type_ in [one for one in query.types if split_type(one)[0] == name] or [name]:
+                offer = offer_of(self._account.name, machine, type_)
                 offers += [one for one in (offer, replace(offer, market="spot")) if query.admits(one)]
         return prices().fill(self._account.kind, offers)
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
-        outcomes: dict[str, Outcome] = {}
-        for alike in _alike(orders):
-            fitting = [order for order in alike if words.name_of(order)]
-            outcomes |= {order.token: _unnameable(order) for order in alike}
-            if fitting:
-                outcomes |= await self._order(fitting)
-        return [outcomes[order.token] for order in orders]
+        fitting = [order for order in orders if name_of(order)]
+        outcomes = await self._order(fitting) if fitting else {}
+        return [outcomes.get(order.token) or _unnameable(order) for order in orders]
 
     async def rented(self, cluster: str) -> list[Rented]:
-        mine = f"labels.{words.CLUSTER_LABEL}={cluster}"
-        return [words.rented_of(one) async for one in self._everywhere("instances", mine)]
+        return [rented_of(one) async for one in self._everywhere("instances", f"labels.{CLUSTER_LABEL}={cluster}")]
 
     async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
         at_once = asyncio.Semaphore(DELETES_AT_ONCE)
@@ -99,97 +152,74 @@ class GoogleCompute:
 
     async def _order(self, orders: Sequence[Order]) -> dict[str, Outcome]:
         """One bulkInsert, and what became of each of its machines."""
-        offer, tokens = orders[0].offer, frozenset(order.token for order in orders)
+        offer = orders[0].offer
         place = f"{self._project}/zones/{offer.zone}" if offer.zone else f"{self._project}/regions/{offer.region}"
+        path, params = f"{place}/instances/bulkInsert", {"requestId": request_id(orders)}
+        body = bulk_insert(orders, self._account.settings)
         try:
-            operation = await self._api.ask(
-                "POST",
-                f"{place}/instances/bulkInsert",
-                params={"requestId": words.request_id(orders, self._failures[tokens])},
-                json=words.bulk_insert(orders, self._account.settings),
-                creates=True,
-            )
+            operation = await self._api.ask("POST", path, params=params, json=body, creates=True)
             made, errors = await self._ended(place, operation, len(orders))
         except ApiError as error:
             if error.trouble is not Trouble.CONFLICT:
-                return dict.fromkeys(tokens, replace(error.outcome(), retry_after=_until_next_minute(error)))
+                return {order.token: error.outcome() for order in orders}
             made, errors = 0, [("alreadyExists", error.message)]
         if made >= len(orders):
-            return {order.token: Outcome(words.name_of(order)) for order in orders}
-        outcomes = await self._found(orders, made, errors)
-        if all(outcome.trouble is not Trouble.AMBIGUOUS for outcome in outcomes.values()):
-            self._failures[tokens] += 1
-        return outcomes
+            return {order.token: Outcome(name_of(order)) for order in orders}
+        return await self._found(orders, made, errors)
 
-    async def _ended(self, place: str, operation: Body, wanted: int) -> tuple[int, list[words.Error]]:
+    async def _ended(self, place: str, operation: Body, wanted: int) -> tuple[int, list[Error]]:
         """How many machines an order that was taken has made, and why not all of them."""
+        path = f"{place}/operations/{operation.text('name')}"
         try:
-            operation = await self._followed(place, operation)
-            made, errors = words.created_count(operation), words.operation_errors(operation)
+            operation = await self._api.followed(
+                operation, path, lambda it: it.text("status") == "DONE", FOLLOW_SECONDS
+            )
+            if operation.text("status") != "DONE":
+                raise operation.wrong("the order is still under way")
+            made, errors = created_count(operation), operation_errors(operation)
             if made < wanted and not errors:
                 errors = await self._errors_of_parts(operation)
             return made, errors
-        except ApiError as error:  # there may be machines, whatever this says
-            raise ApiError(error.message, Trouble.AMBIGUOUS, retry_after=error.retry_after) from error
+        except ApiError as error:
+            raise error.left_open() from error
 
-    async def _followed(self, place: str, operation: Body) -> Body:
-        """The operation when it has ended."""
-        pause, ends = 0.1, time.monotonic() + FOLLOW_SECONDS
-        while operation.text("status") != "DONE":
-            if time.monotonic() > ends:
-                raise operation.wrong("the order is still under way")
-            await asyncio.sleep(pause)
-            pause = min(2.0, pause * 2)
-            operation = await self._api.ask("GET", f"{place}/operations/{operation.text('name')}")
-        return operation
-
-    async def _errors_of_parts(self, operation: Body) -> list[words.Error]:
+    async def _errors_of_parts(self, operation: Body) -> list[Error]:
         """Where some machines were made and some were not, the operations of these say why."""
         group = operation.text("operationGroupId", "")
-        places = operation.piece_or_empty("instancesBulkInsertOperationMetadata").piece_or_empty("perLocationStatus")
-        errors: list[words.Error] = []
-        for place, _ in places.items() if group else []:
-            path = f"{self._project}/{place}/operations"
-            async for page in self._pages(path, f'operationGroupId="{group}"'):
-                errors += [error for one in page.rows_or_none("items") for error in words.operation_errors(one)]
+        errors: list[Error] = []
+        for place, _ in _places(operation) if group else []:
+            async for page in self._pages(f"{self._project}/{place}/operations", f'operationGroupId="{group}"'):
+                errors += [error for one in page.rows_or_none("items") for error in operation_errors(one)]
         return errors
 
-    async def _found(self, orders: Sequence[Order], made: int, errors: list[words.Error]) -> dict[str, Outcome]:
+    async def _found(self, orders: Sequence[Order], made: int, errors: list[Error]) -> dict[str, Outcome]:
         """Those of the orders whose machine is there are filled, whoever made it; the others failed of `errors`."""
         try:
             listed = {one.token for one in await self.rented(orders[0].cluster) if one.state in ("pending", "up")}
         except ProviderError as error:
             return {order.token: Outcome("", Trouble.AMBIGUOUS, message=error.message) for order in orders}
         there = [order for order in orders if order.token in listed]
-        outcomes = {order.token: Outcome(words.name_of(order)) for order in there}
+        outcomes = {order.token: Outcome(name_of(order)) for order in there}
         for order in orders:
-            failed = words.outcome_of(errors)
+            failed = outcome_of(errors)
             if len(there) < made:
                 failed = Outcome("", Trouble.AMBIGUOUS, message=f"of {made} that were made {len(there)} are listed")
-            elif failed.trouble is Trouble.CONFLICT and words.name_of(order) not in failed.message:
+            elif failed.trouble is Trouble.CONFLICT and name_of(order) not in failed.message:
                 failed = replace(failed, trouble=Trouble.TRANSIENT)  # one name that is taken fails them all
             outcomes.setdefault(order.token, failed)
         return outcomes
 
     async def _delete(self, machine: Rented) -> Outcome:
-        try:
-            for zone in [machine.zone] if machine.zone else await self._zones(machine.region):
-                await self._delete_in(zone, machine.id)
-        except ApiError as error:
-            return replace(error.outcome(machine.id), retry_after=_until_next_minute(error))
-        return Outcome(machine.id)
-
-    async def _delete_in(self, zone: str, name: str) -> None:
-        try:
-            await self._api.ask("DELETE", f"{self._project}/zones/{zone}/instances/{name}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-
-    async def _zones(self, region: str) -> list[str]:
-        """Where in a region a machine may be that was ordered there, and that no list has shown yet."""
-        found = await self._api.ask("GET", f"{self._project}/regions/{region}")
-        return [words.last_part(str(zone.value)) for zone in found.rows("zones")]
+        zones = [machine.zone]
+        if not machine.zone:  # ordered in a region, and no list has shown yet where it is
+            try:
+                region = await self._api.ask("GET", f"{self._project}/regions/{machine.region}")
+                zones = [_last_part(str(zone.value)) for zone in region.rows("zones")]
+            except ApiError as error:
+                return error.outcome(machine.id)
+        paths = [f"{self._project}/zones/{zone}/instances/{machine.id}" for zone in zones]
+        outcomes = [await self._api.remove(path, machine.id) for path in paths]
+        return next((one for one in outcomes if not one.ok), Outcome(machine.id))
 
     async def _everywhere(self, what: str, filters: str) -> AsyncIterator[Body]:
         """All there is of something, in all zones. A zone that did not answer makes the whole unknown."""
@@ -208,35 +238,210 @@ class GoogleCompute:
                     hint="Google's status page tells of outages; ask again later",
                 )
 
-    async def _pages(self, path: str, filters: str, **more: str) -> AsyncIterator[Body]:
-        params: dict[str, str | int] = {"filter": filters, "maxResults": PAGE, **more}
-        while True:
-            page = await self._api.ask("GET", path, params=params)
-            yield page
-            if not page.text("nextPageToken", ""):
-                return
-            params["pageToken"] = page.text("nextPageToken")
+    def _pages(self, path: str, filters: str, **more: str) -> AsyncIterator[Body]:
+        return self._api.pages(path, "pageToken", _next_page, filter=filters, maxResults=PAGE, **more)
 
 
-def _alike(orders: Sequence[Order]) -> Iterator[list[Order]]:
-    """Orders that one call can carry: alike in all but node and token."""
-
-    def what(order: Order) -> str:
-        return repr(replace(order, node="", token=""))
-
-    for _, alike in groupby(sorted(orders, key=what), key=what):
-        yield list(alike)
+def name_of(order: Order) -> str:
+    """What the order's machine is called; empty where Google would not take such a name."""
+    name = f"{order.node}--{order.token}"
+    fits = re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) and "--" not in order.token
+    return name if fits else ""
 
 
 def _unnameable(order: Order) -> Outcome:
     name = f"{order.node}--{order.token}"
-    return Outcome(
-        "", Trouble.INVALID, message=f"Google takes no machine called {name!r}: lower case, digits, hyphens, at most 63"
+    told = f"Google takes no machine called {name!r}: lower case, digits, hyphens, at most 63"
+    return Outcome("", Trouble.INVALID, message=told)
+
+
+def request_id(orders: Sequence[Order]) -> str:
+    """The same for the same orders, so that Google fills them once however often they are sent."""
+    offer = orders[0].offer
+    what = [offer.type, offer.place, offer.market, *sorted(order.token for order in orders)]
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(what)))
+
+
+def bulk_insert(orders: Sequence[Order], settings: Mapping[str, str]) -> dict[str, Any]:
+    """The body that orders machines alike. One may come without the others: whoever needs all gives the rest back."""
+    order, offer = orders[0], orders[0].offer
+    machine, accelerator, count = split_type(offer.type)
+    gpus = bool(offer.gpus or accelerator)
+    metadata = {"ssh-keys": f"{USER}:{order.public_key.strip()}", "enable-oslogin": "FALSE"}
+    if order.user_data:
+        metadata["startup-script"] = order.user_data
+    properties: dict[str, Any] = {
+        "machineType": machine,
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": _disk(order, machine, gpus, settings)}],
+        "networkInterfaces": [_interface(settings)],
+        "scheduling": _scheduling(order, gpus),
+        "labels": {CLUSTER_LABEL: order.cluster},
+        "tags": {"items": ["shoal"]},
+        "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items()]},
+    }
+    if accelerator:
+        properties["guestAccelerators"] = [{"acceleratorType": accelerator, "acceleratorCount": count}]
+    return {
+        "count": str(len(orders)),
+        "minCount": "1",
+        "perInstanceProperties": {name_of(order): {} for order in orders},
+        "instanceProperties": properties,
+        **({} if offer.zone else {"locationPolicy": {"targetShape": "ANY_SINGLE_ZONE"}}),
+    }
+
+
+def _disk(order: Order, machine: str, gpus: bool, settings: Mapping[str, str]) -> dict[str, str]:
+    plain = ARM_IMAGE if order.offer.arch == "aarch64" else IMAGE
+    return {
+        "sourceImage": order.image or settings.get("image") or (GPU_IMAGE if gpus else plain),
+        "diskSizeGb": str(order.disk_gb),
+        "diskType": "hyperdisk-balanced" if machine.startswith(HYPERDISK_ONLY) else "pd-balanced",
+    }
+
+
+def _interface(settings: Mapping[str, str]) -> dict[str, Any]:
+    interface: dict[str, Any] = {"network": settings.get("network", "global/networks/default")}
+    if "subnetwork" in settings:
+        interface = {"subnetwork": settings["subnetwork"]}
+    if settings.get("external_address", "yes") != "no":
+        interface["accessConfigs"] = [{"type": "ONE_TO_ONE_NAT", "name": "External NAT"}]
+    return interface
+
+
+def _scheduling(order: Order, gpus: bool) -> dict[str, Any]:
+    spot = order.offer.market == "spot"
+    scheduling: dict[str, Any] = {
+        "provisioningModel": "SPOT" if spot else "STANDARD",
+        "onHostMaintenance": "TERMINATE" if gpus or spot else "MIGRATE",
+        "automaticRestart": False,
+    }
+    if spot or order.lifetime:
+        scheduling["instanceTerminationAction"] = "DELETE"
+    if order.lifetime:
+        scheduling["maxRunDuration"] = {"seconds": str(order.lifetime)}
+    return scheduling
+
+
+def split_type(name: str) -> tuple[str, str, int]:
+    """`n1-standard-8+nvidia-tesla-t4:2` is a machine with GPUs put in; other families have theirs built in."""
+    machine, _, extra = name.partition("+")
+    accelerator, _, count = extra.partition(":")
+    return machine, accelerator, int(count or 1) if accelerator else 0
+
+
+def offer_of(provider: str, machine: Body, type_: str) -> Offer:
+    """One kind of machine in one zone, as `machineTypes` lists it."""
+    _, gpu, gpus = split_type(type_)
+    for built_in in machine.rows_or_none("accelerators"):
+        gpu, gpus = built_in.text("guestAcceleratorType"), int(built_in.number("guestAcceleratorCount"))
+    usual, memory = GPUS.get(gpu, (gpu, 0))
+    zone = _last_part(machine.text("zone"))
+    return Offer(
+        provider=provider,
+        type=type_,
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        gpu=usual,
+        gpus=gpus,
+        gpu_memory_gb=memory,
+        cpus=int(machine.number("guestCpus")),
+        memory_gb=int(machine.number("memoryMb")) // 1024,
+        arch="aarch64" if machine.text("architecture", "") == "ARM64" else "x86_64",
     )
 
 
-def _until_next_minute(error: ApiError) -> float:
+def rented_of(instance: Body) -> Rented:
+    """A machine as Google lists it."""
+    name, status = instance.text("name"), instance.text("status")
+    node, marked, token = name.rpartition("--")
+    cluster = instance.piece_or_empty("labels").text(CLUSTER_LABEL, "") if marked else ""
+    spot = instance.piece_or_empty("scheduling").text("provisioningModel", "") == "SPOT"
+    zone, state = _last_part(instance.text("zone")), STATES.get(status, "pending")
+    public = private = ""
+    for interface in instance.rows_or_none("networkInterfaces")[:1]:
+        private = interface.text("networkIP", "")
+        for access in interface.rows_or_none("accessConfigs"):
+            public = access.text("natIP", "") or public
+    return Rented(
+        id=name,
+        cluster=cluster,
+        node=node if cluster else "",
+        token=token if cluster else "",
+        state=state,
+        raw_state=status,
+        host=public or private,
+        user=USER,
+        private_address=private,
+        type=_type_of(instance),
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        market="spot" if spot else "on-demand",
+        created=instance.time("creationTimestamp"),
+        ending=state == "stopping",
+    )
+
+
+def _type_of(instance: Body) -> str:
+    type_ = _last_part(instance.text("machineType"))
+    if type_.startswith("n1-"):
+        for put_in in instance.rows_or_none("guestAccelerators"):
+            type_ += f"+{_last_part(put_in.text('acceleratorType'))}:{int(put_in.number('acceleratorCount'))}"
+    return type_
+
+
+def _last_part(url: str) -> str:
+    """`us-central1-b` of `https://…/zones/us-central1-b`."""
+    return url.rpartition("/")[2]
+
+
+def _next_page(page: Body) -> str:
+    return page.text("nextPageToken", "")
+
+
+def _until_next_minute() -> float:
     """Google counts calls by the minute."""
-    if error.retry_after or error.trouble is not Trouble.RATE:
-        return error.retry_after
     return 60 - time.time() % 60
+
+
+def operation_errors(operation: Body) -> list[Error]:
+    """What an operation that has ended complains about."""
+    errors = operation.piece_or_empty("error").rows_or_none("errors")
+    return [(error.text("code", ""), error.text("message", "")) for error in errors]
+
+
+def created_count(operation: Body) -> int:
+    """So many machines a bulkInsert that has ended says to have made."""
+    return sum(int(one.number("createdVmCount", 0) - one.number("deletedVmCount", 0)) for _, one in _places(operation))
+
+
+def _places(operation: Body) -> list[tuple[str, Body]]:
+    """Each zone that an order went to, with what became of it there."""
+    return operation.piece_or_empty("instancesBulkInsertOperationMetadata").piece_or_empty("perLocationStatus").items()
+
+
+def understand(status: int, data: Any) -> Refusal | None:
+    """What an answer with an error status says; a 403 of Google's has four meanings that differ."""
+    error = data.get("error") if isinstance(data, dict) else None
+    if not isinstance(error, dict):
+        return None
+    message = str(error.get("message", ""))
+    said = [one for part in ("details", "errors") for one in error.get(part) or [] if isinstance(one, dict)]
+    reasons = {str(one.get("reason", "")) for one in said}
+    trouble = next((TROUBLES[reason] for reason in TROUBLES if reason in reasons), None)
+    return Refusal(trouble, _scope(trouble, message), message) if trouble else None
+
+
+def outcome_of(errors: Sequence[Error]) -> Outcome:
+    """The one of several errors that says most. A code that nobody told us of leaves open what was made."""
+    known = [one for code in TROUBLES for one in errors if one[0] == code]
+    code, message = next(iter([*known, *errors]), ("", "the order ended without a machine and without a reason"))
+    trouble = TROUBLES.get(code, Trouble.AMBIGUOUS)
+    return Outcome(trouble=trouble, scope=_scope(trouble, message), message=f"{code}: {message}".strip(": "))
+
+
+def _scope(trouble: Trouble, message: str) -> Scope:
+    if trouble in (Trouble.AUTH, Trouble.BALANCE, Trouble.RATE):
+        return "provider"
+    if trouble is Trouble.QUOTA:
+        return "provider" if "GPUS_ALL_REGIONS" in message else "region"
+    return "offer"

@@ -8,6 +8,9 @@
     except ApiError as error:
         return error.outcome()                                       # CAPACITY, RATE, AMBIGUOUS ...
 
+    async for page in api.pages("/instances", "after", lambda page: page.text("next", "")): ...
+    return await api.remove("/instances/i-1", "i-1")                 # one that is gone already is well
+
 A call with `creates=True` whose answer got lost, is an error of theirs or cannot be read is AMBIGUOUS. One that never
 reached the provider is TRANSIENT: nothing was made. Nothing is ever asked twice here.
 """
@@ -15,63 +18,39 @@ reached the provider is TRANSIENT: nothing was made. Nothing is ever asked twice
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json as json_module
-import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cache
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from shoal.errors import ProviderError
 from shoal.providers.rental import Account, Outcome, Scope, Trouble
+from shoal.providers.rented.body import ApiError, Body
+
+__all__ = ["Api", "ApiError", "Body", "Refusal"]
 
 TIMEOUT = 30.0
 CREATE_TIMEOUT = 90.0
 """A create that is given up on is a machine to look for: better to wait."""
 CONNECT_TIMEOUT = 10.0
+FIRST_LOOK, LONGEST_LOOK = 0.1, 2.0
+"""Seconds until an order that was taken is looked at, which double each time."""
 EXCERPT = 200
 """So much of a body that nobody can make sense of is quoted."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
-
-
-class ApiError(ProviderError):
-    """A call that did not bring what it should; `outcome` is what it means for an order."""
-
-    def __init__(
-        self,
-        message: str,
-        trouble: Trouble,
-        *,
-        hint: str = "",
-        scope: Scope = "offer",
-        retry_after: float = 0.0,
-        status: int = 0,
-        data: Any = None,
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.trouble, self.scope, self.retry_after = trouble, scope, retry_after
-        self.status = status
-        """Of HTTP; 0 where there was no answer."""
-        self.data = data
-        """The answer, as far as it was JSON."""
-
-    def outcome(self, id: str = "") -> Outcome:
-        return Outcome(id, self.trouble, self.scope, self.retry_after, self.message)
 
 
 @dataclass(frozen=True)
 class Refusal:
     """What an answer with an error status means."""
 
-    trouble: Trouble
+    trouble: Trouble | None = None
+    """None leaves it to the status."""
     scope: Scope = "offer"
     message: str = ""
     """The provider's own words."""
@@ -79,7 +58,7 @@ class Refusal:
 
 
 Understand = Callable[[int, Any], Refusal | None]
-"""A provider's own reading of a status and a body; None leaves it to the status alone."""
+"""A provider's own reading of a status and a body; None where the body says nothing that it knows."""
 
 
 class Api:
@@ -93,15 +72,15 @@ class Api:
         understand: Understand = lambda status, data: None,
         bearer: Callable[[], Awaitable[str]] | None = None,
         interval: float = 0.0,
-        retry_after: float = 10.0,
+        retry_after: Callable[[], float] = lambda: 10.0,
     ) -> None:
-        """`interval` seconds lie between any two calls; `retry_after` is for a 429 that does not say."""
+        """`interval` seconds lie between any two calls; `retry_after` is for a refusal of haste that does not say."""
         self.account = account
         self.base = _address(account.url, base)
         self._understand = understand
         self._bearer = bearer
         self._retry_after = retry_after
-        self.pace = Pace.of(account, "request", interval)
+        self._pace = Pace(float(account.settings.get("request_interval", interval)))
         self._client = httpx.AsyncClient(
             headers={"User-Agent": "shoal", "Accept": "application/json"}, verify=_certificates()
         )
@@ -119,7 +98,7 @@ class Api:
         where = f"{self.account.name}: {method} {path}"
         unknown = Trouble.AMBIGUOUS if creates else Trouble.TRANSIENT
         seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT if creates else TIMEOUT))
-        await self.pace.wait()
+        await self._pace.wait()
         key = await self._bearer() if self._bearer else self.account.secret
         if not (key.isascii() and key.isprintable()):
             raise ApiError(f"{where}: the key has characters that no key has", Trouble.AUTH, scope="provider")
@@ -144,22 +123,60 @@ class Api:
             return Body(data, where, unknown)
         raise self._refused(where, response, data, unknown)
 
+    async def pages(
+        self, path: str, cursor: str, following: Callable[[Body], str], **params: str | int
+    ) -> AsyncIterator[Body]:
+        """Every page of a list. `following` reads from a page what the next is asked for with, by the name `cursor`."""
+        seen: set[str] = set()
+        while True:
+            page = await self.ask("GET", path, params=params)
+            yield page
+            coming = following(page)
+            if not coming:
+                return
+            if coming in seen:
+                raise page.wrong("the list comes back to the same page again and again")
+            seen.add(coming)
+            params[cursor] = coming
+
+    async def followed(self, answer: Body, path: str, done: Callable[[Body], bool], seconds: float) -> Body:
+        """What an order that was taken has come to: asked for until it is done, or so many seconds are over."""
+        pause, ends = FIRST_LOOK, time.monotonic() + seconds
+        try:
+            while not done(answer) and time.monotonic() < ends:
+                await asyncio.sleep(pause)
+                pause = min(LONGEST_LOOK, 2 * pause)
+                answer = await self.ask("GET", path)
+        except ApiError as error:
+            raise error.left_open() from error
+        return answer
+
+    async def remove(self, path: str, id: str = "") -> Outcome:
+        """Delete something. It is well if it is gone already."""
+        try:
+            await self.ask("DELETE", path)
+        except ApiError as error:
+            if error.status != 404:
+                return error.outcome(id)
+        return Outcome(id)
+
     async def close(self) -> None:
         await self._client.aclose()
 
     def _refused(self, where: str, response: httpx.Response, data: Any, unknown: Trouble) -> ApiError:
         status = response.status_code
-        found = self._understand(status, data) or _by_status(status, unknown)
-        words = found.message or _excerpt(self._hidden(response.text)) or response.reason_phrase
-        after = _seconds(response.headers.get("retry-after"), self._retry_after) if status == 429 else 0.0
-        error = self._failed(f"{where}: {status}: {words}", found.trouble, found.scope, status, data)
-        error.hint, error.retry_after = found.hint, after
+        told, usual = self._understand(status, data) or Refusal(), _by_status(status, unknown)
+        found = told if told.trouble else usual
+        trouble = found.trouble or unknown
+        words = told.message or _excerpt(self._hidden(response.text)) or response.reason_phrase
+        error = self._failed(f"{where}: {status}: {words}", trouble, found.scope, status)
+        error.hint = found.hint
+        if trouble is Trouble.RATE:
+            error.retry_after = _seconds(response.headers.get("retry-after")) or self._retry_after()
         return error
 
-    def _failed(
-        self, message: str, trouble: Trouble, scope: Scope = "offer", status: int = 0, data: Any = None
-    ) -> ApiError:
-        return ApiError(self._hidden(message), trouble, scope=scope, status=status, data=data)
+    def _failed(self, message: str, trouble: Trouble, scope: Scope = "offer", status: int = 0) -> ApiError:
+        return ApiError(self._hidden(message), trouble, scope=scope, status=status)
 
     def _hidden(self, text: str) -> str:
         """An API may quote what it was sent."""
@@ -215,139 +232,22 @@ def _excerpt(text: str) -> str:
     return words if len(words) <= EXCERPT else words[:EXCERPT] + "…"
 
 
-def _seconds(text: str | None, otherwise: float) -> float:
+def _seconds(text: str | None) -> float:
     try:
         return max(0.0, float(text or ""))
     except ValueError:
-        return otherwise
-
-
-_REQUIRED: Any = object()
-
-
-@dataclass(frozen=True)
-class Body:
-    """A piece of an answer that knows where it stood. Fields that nobody asks for are not looked at."""
-
-    value: Any
-    where: str = ""
-    trouble: Trouble = Trouble.TRANSIENT
-    """What it means if a field is missing: AMBIGUOUS in the answer to a create."""
-    path: str = ""
-
-    def wrong(self, problem: str) -> ApiError:
-        return ApiError(f"{self.where}: {problem}", self.trouble, hint="the provider's API may have changed")
-
-    def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
-        return isinstance(self.value, dict) and self.value.get(name) is not None
-
-    @overload
-    def text(self, name: str) -> str: ...
-    @overload
-    def text(self, name: str, otherwise: str) -> str: ...
-    def text(self, name: str, otherwise: Any = _REQUIRED) -> str:
-        return str(self._field(name, (str,), "text", otherwise))
-
-    def number(self, name: str, otherwise: float = _REQUIRED) -> float:
-        return float(self._field(name, (int, float), "a number", otherwise))
-
-    def maybe_number(self, name: str) -> float | None:
-        return self.number(name) if self.has(name) else None
-
-    def time(self, name: str) -> float | None:
-        """A date and time in seconds since 1970; None where there is none, or none that can be read."""
-        try:
-            return datetime.fromisoformat(self.text(name, "")).timestamp()
-        except ValueError:
-            return None
-
-    def flag(self, name: str, otherwise: bool = _REQUIRED) -> bool:
-        return bool(self._field(name, (bool,), "true or false", otherwise))
-
-    def piece(self, name: str) -> Body:
-        """An object inside the object."""
-        return self._at(name, self._field(name, (dict,), "an object", _REQUIRED))
-
-    def piece_or_empty(self, name: str) -> Body:
-        return self.piece(name) if self.has(name) else self._at(name, {})
-
-    def rows(self, name: str = "") -> list[Body]:
-        """The items of a list: of a field, or of the answer itself."""
-        found = self._field(name, (list,), "a list", _REQUIRED) if name else self.value
-        if not isinstance(found, list):
-            raise self.wrong(f"{self.path or 'the answer'} is not a list")
-        path = self._named(name) if name else self.path
-        return [Body(one, self.where, self.trouble, f"{path}[{count}]") for count, one in enumerate(found)]
-
-    def rows_or_none(self, name: str) -> list[Body]:
-        return self.rows(name) if self.has(name) else []
-
-    def items(self) -> list[tuple[str, Body]]:
-        """The fields of an object whose names are data."""
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"{self.path or 'the answer'} is not an object")
-        return [(name, self._at(name, value)) for name, value in self.value.items()]
-
-    def _field(self, name: str, kinds: tuple[type, ...], told: str, otherwise: Any) -> Any:
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"{self.path or 'the answer'} is not an object")
-        found = self.value.get(name)
-        if found is None:
-            if otherwise is _REQUIRED:
-                raise self.wrong(f"the answer lacks {self._named(name)}")
-            return otherwise
-        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
-            raise self.wrong(f"{self._named(name)} is not {told}")
-        return found
-
-    def _at(self, name: str, value: Any) -> Body:
-        return Body(value, self.where, self.trouble, self._named(name))
-
-    def _named(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        return 0.0
 
 
 @dataclass
 class Pace:
-    """Keeps calls apart: of one process, or of all on this machine that name the same file.
-
-    Each call takes the next free moment and waits for it, so that nobody holds a lock while waiting.
-    """
+    """Keeps calls apart: each takes the next free moment and waits for it."""
 
     interval: float
-    file: Path | None = None
     _next: float = field(default=0.0, repr=False)
 
-    @classmethod
-    def of(cls, account: Account, what: str, interval: float) -> Pace:
-        """The pace of one kind of call. The account's settings may say `pace_dir`, and `request_interval` etc."""
-        chosen = float(account.settings.get(f"{what}_interval", interval))
-        directory = account.settings.get("pace_dir")
-        return cls(chosen, Path(directory, f"{account.name}.{what}") if directory else None)
-
     async def wait(self) -> None:
-        if self.interval > 0:
-            now = time.monotonic()  # Linux has one such clock for all processes
-            moment = self._take(now) if self.file is None else await asyncio.to_thread(self._take_shared, now)
-            await asyncio.sleep(max(0.0, moment - now))
-
-    def _take(self, now: float) -> float:
+        now = time.monotonic()
         moment = max(now, self._next)
         self._next = moment + self.interval
-        return moment
-
-    def _take_shared(self, now: float) -> float:
-        assert self.file is not None
-        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "r+") as stamp:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            self._next = _seconds(stamp.read(), 0.0)
-            if self._next > now + 1000 * self.interval:
-                self._next = 0.0  # written before the machine was last started
-            moment = self._take(now)
-            stamp.seek(0)
-            stamp.truncate()
-            stamp.write(f"{self._next:.3f}")
-        return moment
+        await asyncio.sleep(moment - now)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Pace, Refusal
+from shoal.providers.rented.http import Api, ApiError, Body, Refusal
 
 BASE = "https://cloud.lambda.ai/api/v1"
 IMAGE = "lambda-stack-24-04"
@@ -41,6 +41,8 @@ REFUSALS = {
 """Lambda's codes; its messages change."""
 CLUSTER, NODE, TOKEN, EPOCH = "shoal-cluster", "shoal-node", "shoal-token", "shoal-epoch"
 NAME_LENGTH = 64
+LAUNCH_SECONDS = 12.0
+"""Lambda asks for so long between two launches."""
 
 
 class LambdaCloud:
@@ -50,7 +52,7 @@ class LambdaCloud:
         user="ubuntu",
         idempotent="none",
         at_once=1,
-        create_interval=12.0,
+        create_interval=LAUNCH_SECONDS,
         stopped_bills=True,
         billing=Billing(step=60, from_up=True),
         boots_with="user_data",
@@ -60,9 +62,9 @@ class LambdaCloud:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._api = Api(account, BASE, understand=understand, interval=1.0, retry_after=self.abilities.create_interval)
-        self._launches = Pace.of(account, "create", self.abilities.create_interval)
-        self.abilities = replace(self.abilities, create_interval=self._launches.interval)
+        apart = float(account.settings.get("create_interval", self.abilities.create_interval))
+        self.abilities = replace(self.abilities, create_interval=apart)
+        self._api = Api(account, BASE, understand=understand, interval=1.0, retry_after=lambda: LAUNCH_SECONDS)
 
     async def offers(self, query: Query) -> list[Offer]:
         body = await self._api.ask("GET", "/instance-types")
@@ -131,7 +133,6 @@ class LambdaCloud:
             wanted["user_data"] = order.user_data
         if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node):
             wanted["hostname"] = order.node
-        await self._launches.wait()
         try:
             body = await self._api.ask("POST", "/instance-operations/launch", json=wanted, creates=True)
             ids = body.piece("data").rows("instance_ids")

@@ -6,7 +6,6 @@ its own: it has the machine's name and goes with it. What went wrong is told by 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import re
@@ -24,6 +23,8 @@ USER = "paperspace"
 PAGE = 120
 FOLLOW_SECONDS = 20.0
 """So long an order is followed until Paperspace has begun with it, or has failed."""
+FAILED = ("error", "cancelled")
+"""How the event of an order ends that came to nothing."""
 SCRIPT_GRACE = 900.0
 """A startup script without a machine is left alone so long: its machine may be on its way."""
 EVENT_SLACK = 60.0
@@ -31,24 +32,11 @@ EVENT_SLACK = 60.0
 DISKS = (50, 100, 250, 500, 1000, 2000)
 REGIONS = {"NY2": "East Coast (NY2)", "CA1": "West Coast (CA1)", "AMS1": "Europe (AMS1)"}
 """The code by which a place is known -> what the API calls it."""
-TEMPLATES = {
-    "H100x8": "t7vp562h",
-    "H100": "tilqt47t",
-    "A100-80Gx8": "tvimtol9",
-    "A100-80G": "tqqsxr6b",
-}
+TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9", "A100-80G": "tqqsxr6b"}
 """Ubuntu with the driver of a family of GPUs."""
 GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
-STATES: dict[str, State] = {
-    "provisioning": "pending",
-    "starting": "pending",
-    "restarting": "pending",
-    "upgrading": "pending",
-    "serviceready": "up",
-    "ready": "up",
-    "stopping": "stopping",
-    "off": "stopped",
-}
+STATES: dict[str, State] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
+"""All others, those that we do not know too, are of a machine that is not up yet: no reason to give it back."""
 WORDS = {
     r"out of capacity": Refusal(Trouble.CAPACITY),
     r"quota|(machine|account|team)\b.*\blimit|limit\b.*\b(reached|exceeded)": Refusal(
@@ -59,15 +47,6 @@ WORDS = {
     ),
 }
 """What Paperspace says where it has no code of its own for it."""
-CODES = {
-    "UNAUTHORIZED": Refusal(Trouble.AUTH, "provider", hint="make an API key in the team's settings at Paperspace"),
-    "FORBIDDEN": Refusal(Trouble.AUTH, "provider", hint="the key's owner must be allowed to make machines"),
-    "TOO_MANY_REQUESTS": Refusal(Trouble.RATE, "provider"),
-    "CONFLICT": Refusal(Trouble.CONFLICT),
-    "BAD_REQUEST": Refusal(Trouble.INVALID),
-    "NOT_FOUND": Refusal(Trouble.INVALID),
-    "PRECONDITION_FAILED": Refusal(Trouble.INVALID),
-}
 
 
 class Paperspace:
@@ -86,17 +65,15 @@ class Paperspace:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._api = Api(account, BASE, understand=understand, retry_after=10.0)
+        self._api = Api(account, BASE, understand=understand)
 
     async def offers(self, query: Query) -> list[Offer]:
         """What our table knows of Paperspace's machines, and which of them it has now: it lists none itself."""
         known = {row.type for row in prices() if row.kind == self._account.kind}
-        query = replace(query, regions=tuple(code_of(region) for region in query.regions))
-        blank = [
-            Offer(self._account.name, name, region)
-            for name in sorted(set(query.types) or known)
-            for region in sorted(REGIONS)
-        ]
+        # A region goes by the name that it was asked for by, of the two that it has.
+        regions = [one for one in query.regions if code_of(one) in REGIONS] if query.regions else sorted(REGIONS)
+        types = sorted(set(query.types) or known)
+        blank = [Offer(self._account.name, name, region) for name in types for region in regions]
         wanted = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
         return [await self._with_availability(offer) for offer in wanted]
 
@@ -113,7 +90,7 @@ class Paperspace:
         ]
 
     async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
-        outcomes = [await self._delete(one.id) for one in rented]
+        outcomes = [await self._api.remove(f"/machines/{one.id}", one.id) for one in rented]
         for cluster in sorted({one.cluster for one in rented if one.cluster}):
             with contextlib.suppress(ApiError):  # a script costs nothing; the next delete sweeps again
                 await self._sweep(cluster, {one.token for one, done in zip(rented, outcomes, strict=True) if done.ok})
@@ -131,13 +108,13 @@ class Paperspace:
         name = f"c-{order.cluster}--{order.node}--{int(time.time())}-{order.token}"
         script = {"name": name, "script": startup_script(order), "isRunOnce": True}
         try:
-            made = await self._api.ask("POST", "/startup-scripts", json=script, creates=True)
-            script_id = made.text("id")
+            # A script that nobody knows of costs nothing, and is swept like any other without a machine.
+            script_id = (await self._api.ask("POST", "/startup-scripts", json=script)).text("id")
         except ApiError as error:
             return error.outcome()
         outcome = await self._order(order, name, script_id)
         if outcome.trouble not in (None, Trouble.AMBIGUOUS):
-            await self._forget(f"/startup-scripts/{script_id}")
+            await self._api.remove(f"/startup-scripts/{script_id}")
         return outcome
 
     async def _order(self, order: Order, name: str, script_id: str) -> Outcome:
@@ -146,26 +123,18 @@ class Paperspace:
             answer = await self._api.ask("POST", "/machines", json=wanted, creates=True)
             machine = answer.piece("data")
             id, usd_hour = machine.text("id"), machine.maybe_number("usageRate")
-            event = await self._begun(answer.piece("event"))
+            event = answer.piece("event")
+            # One that stays new is as good as begun: lists tell.
+            path = f"/machine-events/{event.text('id')}"
+            event = await self._api.followed(event, path, lambda it: it.text("state") != "new", FOLLOW_SECONDS)
         except ApiError as error:
             return error.outcome()
-        if event.text("state") in ("error", "cancelled"):
-            await self._forget(f"/machines/{id}")
-            return _of_event(self._account.name, event)
+        if event.text("state") in FAILED:
+            await self._api.remove(f"/machines/{id}")
+            message = event.text("error", "") or f"the order ended as {event.text('state')}"
+            found = _by_words(message) or Refusal(Trouble.AMBIGUOUS)
+            return Outcome("", found.trouble, found.scope, message=f"{self._account.name}: {message}")
         return Outcome(id, usd_hour=usd_hour)
-
-    async def _begun(self, event: Body) -> Body:
-        """The event of an order when it is more than noted. One that stays new is as good as begun: lists tell."""
-        pause, ends = 0.1, time.monotonic() + FOLLOW_SECONDS
-        while event.text("state") == "new" and time.monotonic() < ends:
-            await asyncio.sleep(pause)
-            pause = min(5.0, pause * 2)
-            try:
-                event = await self._api.ask("GET", f"/machine-events/{event.text('id')}")
-                event.text("state")
-            except ApiError as error:  # the order was taken; only what became of it is not known
-                raise ApiError(error.message, Trouble.AMBIGUOUS, retry_after=error.retry_after) from error
-        return event
 
     async def _failures(self, machines: Sequence[Rented]) -> dict[str, str]:
         """A machine whose making failed stays in its first state for ever; what is said of it is in its events."""
@@ -178,19 +147,11 @@ class Paperspace:
             machine = event.text("machineId", "")
             if event.text("name") == "create" and machine in pending:
                 pending.discard(machine)
-                if event.text("state") in ("error", "cancelled"):
+                if event.text("state") in FAILED:
                     failures[machine] = event.text("error", "") or event.text("state")
             if not pending or (event.time("dtCreated") or since) < since:
                 break
         return failures
-
-    async def _delete(self, id: str) -> Outcome:
-        try:
-            await self._api.ask("DELETE", f"/machines/{id}")
-        except ApiError as error:
-            if error.status != 404:
-                return error.outcome(id)
-        return Outcome(id)
 
     async def _sweep(self, cluster: str, gone: set[str]) -> None:
         """Remove the startup scripts of machines that are gone, and old ones whose machine never came."""
@@ -200,32 +161,22 @@ class Paperspace:
             if owner != cluster or token in there:
                 continue
             if token in gone or time.time() - (born or 0.0) > SCRIPT_GRACE:
-                await self._forget(f"/startup-scripts/{script.text('id')}")
-
-    async def _forget(self, path: str) -> None:
-        """Remove something that may be gone, and that is looked for again if it is not."""
-        with contextlib.suppress(ApiError):
-            await self._api.ask("DELETE", path)
+                await self._api.remove(f"/startup-scripts/{script.text('id')}")
 
     async def _with_availability(self, offer: Offer) -> Offer:
-        asked = {"machineType": offer.type, "region": REGIONS[offer.region]}
+        asked = {"machineType": offer.type, "region": REGIONS[code_of(offer.region)]}
         there = (await self._api.ask("GET", "/machine-availability", params=asked)).flag("available")
         return replace(offer, available="yes" if there else "no")
 
     async def _all(self, path: str, **more: str) -> AsyncIterator[Body]:
-        params: dict[str, str | int] = {"limit": PAGE, **more}
-        while True:
-            page = await self._api.ask("GET", path, params=params)
+        async for page in self._api.pages(path, "after", _next_page, limit=PAGE, **more):
             for one in page.rows("items"):
                 yield one
-            if not page.flag("hasMore"):
-                return
-            params["after"] = page.text("nextPage")
 
 
 def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
     """The body that orders a machine."""
-    body: dict[str, Any] = {
+    return {
         "name": name,
         "machineType": order.offer.type,
         "templateId": order.image or settings.get("template") or template_of(order.offer),
@@ -236,8 +187,8 @@ def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str
         "startOnCreate": True,
         "emailPassword": False,
         "takeInitialSnapshot": False,
+        **({"networkId": settings["network"]} if "network" in settings else {}),
     }
-    return body | ({"networkId": settings["network"]} if "network" in settings else {})
 
 
 def startup_script(order: Order) -> str:
@@ -258,9 +209,7 @@ def startup_script(order: Order) -> str:
 
 def template_of(offer: Offer) -> str:
     """Which system suits a machine."""
-    if re.fullmatch(r"C\d+", offer.type):
-        return CPU_TEMPLATE
-    return TEMPLATES.get(offer.type, GPU_TEMPLATE)
+    return CPU_TEMPLATE if re.fullmatch(r"C\d+", offer.type) else TEMPLATES.get(offer.type, GPU_TEMPLATE)
 
 
 def code_of(region: str) -> str:
@@ -276,24 +225,20 @@ def read_name(name: str) -> tuple[str, str, str, float | None]:
 
 
 def understand(status: int, data: Any) -> Refusal | None:
-    """What an error of Paperspace's means: by its words where its code says too little, else by its code."""
+    """What an error of Paperspace's means: by its words where its status says too little, else by its status."""
     if not isinstance(data, dict) or not isinstance(data.get("message"), str):
         return None
     code, message = str(data.get("code", "")), data["message"]
-    told = f"{code}: {message}" if code else message
-    if status < 500 and code not in ("UNAUTHORIZED", "TOO_MANY_REQUESTS") and (found := _by_words(message)):
-        return replace(found, message=told)
-    return replace(CODES[code], message=told) if code in CODES else None
+    found = _by_words(message) if status < 500 and status not in (401, 429) else None
+    return replace(found or Refusal(), message=f"{code}: {message}" if code else message)
 
 
 def _by_words(message: str) -> Refusal | None:
     return next((refusal for words, refusal in WORDS.items() if re.search(words, message.lower())), None)
 
 
-def _of_event(account: str, event: Body) -> Outcome:
-    message = event.text("error", "") or f"the order ended as {event.text('state')}"
-    found = _by_words(message) or Refusal(Trouble.AMBIGUOUS)
-    return Outcome("", found.trouble, found.scope, message=f"{account}: {message}")
+def _next_page(page: Body) -> str:
+    return page.text("nextPage") if page.flag("hasMore") else ""
 
 
 def _rented(one: Body) -> Rented:
@@ -304,7 +249,7 @@ def _rented(one: Body) -> Rented:
         cluster=cluster,
         node=node,
         token=token,
-        state=STATES.get(state, "pending"),  # a word that we do not know is no reason to give a machine back
+        state=STATES.get(state, "pending"),
         raw_state=state,
         host=one.text("publicIp", ""),
         user=USER,
@@ -313,5 +258,4 @@ def _rented(one: Body) -> Rented:
         region=code_of(one.text("region", "")),
         usd_hour=one.maybe_number("usageRate"),
         created=one.time("dtCreated") or born,
-        ending=state == "stopping",
     )

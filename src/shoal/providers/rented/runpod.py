@@ -96,32 +96,18 @@ class RunPod:
         return [await self._order(order) for order in orders]
 
     async def rented(self, cluster: str) -> list[Rented]:
-        found = [_rented(pod) for pod in await self._pods() if pod.text("status") != GONE]
-        return [one for one in found if one.cluster == cluster]
+        pages = self._api.pages("/pods", "cursor", _next_page, includeClusterPods="true")
+        pods = [pod async for page in pages for pod in page.rows("pods")]
+        return [one for one in (_rented(pod) for pod in pods if pod.text("status") != GONE) if one.cluster == cluster]
 
     async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
-        return [await self._terminate(one.id) for one in rented]
+        return [await self._api.remove(f"/pods/{one.id}", one.id) for one in rented]
 
     async def ensure_key(self, cluster: str, public_key: str) -> str:
         return ""  # it travels with each order
 
     async def close(self) -> None:
         await self._api.close()
-
-    async def _pods(self) -> list[Body]:
-        """The pods of all pages. The documented list has one page; newer answers say that there are more."""
-        found: list[Body] = []
-        params: dict[str, str | int] = {"includeClusterPods": "true"}
-        while True:
-            body = await self._api.ask("GET", "/pods", params=params)
-            found += body.rows("pods")
-            paging = body.piece_or_empty("pagination")
-            if not paging.flag("hasNextPage", False):
-                return found
-            cursor = paging.text("nextCursor")
-            if cursor == params.get("cursor"):
-                raise body.wrong("the list comes back to the same page again and again")
-            params["cursor"] = cursor
 
     async def _order(self, order: Order) -> Outcome:
         gpu, count = split_type(order.offer.type)
@@ -147,13 +133,6 @@ class RunPod:
             return Outcome(body.text("id"), usd_hour=body.maybe_number("cost"))
         except ApiError as error:
             return error.outcome()
-
-    async def _terminate(self, id: str) -> Outcome:
-        try:
-            await self._api.ask("DELETE", f"/pods/{id}")
-        except ApiError as error:
-            return Outcome(id) if error.status == 404 else error.outcome(id)
-        return Outcome(id)
 
     def _offers(self, gpu: Body, count: int) -> Iterator[Offer]:
         cloud = self._cloud.lower()
@@ -216,6 +195,12 @@ def understand(status: int, data: Any) -> Refusal | None:
     if status in (400, 404, 422):
         return Refusal(Trouble.INVALID, message=words)
     return None
+
+
+def _next_page(page: Body) -> str:
+    """The documented list has one page; newer answers say that there are more."""
+    paging = page.piece_or_empty("pagination")
+    return paging.text("nextCursor") if paging.flag("hasNextPage", False) else ""
 
 
 def _rented(pod: Body) -> Rented:

@@ -47,7 +47,7 @@ class ElasticSandbox:
                 f"account {account.name} has no address", hint="start `shoal simulate sandbox`, and give its `url`"
             )
         self._account = account
-        self._api = Api(account, "http://localhost/v1", understand=understand, retry_after=1.0)
+        self._api = Api(account, "http://localhost/v1", understand=understand, retry_after=lambda: 1.0)
 
     async def offers(self, query: Query) -> list[Offer]:
         body = await self._api.ask("GET", "/types")
@@ -74,14 +74,9 @@ class ElasticSandbox:
             return [told.get(order.token, lost.outcome()) for order in orders]
 
     async def rented(self, cluster: str) -> list[Rented]:
-        found: list[Rented] = []
-        after = ""
-        while True:
-            body = await self._api.ask("GET", "/machines", params={"after": after} if after else None)
-            found += [_rented(one) for one in body.rows("machines")]
-            if not body.has("next"):
-                return [one for one in found if one.cluster == cluster]
-            after = body.text("next")
+        pages = self._api.pages("/machines", "after", lambda page: page.text("next", ""))
+        found = [_rented(one) async for page in pages for one in page.rows("machines")]
+        return [one for one in found if one.cluster == cluster]
 
     async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
         if not rented:
