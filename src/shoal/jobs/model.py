@@ -223,9 +223,11 @@ class ResolvedJob:
     """Processes of the script on each node."""
     cpus_per_rank: int
     hosts: tuple[str, ...] = ()
-    """The nodes that Slurm may choose from; all of them get the code."""
+    """The nodes that Slurm may choose from and that are always there; all of them get the code."""
     exclude: tuple[str, ...] = ()
-    """Nodes that are down now and cannot get it."""
+    """Nodes that are down now and cannot get it, and rented ones that would not have it."""
+    rented: tuple[str, ...] = ()
+    """Nodes beside `hosts` that are rented when a job needs them. They find the code where all hosts share it."""
 
     @property
     def world_size(self) -> int:

@@ -25,21 +25,37 @@ def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[Parti
     _check_profile(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
-    # A node that is down cannot be sent the code, and must not be given the job when it comes back.
-    candidates = [node for node in inside if not _AWAY & set(node.state)]
-    away = tuple(node.name for node in inside if node not in candidates)
-    wanted = _node_count(job, launcher, partition, candidates, away)
+    candidates = [node for node in inside if _can_have(job, node)]
+    lacking = [node for node in inside if node not in candidates]
+    wanted = _node_count(job, launcher, partition, candidates, lacking)
     chosen, gpus = _gpus_per_node(job, wanted, candidates)
     ranks = _ranks_per_node(job, launcher, gpus)
     cpus = _cpus_per_rank(job, ranks, gpus, chosen)
     _check_memory(job, chosen)
     _check_time(job, partition)
-    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, tuple(n.name for n in candidates), away)
+    hosts = tuple(node.name for node in candidates if not is_rented(node))
+    rented = tuple(node.name for node in candidates if is_rented(node))
+    exclude = tuple(node.name for node in lacking)
+    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, hosts, exclude, rented)
+
+
+def is_rented(node: NodeState) -> bool:
+    """Whether the node has a machine only when a job needs one."""
+    return "CLOUD" in node.state
 
 
 def gpus_of(node: NodeState) -> int:
     """How many GPUs Slurm knows of the node."""
     return sum(int(count) for count in _GPUS.findall(node.gres))
+
+
+def _can_have(job: JobSpec, node: NodeState) -> bool:
+    """Whether a node has the job's code when the job starts there.
+
+    One that is down cannot be sent it, and must not be given the job when it comes back. One that is rented later is
+    sent nothing: it has what is where --directory says, if all hosts share that.
+    """
+    return job.directory is not None if is_rented(node) else not _AWAY & set(node.state)
 
 
 def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionState:
@@ -88,7 +104,7 @@ def _node_count(
     launcher: Launcher,
     partition: PartitionState,
     candidates: list[NodeState],
-    away: tuple[str, ...],
+    lacking: list[NodeState],
 ) -> int:
     listed = len(expand(job.nodelist)) if job.nodelist else None
     wanted = job.nodes or listed or 1
@@ -104,10 +120,14 @@ def _node_count(
     if wanted > len(candidates):
         which = f" ({compress(node.name for node in candidates)})" if candidates else ""
         fit = " that fit" if job.constraint or job.nodelist else ""
-        down = f", and {compress(away)} {'is' if len(away) == 1 else 'are'} down" if away else ""
+        rented = [node.name for node in lacking if is_rented(node)]
+        down = _away(rented, "rented only when needed") or _away([node.name for node in lacking], "down")
+        hint = f"say --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
         raise UsageError(
             f"the job asks for {_count(wanted)}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
-            hint=f"say --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down",
+            hint="rented nodes have the code where all hosts share it: say --directory with a path there"
+            if rented
+            else hint,
         )
     if partition.max_nodes.isdecimal() and wanted > int(partition.max_nodes):
         raise UsageError(
@@ -115,6 +135,10 @@ def _node_count(
             hint=f"say --nodes {partition.max_nodes} or fewer",
         )
     return wanted
+
+
+def _away(names: Sequence[str], why: str) -> str:
+    return f", and {compress(names)} {'is' if len(names) == 1 else 'are'} {why}" if names else ""
 
 
 def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tuple[list[NodeState], int]:

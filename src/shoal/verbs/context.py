@@ -236,6 +236,11 @@ def computing(context: Context) -> list[str]:
     return [member.name for member in context.members if "compute" in member.roles]
 
 
+def keeping(context: Context) -> list[str]:
+    """The hosts that have the files of jobs. Where all that run jobs are rented, the controller, which stays."""
+    return computing(context) or [context.controller.name]
+
+
 def state_directory(cluster: str = "") -> Path:
     """Where the operator's machine keeps what it knows of a cluster: host keys, and of all of them their hosts."""
     home = os.environ.get("XDG_STATE_HOME")

@@ -15,7 +15,7 @@ from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.train.contract import PROGRESS_FILE
-from shoal.verbs.context import Context, computing
+from shoal.verbs.context import Context, keeping
 from shoal.verbs.logs import files_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
@@ -52,7 +52,7 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
         records = parse_records(said)
         failed = [record for record in records if record.failed and record.state != "CANCELLED"][-EXPLAINED:]
         running = [record for record in records if record.state == "RUNNING" and record.work_dir]
-        progress = await _progress(fleet, running)
+        progress = await _progress(fleet, context.controller.name, running)
         reasons = {record.id: await _reason(context, fleet, record) for record in failed}
         before = await _ended(context, controller, records) if ended else []
         failures = dict(fleet.failures)
@@ -76,13 +76,17 @@ async def _ended(context: Context, controller: Host, known: list[JobRecord]) -> 
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:
-    return explain_failure(record, await read_tails(fleet, computing(context), files_of(context, record.id, record)))
+    return explain_failure(record, await read_tails(fleet, keeping(context), files_of(context, record.id, record)))
 
 
-async def _progress(fleet: Connections, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
+async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
     found: dict[str, Mapping[str, Any]] = {}
-    nodes = {record.id: [name for name in expand(record.nodes) if name in fleet.targets] for record in running}
+    # A node that is rented shares the directory with the controller.
+    nodes = {
+        record.id: [name for name in expand(record.nodes) if name in fleet.targets] or [controller]
+        for record in running
+    }
 
     async def one(name: str) -> None:
         host = await fleet.host(name)

@@ -18,7 +18,7 @@ from shoal.jobs.model import JOBS_DIRECTORY
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
-from shoal.verbs.context import Context, computing
+from shoal.verbs.context import Context, keeping
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import look_at_slurmctld
 
@@ -48,7 +48,7 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [record] = await while_it_runs(controller, find_record(controller, job))
-        found = await read(fleet, computing(context), files_of(context, job, record, directory))
+        found = await read(fleet, keeping(context), files_of(context, job, record, directory))
         return _result(job, record, found, fleet)
 
 
@@ -62,7 +62,7 @@ async def follow(
         [record] = await while_it_runs(controller, find_record(controller, job))
         files = files_of(context, job, record, directory)
         if record is None:
-            found = await read(fleet, computing(context), files)
+            found = await read(fleet, keeping(context), files)
             for line in found.lines:
                 show(line)
             return _result(job, record, found, fleet)
@@ -71,7 +71,7 @@ async def follow(
         async def open_reader(name: str) -> None:
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
 
-        await fleet.each(computing(context), open_reader)
+        await fleet.each(keeping(context), open_reader)
         sorter = _Sorter(show)
         pumps = [asyncio.create_task(_pump(name, p, reader, sorter)) for name, p in processes.items()]
         ticking = asyncio.create_task(sorter.tick())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError, SlurmError, UsageError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
 from shoal.jobs.model import SECRETS, JobSpec, ResolvedJob, Shipped, job_root
@@ -115,7 +116,7 @@ async def submit(
         sent,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
-        _in_common(found),
+        _in_common(found, prepared.job),
     )
 
 
@@ -136,12 +137,19 @@ async def _prepare_and_look(
         prepared = await _resolve(context, reached, job, tree, ours)
         wanted = prepared.job.hosts
         _refuse_strangers(wanted, fleet)
+        if prepared.job.rented:
+            wanted = tuple(dict.fromkeys((*wanted, context.controller.name)))
         found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
     finally:
         for answer in looking.values():
             answer.cancel()
         await asyncio.gather(*looking.values(), return_exceptions=True)
     refuse_partly(wanted, found, fleet.failures)
+    if prepared.job.rented and len({state.id for state in found.values()}) > 1:
+        raise UsageError(
+            f"{root} is not the same on all hosts, so {compress(prepared.job.rented)} would not have the job's code",
+            hint="name a directory on a share of all hosts with --directory, or other nodes with --nodelist",
+        )
     return prepared, found
 
 
@@ -156,6 +164,10 @@ async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundl
     nodes, partitions = await reached.slurm
     resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
     root, place = job_root(job, context.cluster), environment.path if environment else ""
+    if resolved.rented:
+        from shoal.verbs.run_rented import expect_on_shares  # it reads the whole spec
+
+        expect_on_shares(context, resolved, root, environment)
     shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
 
@@ -191,7 +203,7 @@ async def _expect_profiler(fleet: Connections, job: ResolvedJob) -> None:
 async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Found]) -> int:
     """The code to every node, or once to the storage they share; how many bytes were sent."""
     root = prepared.shipped.root
-    shared = _in_common(found)
+    shared = _in_common(found, prepared.job)
 
     async def give(name: str) -> int:
         host = await fleet.host(name)
@@ -205,8 +217,8 @@ async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Foun
     return sum(sent.values())
 
 
-def _in_common(found: Mapping[str, Found]) -> bool:
-    return len(found) > 1 and len({state.id for state in found.values()}) == 1
+def _in_common(found: Mapping[str, Found], job: ResolvedJob) -> bool:
+    return len(found) + len(job.rented) > 1 and len({state.id for state in found.values()}) == 1
 
 
 async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:

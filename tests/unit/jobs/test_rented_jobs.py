@@ -1,0 +1,180 @@
+"""`shoal run`, `logs` and `jobs` on nodes that are rented when a job needs them: nothing can be sent there before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job
+
+from shoal.errors import UsageError
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
+from shoal.jobs.resolve import resolve
+from shoal.slurm.state import NodeState
+from shoal.spec.load import load_text
+from shoal.verbs.context import Context
+from shoal.verbs.jobs import jobs
+from shoal.verbs.logs import logs
+from shoal.verbs.run import run
+
+RENTED = tuple(
+    NodeState(name, state, cpus=8, memory_mb=30000, gres="gpu:a10:1", partitions=("main", "cloud"))
+    for name, state in {
+        "a10-1": ("IDLE", "CLOUD", "POWERED_DOWN"),
+        "a10-2": ("DOWN", "CLOUD", "POWERED_DOWN"),  # a provider was out of it, and may have it again in ten minutes
+    }.items()
+)
+CLOUD = (*PARTITIONS, PARTITIONS[2].__class__("cloud", "UP", nodes="a10-[1-2]"))
+
+
+def test_a_rented_node_may_be_chosen_where_all_hosts_share_the_jobs_directory() -> None:
+    found = resolve(job(nodes=2, partition="cloud", directory="/data/jobs"), (*NODES, *RENTED), CLOUD)
+    assert (found.hosts, found.rented, found.exclude) == ((), ("a10-1", "a10-2"), ())
+    both = resolve(job(directory="/data/jobs"), (*NODES, *RENTED), CLOUD)
+    assert (both.hosts, both.rented) == (("gpu1", "gpu2", "old1"), ("a10-1", "a10-2"))
+
+
+def test_without_such_a_directory_the_job_goes_to_nodes_that_have_the_code() -> None:
+    found = resolve(job(nodes=2), (*NODES, *RENTED), CLOUD)
+    assert (found.hosts, found.rented, found.exclude) == (("gpu1", "gpu2", "old1"), (), ("a10-1", "a10-2"))
+
+
+def test_a_job_for_rented_nodes_alone_is_told_what_it_lacks() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(job(partition="cloud"), (*NODES, *RENTED), CLOUD)
+    assert caught.value.message == (
+        "the job asks for 1 node; partition cloud has 0, and a10-[1-2] are rented only when needed"
+    )
+    assert caught.value.hint == "rented nodes have the code where all hosts share it: say --directory with a path there"
+
+
+SPEC = """
+cluster: reef
+controller: {{host: {{name: c1, address: 10.0.0.1}}}}
+providers: {{lambda: {{key: "env:KEY"}}}}
+nodesets:
+  a10: {{provider: lambda, type: gpu_1x_a10, max: 2}}
+{more}
+"""
+LAB = "  lab: {hosts: [{name: n1, address: 10.0.0.11}]}\npartitions: {main: {nodesets: [lab, a10], default: true}}\n"
+SHARE = "storage: {/data: {}}"
+NODE = "NodeName={} CPUTot=4 CPUAlloc=0 RealMemory=14700 Gres=gpu:t4:1 Partitions=main State={} Version=22.05.8\n"
+PARTITION = "PartitionName=main Default=YES Nodes={} State=UP MaxTime=UNLIMITED MaxNodes=UNLIMITED\n"
+RECORD = "JobId=17 JobName=train UserId=root(0) JobState=RUNNING Reason=None Restarts=0 ExitCode=0:0 NodeList=a101"
+RECORD += " TimeLimit=UNLIMITED BatchHost=a101 NumNodes=1 WorkDir=/data/jobs Comment=(null)\n"
+
+
+class Reef:
+    """A controller that rents two nodes, with a node of its own or without one. `disks` says whose disk each has."""
+
+    def __init__(self, more: str, **disks: str) -> None:
+        self.there = [name for name in ("n1",) if name in disks]
+        self.files: dict[str, set[str]] = {disk: set() for disk in disks.values()}
+        self.scripts: list[str] = []
+        self.read: list[str] = []
+        hosts = [FakeHost(Target(name), self._programs(disk)) for name, disk in disks.items()]
+        self.context = Context(load_text(SPEC.format(more=more), "shoal.yaml"), connector=FakeConnector(*hosts))
+
+    def _programs(self, disk: str) -> dict[tuple[str, ...], object]:
+        def scontrol(call: Call) -> bytes | Result:
+            if call.argv[-1] == "node":
+                rented = (NODE.format(name, "IDLE+CLOUD+POWERED_DOWN") for name in ("a101", "a102"))
+                return "".join([*rented, *(NODE.format(name, "IDLE") for name in self.there)]).encode()
+            if call.argv[-1] == "partition":
+                return PARTITION.format(",".join(["a101,a102", *self.there])).encode()
+            return RECORD.encode()
+
+        def shell(call: Call) -> bytes:
+            if "sbatch" in call.argv[2]:
+                self.scripts.append(call.stdin.decode().partition("\n\n")[2])
+                return b"17;reef\n"
+            words = call.argv[4:]
+            if call.stdin:
+                self.files[disk].add(words[0])
+                return b""
+            return f"{disk}\n".encode() if len(words) == 3 else b""
+
+        async def python(program: FakeProgram) -> int:
+            self.read += program.call.argv
+            return 0
+
+        def touch(call: Call) -> bytes:
+            self.files[disk].add(call.argv[1])
+            return b""
+
+        return {
+            ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
+            ("scontrol",): scontrol,
+            ("systemctl",): b"active\n",
+            ("sh",): shell,
+            ("touch",): touch,
+            ("rm",): b"",
+            ("python3",): python,
+            ("cat", "/data/jobs/17/progress.json"): b'{"step": 12}\n',
+        }
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    return tmp_path
+
+
+async def test_the_code_goes_to_the_share_by_way_of_the_controller(tree: Path) -> None:
+    reef = Reef(SHARE, c1="share")
+    submitted = await run(reef.context, job(nodes=2, directory="/data/jobs"), tree)
+    assert submitted.shared
+    assert {f"/data/jobs/code/{submitted.code}.tar", "/data/jobs/.shared"} < reef.files["share"]
+    assert "--exclude" not in reef.scripts[0]
+
+
+async def test_nodes_that_are_always_there_may_be_given_the_job_as_well(tree: Path) -> None:
+    reef = Reef(LAB + SHARE, c1="share", n1="share")
+    assert (await run(reef.context, job(nodes=3, directory="/data/jobs"), tree)).nodes == 3
+
+
+async def test_a_directory_on_no_share_is_refused_before_anything_is_queued(tree: Path) -> None:
+    for more, hint in (
+        ("", "give the cluster a share: `storage` in the file"),
+        (SHARE, "put it on one, such as /data, or name other nodes with --nodelist"),
+    ):
+        reef = Reef(more, c1="own")
+        with pytest.raises(UsageError) as caught:
+            await run(reef.context, job(directory="/scratch/jobs"), tree)
+        assert caught.value.message == (
+            "/scratch/jobs is on no share of the cluster, so a[101-102] would not have the job's code"
+        )
+        assert caught.value.hint == hint
+        assert reef.scripts == [] and reef.files == {"own": set()}
+
+
+async def test_rented_containers_are_refused(tree: Path) -> None:
+    reef = Reef(SHARE, c1="share")
+    text = SPEC.format(more=SHARE).replace("lambda", "runpod").replace("gpu_1x_a10", "NVIDIA A40")
+    context = replace(reef.context, known=load_text(text, "shoal.yaml"))
+    with pytest.raises(UsageError) as caught:
+        await run(context, job(directory="/data/jobs"), tree)
+    assert caught.value.message == (
+        "a[101-102] would be rented containers, which mount no share: the job's code is not there"
+    )
+    assert reef.scripts == []
+
+
+async def test_a_share_that_a_host_does_not_have_is_found_out(tree: Path) -> None:
+    reef = Reef(LAB + SHARE, c1="share", n1="own")
+    with pytest.raises(UsageError) as caught:
+        await run(reef.context, job(directory="/data/jobs"), tree)
+    assert caught.value.message == (
+        "/data/jobs is not the same on all hosts, so a[101-102] would not have the job's code"
+    )
+    assert reef.scripts == []
+
+
+async def test_the_controller_is_asked_for_the_files_of_jobs_on_rented_nodes() -> None:
+    reef = Reef(SHARE, c1="share")
+    [view] = (await jobs(reef.context)).jobs
+    assert view.progress == {"step": 12}
+    await logs(reef.context, "17")
+    assert "/data/jobs/17" in reef.read
