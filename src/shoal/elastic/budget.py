@@ -2,7 +2,8 @@
 
 An hour's limit is on what all machines together cost an hour, orders included. A day's and a month's limit is on what
 is spent, by UTC: machines are ordered only while an hour of them, and of all that runs already, still fits. So a job
-that was given nodes has at least that hour before anything is ended.
+that was given nodes has at least that hour before anything is ended. When a day's or a month's money is spent follows
+from the ledger alone, also when it was spent a while ago.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def spent(
     ending: dict[str, str] = {}
     live = {rental.nodeset for rental in rentals if rental.live}
     for nodeset, budget in (("", whole), *own.items()):
-        if budget is None or budget.then != "end":
+        if budget is None or budget.end_after is None:
             continue
         counted = [one for one in rentals if nodeset in ("", one.nodeset)]
-        if why := _used_up(budget, nodeset, counted, now, ahead):
+        if why := _used_up(budget, nodeset, counted, now, ahead - budget.end_after):
             ending.update(dict.fromkeys(live & {nodeset} if nodeset else live, why))
     return ending
 
@@ -104,11 +105,14 @@ def _refusal(wish: Wish, budget: Budget, nodeset: str, rentals: Sequence[Rental]
 
 
 def _used_up(budget: Budget, nodeset: str, rentals: Sequence[Rental], now: float, ahead: float) -> str | None:
+    """Why machines are to go: the limit is reached `ahead` seconds from now; less than none is so long ago."""
     for limit, period in _periods(budget, now):
-        used = _used(rentals, period, now)
-        soon = sum(cost(one, now + ahead, whole=True) - cost(one, now, whole=True) for one in _staying(rentals))
-        if used + soon >= limit:
-            return f"{_named(nodeset)} of {told(limit)} a {period.word} is used up: {told(used)} is spent"
+        at = _used(rentals, period, min(now, now + ahead))
+        if ahead > 0:
+            at += sum(cost(one, now + ahead, whole=True) - cost(one, now, whole=True) for one in _staying(rentals))
+        if at >= limit:
+            used, late = told(_used(rentals, period, now)), f" for {budget.after}" if budget.after else ""
+            return f"{_named(nodeset)} of {told(limit)} a {period.word} is used up{late}: {used} is spent"
     return None
 
 

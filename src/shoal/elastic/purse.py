@@ -27,7 +27,7 @@ class Purse:
 
     def spent(self, now: float) -> dict[str, str]:
         """The nodesets whose machines are to go because a budget says so, each with the reason."""
-        if not any(one is not None and one.then == "end" for one in (self._fleet.budget, *self._own.values())):
+        if all(one is None or one.end_after is None for one in (self._fleet.budget, *self._own.values())):
             return {}
         return budget.spent(self._fleet.budget, self._own, list(self._fleet.ledger.all(budget.since(now))), now)
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from shoal.spec.closed import Closed
 from shoal.spec.secret import SecretReference
-from shoal.spec.words import choice, refusal, seconds, size_mb
+from shoal.spec.words import Duration, choice, refusal, seconds, size_mb
 
 if TYPE_CHECKING:
     from shoal.spec.model import NodeSet, Spec
@@ -131,7 +131,16 @@ class Budget(Closed):
     per_month: Money | None = None
     """What may be spent in one calendar month, by UTC."""
     then: Annotated[Literal["refuse", "end"], BeforeValidator(choice("end of a budget", ("refuse", "end")))] = "refuse"
-    """When it is reached: `refuse` lets running jobs finish on their nodes, `end` gives the nodes back at once."""
+    """When a day's or a month's is spent: `refuse` lets running jobs finish on their nodes, `end` gives these back."""
+    after: Duration | None = None
+    """With `then: end`: so long after it is spent. Without it nodes go a little before, and it is never exceeded."""
+
+    @property
+    def end_after(self) -> int | None:
+        """Seconds from when it is spent until machines are gone; None where they may stay."""
+        if self.then != "end":
+            return None
+        return seconds(self.after) if self.after else 0
 
 
 class OfferChoice(Closed):

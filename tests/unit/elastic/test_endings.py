@@ -119,6 +119,25 @@ async def test_a_spent_budget_that_says_so_ends_what_runs(tmp_path: Path) -> Non
         assert sum(one["usd"] for one in it.market().bill()) <= 2.0
 
 
+async def test_a_spent_budget_may_leave_jobs_some_time_before_they_are_ended(tmp_path: Path) -> None:
+    budget = Budget(per_day=2.0, then="end", after="30m")
+    async with scene(tmp_path, "lambda", budget=budget) as it:
+        job = it.slurm.submit("1", 1, seconds=9 * 3600)
+        await running(it)
+
+        def paid() -> float:
+            return sum(one["usd"] for one in it.market().bill())
+
+        await it.until(lambda: paid() >= 2.0, seconds=3 * 3600, every=30)
+        reached = it.clock.now()
+        assert job.warned == 0
+        await it.until(lambda: job.warned == 1, seconds=3600, every=10)
+        assert "the budget of $2.00 a day is used up for 30m" in job.comment
+        await it.until(lambda: it.machines() == [], seconds=900)
+        assert 1500 < it.clock.now() - reached <= 1800
+        assert paid() <= 2.0 + 1.29 / 2
+
+
 def _rates(it: Scene) -> list[float]:
     """What was paid an hour, whenever a machine came or went."""
     bill = it.market().bill()

@@ -190,6 +190,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
         HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {then: end}\n",
         ["s.yaml:5:1 budget: a budget without a limit, give one of per_hour, per_day, per_month"],
     ),
+    "when nothing is ended": (
+        HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2, budget: {per_day: 1, after: 1h}}}\n"
+        "budget: {per_day: 9, then: end, after: soon}\n",
+        [
+            "s.yaml:4:79 nodesets.l.budget.after: `after` where nothing is ended, say `then: end`, or delete it",
+            's.yaml:5:40 budget.after: not a span of time, found "soon", write a number and s, m, h or d: 10m, 2h',
+        ],
+    ),
     "idle for longer than it lives": (
         HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2, idle: 2h, lifetime: 1h}}\n",
         ["s.yaml:4:57 nodesets.l.idle: not less than `lifetime`, give less"],
@@ -250,6 +258,30 @@ def test_jobs_that_may_outlive_their_machine_and_accounts_nobody_uses_are_warnin
         ),
         ("warning", "s.yaml:5:35 providers.gcp: no nodeset rents from it, name it in one, or delete it"),
     ]
+
+
+def test_an_hours_limit_that_is_to_end_something_is_a_warning() -> None:
+    text = HEAD + LAMBDA + "nodesets: {l: {provider: lambda, type: a, max: 2}}\nbudget: {per_hour: 5, then: end}\n"
+    _, findings = load_text_all(text, "s.yaml")
+    assert [str(finding) for finding in findings] == [
+        "s.yaml:5:29 budget.then: an hour's limit alone ends nothing, "
+        "give per_day or per_month too: only what is spent can be used up"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds"),
+    [
+        ("{per_day: 5}", None),
+        ("{per_day: 5, then: refuse}", None),
+        ("{per_day: 5, then: end}", 0),
+        ("{per_day: 5, then: end, after: 30m}", 1800),
+    ],
+)
+def test_a_budget_says_how_long_machines_stay_when_it_is_spent(budget: str, seconds: int | None) -> None:
+    text = HEAD + LAMBDA + f"nodesets: {{l: {{provider: lambda, type: a, max: 2}}}}\nbudget: {budget}\n"
+    spec, _ = load_text_all(text, "s.yaml")
+    assert spec is not None and spec.budget is not None and spec.budget.end_after == seconds
 
 
 def test_a_budget_where_nothing_is_rented_is_a_warning() -> None:
