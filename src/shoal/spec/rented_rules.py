@@ -139,14 +139,14 @@ def _budgets(data: Mapping[str, Any]) -> Iterator[Problem]:
         day, month = budget.get("per_day"), budget.get("per_month")
         if isinstance(day, int | float) and isinstance(month, int | float) and day > month:
             yield Problem((*path, "per_day"), "more than `per_month`", str(day), f"give at most {month}")
-    if data.get("budget") is not None and not any(rents(entry) for _, entry in _nodesets(data)):
-        yield Problem(("budget",), "nothing is rented", "", "delete it, or give a nodeset a provider", "warning")
-
         if budget.get("after") is not None and budget.get("then") != "end":
             yield Problem((*path, "after"), "`after` where nothing is ended", "", "say `then: end`, or delete it")
         elif budget.get("then") == "end" and day is None and month is None and budget.get("per_hour") is not None:
             fix = "give per_day or per_month too: only what is spent can be used up"
             yield Problem((*path, "then"), "an hour's limit alone ends nothing", "", fix, "warning")
+    if data.get("budget") is not None and not any(rents(entry) for _, entry in _nodesets(data)):
+        yield Problem(("budget",), "nothing is rented", "", "delete it, or give a nodeset a provider", "warning")
+
 
 def _network(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Rented nodes are let in by the controller, so the way to them goes through it."""
