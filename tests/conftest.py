@@ -8,8 +8,8 @@ SANDBOX = 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 LONGEST = (
-    *("cluster", "jobs", "stopping", "toy", "documented_commands", "elastic", "accounting", "prove", "storage"),
-    *("wireguard", "tailscale", "environments"),
+    *("stopping", "jobs", "toy", "elastic", "documented_commands", "spot_training", "simulators", "cluster"),
+    *("accounting", "prove", "rented_containers", "storage", "wireguard", "tailscale", "environments", "versions"),
 )
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
 

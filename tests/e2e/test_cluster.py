@@ -1,7 +1,7 @@
 """One pass on each Slurm generation: Debian 12 (22.05), Debian 13 (24.11) and sid (26.05).
 
-The tests of a pass share one cluster and run in the order of this file. What hardly depends on the release, or takes
-long, runs on the oldest, or on the oldest and the newest; with `-m matrix`, on the others.
+The tests of a pass share one cluster and run in the order of this file. Every day the pass is on Debian 12, and
+tests/e2e/test_versions.py has the others in one cluster; with `-m matrix` each has a pass of its own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ nodesets:
 """
 
 
-def on_each(*every_day: str) -> pytest.MarkDecorator:
-    """A test on every release: these every day, the others as part of the matrix."""
-    params = [pytest.param(name, marks=() if name in every_day else pytest.mark.matrix) for name in RELEASES]
-    return pytest.mark.parametrize("cluster", params, indirect=True, scope="module")
-
-
-@pytest.fixture(scope="module", params=list(RELEASES))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "debian12" else pytest.mark.matrix) for name in RELEASES],
+)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp(request.param), SPEC.format(image=request.param))
     made.release = RELEASES[request.param]  # type: ignore[attr-defined]
@@ -54,7 +51,6 @@ def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -
     assert cluster.json("plan") == plan
 
 
-@on_each("debian12")
 def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
     # Each: the phase that has just ended, and how far into the next one the kill falls.
     # Agents end what they are at when their `up` is killed, so what is left for the next one cannot be foretold.
@@ -101,7 +97,6 @@ def test_tasks_get_their_own_gpu(cluster: Cluster) -> None:
     assert sorted(out.split("\n")[:-1]) == ["fish1 0", "fish1 1", "fish2 0", "fish2 1"]
 
 
-@on_each("debian12")
 def test_the_munge_key_is_the_same_everywhere_and_closed(cluster: Cluster) -> None:
     result = cluster.json("exec", "--", "stat", "-c", "%a %U:%G", "/etc/munge/munge.key")
     assert [group["stdout"] for group in result["groups"]] == ["400 munge:munge\n"]
@@ -110,13 +105,11 @@ def test_the_munge_key_is_the_same_everywhere_and_closed(cluster: Cluster) -> No
     assert len(ids["groups"]) == 1, ids
 
 
-@on_each("debian12")
 def test_names_resolve_on_every_host(cluster: Cluster) -> None:
     result = cluster.json("exec", "--", "getent", "hosts", "controller", "login1", "fish1", "fish2")
     assert {group["status"] for group in result["groups"]} == {0}
 
 
-@on_each("debian12")
 def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
     probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]
@@ -125,7 +118,6 @@ def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     assert outside.returncode != 0 and "timed out" in outside.stderr
 
 
-@on_each("debian12", "sid")
 def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=/tmp/long.out", "--nodelist=fish1"]
     job = cluster.on("controller", *submit, "--wrap", "for i in $(seq 6000); do sleep 0.5; done").strip()
@@ -156,7 +148,6 @@ def test_a_node_joins_and_leaves_under_a_running_job(cluster: Cluster) -> None:
     assert cluster.json("up")["unchanged"]
 
 
-@on_each("debian12", "sid")
 def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=fish1", "--wrap", "sleep 3000"]
     job = cluster.on("controller", *submit).strip()
@@ -175,7 +166,6 @@ def test_a_partition_changes_under_a_running_job(cluster: Cluster) -> None:
     cluster.json("up")
 
 
-@on_each("debian12", "sid")
 def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> None:
     new_key = "head -c 1024 /dev/urandom > /etc/munge/munge.key"
     break_it = f"{new_key}; systemctl restart munge; systemctl restart --no-block slurmd"
@@ -188,7 +178,6 @@ def test_a_wrong_munge_key_on_one_host_is_found_and_mended(cluster: Cluster) -> 
     assert sorted(cluster.on("controller", "srun", "-N2", "hostname").split()) == ["fish1", "fish2"]
 
 
-@on_each("debian12", "sid")
 def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
     for host in ("fish1", "controller"):
         cluster.fault("reboot", host)
@@ -198,7 +187,6 @@ def test_hosts_come_back_after_a_reboot(cluster: Cluster) -> None:
         assert result["whole"], result
 
 
-@on_each("debian12")
 def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> None:
     for host in ("fish1", "fish2"):
         cluster.on(host, "sh", "-c", "echo broken > /etc/default/slurmd; apt-get -qq remove -y slurmd")
@@ -219,14 +207,12 @@ def test_a_host_that_is_cut_off_does_not_stop_the_others(cluster: Cluster) -> No
     assert cluster.json("up")["whole"]
 
 
-@on_each("debian12")
 def test_exec_groups_equal_outputs(cluster: Cluster) -> None:
     done = cluster.shoal("exec", "--", "sh", "-c", "test -e /usr/sbin/slurmd && echo node || echo none")
     assert "fish[1-2] (2)\nnode" in done.stdout
     assert "controller,login1 (2)\nnone" in done.stdout
 
 
-@on_each("debian12", "sid")
 def test_drain_and_resume(cluster: Cluster) -> None:
     cluster.shoal("node", "drain", "fish1", "--reason", "a new fan")
     assert "DRAIN" in cluster.states()["fish1"]
@@ -237,7 +223,6 @@ def test_drain_and_resume(cluster: Cluster) -> None:
     assert "DRAIN" not in cluster.states()["fish1"]
 
 
-@on_each("debian12")
 def test_ssh_runs_a_command(cluster: Cluster) -> None:
     assert cluster.shoal("ssh", "fish1", "--", "hostname").stdout == "fish1\n"
 

@@ -45,7 +45,7 @@ STEPS = 120
 """Ten epochs of 1,437 images in batches of 128."""
 LAUNCHERS = ("srun", "torchrun", "spawn", "mpirun", "python")
 WAYS = [(launcher, parallel) for parallel in ("ddp", "fsdp") for launcher in LAUNCHERS]
-EVERY_DAY = [("srun", "ddp"), ("mpirun", "ddp"), ("python", "ddp"), ("srun", "fsdp")]
+EVERY_DAY = [("srun", "ddp"), ("python", "ddp"), ("mpirun", "fsdp")]
 """torchrun and spawn train the page's script. All: `scripts/test -m "matrix or not matrix" tests/e2e/test_toy.py`."""
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
 
