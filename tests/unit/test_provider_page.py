@@ -62,6 +62,29 @@ def test_the_pages_provider_is_found_by_its_entry_points(installed: Path) -> Non
     assert done.stdout.split() == ["Tidepool", "SimulatedTidepool"], done.stderr
 
 
+SPEC = """
+cluster: reef
+controller: {host: desktop}
+nodesets: {pool: {provider: tidepool, type: one, region: north, max: 4, cpus: 16, memory: 120G, gpus: 1}}
+"""
+
+
+def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(installed: Path) -> None:
+    [account] = re.findall(r"^    (providers: .*)$", PAGE.read_text(), re.MULTILINE)
+    code = (
+        "import sys; from shoal.spec.load import load_text; from shoal.roles.elastic import _made;"
+        "made = _made(load_text(sys.argv[1], 's.yaml'));"
+        "print([item.argv[-2:] for item in made if getattr(item, 'name', '') == 'install Shoal'])"
+    )
+    done = run(installed, "-c", code, f"{SPEC}{account}\n")
+    assert done.stdout.strip() == "[('', 'tidepool>=1')]", done.stderr
+    done = run(installed, "-c", code, f"{SPEC}{account}\n".replace('package: "tidepool>=1", ', ""))
+    assert (
+        "s.yaml:5:13 providers.tidepool: missing key `package`, "
+        "name the package that has this kind, for the controller: `package: shoal-mine>=1`"
+    ) in done.stderr
+
+
 def test_a_kind_that_no_package_has_is_told_with_those_that_are_there(installed: Path) -> None:
     done = run(installed, "-m", "shoal", "simulate", "tidepol")
     assert done.returncode == 2

@@ -45,10 +45,11 @@ _HEAD = "# Written by shoal; changes here are lost.\n"
 INSTALL = r"""
 set -eu
 place=$1 wheel=$2 extras=$3
+shift 3
 rm -rf "$place"
 python3 -m venv "$place"
-"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras"
-touch "$place/.complete$extras"
+"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras" "$@"
+touch "$place/.complete$extras${*:+ $*}"
 """
 """A venv counts once its mark is there: what a killed run left without one is made anew."""
 
@@ -168,6 +169,7 @@ def _made(spec: Spec) -> Document:
     proxies = spec.proxy.variables if spec.proxy else {}
     environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
     extras = "[gcp]" if any(account.kind == "gcp" for account in accounts(spec).values()) else ""
+    packages = sorted({account.package for account in accounts(spec).values() if account.package})
     restarts = (SERVICE,)
     keys = [
         File(f"{KEYS}/{name}", SecretRef(secret_name(name)), mode=0o600, restarts=restarts)
@@ -196,8 +198,8 @@ def _made(spec: Spec) -> Document:
         File(wheel, SecretRef(WHEEL_SECRET, own_wheel().sha256)),
         Command(
             "install Shoal",
-            (*environment, "sh", "-c", INSTALL, "sh", prefix(), wheel, extras),
-            unless=("test", "-e", f"{prefix()}/.complete{extras}"),
+            (*environment, "sh", "-c", INSTALL, "sh", prefix(), wheel, extras, *packages),
+            unless=("test", "-e", " ".join((f"{prefix()}/.complete{extras}", *packages))),
             timeout=1800.0,
             restarts=restarts,
             fix="see that the host reaches a package index, or set `proxy`",

@@ -28,6 +28,8 @@ IDLE = "10m"
 LIFETIME = "24h"
 
 _ACCOUNT = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
+_VERSIONS = r"(===?|[<>!~]=|[<>])[A-Za-z0-9.*+!_-]+"
+_PACKAGE = re.compile(rf"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(\[[A-Za-z0-9._,-]+\])?({_VERSIONS}(,{_VERSIONS})*)?")
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._:/+()-]{0,127}")
 
 
@@ -78,6 +80,12 @@ def money(value: object) -> float:
     return float(value)
 
 
+def _package(value: object) -> str:
+    if not isinstance(value, str) or not _PACKAGE.fullmatch(value):
+        raise refusal("not a package", "name it as pip does, without blanks: shoal-mine>=1.2")
+    return value
+
+
 def _setting(value: object) -> str:
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str) or not text.isprintable() or not 0 < len(text) <= 500:
@@ -99,6 +107,7 @@ ApiUrl = Annotated[str, BeforeValidator(_url), _text("URL")]
 MachineType = Annotated[str, _word_of("a type of machine", "gpu_1x_a10"), _text("type")]
 Region = Annotated[str, _word_of("a region", "us-west-1"), _text("region")]
 Zone = Annotated[str, _word_of("a zone", "us-central1-b"), _text("zone")]
+Package = Annotated[str, BeforeValidator(_package), _text("package")]
 Setting = Annotated[str, BeforeValidator(_setting), WithJsonSchema({"type": ["string", "integer"], "title": "text"})]
 MarketName = Annotated[Literal["on-demand", "spot"], BeforeValidator(choice("market", MARKETS))]
 Money = Annotated[
@@ -111,6 +120,8 @@ class ProviderAccount(Closed):
 
     kind: ProviderKind | None = None
     """Which provider it is: `lambda`, `runpod`, `paperspace`, `gcp`, `sandbox`. Without it, its name says so."""
+    package: Package | None = None
+    """For a kind that does not come with Shoal: the package that has it, which `shoal up` puts on the controller."""
     key: SecretReference | None = None
     """The API key, or the file with a service account's: `env:NAME` or `file:PATH` on your machine."""
     url: ApiUrl | None = None

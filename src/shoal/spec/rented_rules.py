@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from shoal.spec.problem import Path, Problem, nearest
-from shoal.spec.rented import IDLE, KINDS, LIFETIME, MOST, SANDBOX
+from shoal.spec.rented import IDLE, KINDS, LIFETIME, MOST, SANDBOX, kinds
 from shoal.spec.words import duration, minutes, seconds, show, slurm_time
 
 RENTED_ONLY = ("type", "region", "zone", "market", "idle", "lifetime", "max_price", "offers", "prefer", "budget")
@@ -57,8 +57,11 @@ def _accounts(data: Mapping[str, Any]) -> Iterator[Problem]:
     for name, account in _entries(data, "providers"):
         path: Path = ("providers", name)
         kind = account.get("kind") or name
-        if kind == name and isinstance(name, str) and name not in KINDS:
+        if account.get("kind") is None and isinstance(name, str) and name not in KINDS and name not in kinds():
             yield Problem(path, "missing key `kind`", "", f"say which provider it is: {', '.join(KINDS)}")
+        elif kind not in KINDS and kind in kinds() and account.get("package") is None:
+            fix = "name the package that has this kind, for the controller: `package: shoal-mine>=1`"
+            yield Problem(path, "missing key `package`", "", fix)
         if kind == SANDBOX and account.get("url") is None:
             yield Problem(path, "missing key `url`", "", "give the address of your `shoal simulate sandbox` server")
         if kind in KINDS and kind != SANDBOX and account.get("key") is None:
