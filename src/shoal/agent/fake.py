@@ -95,7 +95,7 @@ class FakeAgent:
     def _one(self, item: dict[str, Any], due: set[str], *, dry: bool, defer: bool) -> dict[str, Any]:
         wanted = _comparable(item)
         before = self.items.get(item["key"])
-        if before and _valueless(item):
+        if before and "sha256" in before and _valueless(item):
             wanted["sha256"] = before["sha256"]  # nobody knows another value, so the host keeps the one it has
         differs = before != wanted and not item.get("on_change")
         restart = item["key"] in due and not (defer and item["kind"] == "service")
