@@ -1,4 +1,4 @@
-"""A simulated cloud beside a test's cluster, as `shoal simulate` runs it for anybody; its machines are real hosts."""
+"""Simulated clouds beside a test's cluster, as `shoal simulate` runs them; their machines are real hosts."""
 
 from __future__ import annotations
 
@@ -8,37 +8,59 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.leftovers import TAG, noted
 
+CENT = 0.01
+LATE_SECONDS = 10.0
+"""So much later than the cloud itself we may know that a machine is up, or ended: lists are asked every few seconds."""
+
+IMPATIENT = "sed -i 's/^SuspendTimeout=.*/SuspendTimeout=10/' /etc/slurm/slurm.conf && scontrol reconfigure"
+"""Slurm lets a node that it gave back rest for a minute, in which tests would only wait."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A simulated cloud, by the provider's name."""
+
+    kind: str
+    key: str
+    """What the account's key is; it is in the variable `KIND_KEY`."""
+    options: tuple[str, ...] = ()
+    """More for `shoal simulate`."""
+
+    @property
+    def variable(self) -> str:
+        return f"{self.kind.upper()}_KEY"
+
 
 @contextmanager
-def renting(
-    directory: Path, spec: str, kind: str, key: tuple[str, str], *options: str
-) -> Iterator[tuple[Cluster, str]]:
-    """A cluster that is up and rents from such a cloud, and the cloud's address. The spec says URL for it.
-
-    `key` is the variable that the account's key is in, and the key.
-    """
+def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluster, dict[str, str]]]:
+    """A cluster that is up and rents from such clouds, and their addresses by kind: URL-OF-KIND in the spec."""
     name = spec.split("cluster:")[1].split()[0]
-    with noted(name), _simulated(name, kind, *options) as url:
-        cluster = Cluster(directory, spec.replace("URL", url))
-        cluster.env[key[0]] = key[1]
+    with noted(name), ExitStack() as stack:
+        urls = {cloud.kind: stack.enter_context(_simulated(name, cloud)) for cloud in clouds}
+        for kind, url in urls.items():
+            spec = spec.replace(f"URL-OF-{kind}", url)
+        cluster = Cluster(directory, spec)
+        cluster.env |= {cloud.variable: cloud.key for cloud in clouds}
         try:
             assert cluster.json("up")["whole"]
-            yield cluster, url
+            cluster.on("controller", "sh", "-c", IMPATIENT)
+            yield cluster, urls
         finally:
             cluster.down()
 
 
 @contextmanager
-def _simulated(cluster: str, kind: str, *options: str) -> Iterator[str]:
-    line = [sys.executable, "-m", "shoal", "simulate", kind, "--cluster", cluster, "--json", *options]
+def _simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
+    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
     env = {**os.environ, TAG: cluster}
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     try:
@@ -61,8 +83,63 @@ def bill(url: str) -> dict[str, Any]:
     return found
 
 
-def balanced(cluster: Cluster, url: str) -> bool:
-    """Whether the ledger and the bill agree: a machine may end there a few seconds before its list shows it here."""
-    told, asked = cluster.json("cost")["total"], bill(url)
-    few_seconds = sum(3 * machine["usd_hour"] / 3600 for machine in asked["machines"])
-    return asked["usd"] > 0 and abs(told - asked["usd"]) <= few_seconds
+def ended(url: str) -> bool:
+    """Whether the cloud has rented machines out, and has all of them back."""
+    machines = bill(url)["machines"]
+    return bool(machines) and all(one["ended"] for one in machines)
+
+
+def preempt(url: str, machine: str) -> None:
+    """Have the cloud take a machine away, with its notice."""
+    with urllib.request.urlopen(f"{url}/_simulator/preempt/{machine}", b"", timeout=30):
+        pass
+
+
+def spent(cluster: Cluster, nodesets: Sequence[str]) -> float:
+    """What these nodesets have cost, as the ledger has it, in dollars."""
+    found = cluster.json("cost")["nodesets"]
+    return sum(float(found.get(name, 0)) for name in nodesets)
+
+
+def apart(cluster: Cluster, url: str, *nodesets: str, slack: float = LATE_SECONDS) -> str:
+    """How the ledger's sum for these nodesets differs from the cloud's own bill; nothing where they agree to the cent.
+
+    For each machine they may differ by `slack` seconds, which for most is far less than a cent.
+    """
+    ours, theirs = spent(cluster, nodesets), bill(url)
+    most = sum(slack * machine["usd_hour"] / 3600 for machine in theirs["machines"])
+    difference = round(abs(ours - theirs["usd"]), 6)
+    if theirs["usd"] > 0 and difference < CENT and difference <= round(most, 6):
+        return ""
+    return f"the ledger says ${ours:.6f} and the bill ${theirs['usd']:.6f}: {theirs}"
+
+
+# ---- jobs that wake nodes
+
+
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+
+def submit(cluster: Cluster, nodes: str, command: str, *more: str) -> str:
+    """Queue a job for these nodes, and go on. Its output is where all hosts see it."""
+    options = ("--parsable", f"--nodelist={nodes}", "--output=/shared/%j.out", *more, f"--wrap={command}")
+    return cluster.on("controller", "sbatch", *options).strip()
+
+
+def printed(cluster: Cluster, job: str) -> list[str]:
+    return cluster.on("controller", "cat", f"/shared/{job}.out").split()
+
+
+def state(cluster: Cluster, job: str) -> str:
+    return shown(cluster, job)["JobState"]
+
+
+def shown(cluster: Cluster, job: str) -> dict[str, str]:
+    """What `scontrol show job` says."""
+    words = cluster.on("controller", "scontrol", "-o", "show", "job", job).split()
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def asleep(cluster: Cluster) -> bool:
+    """Whether all nodes sleep, without a machine and without a mark of the past. Asks Slurm itself, which is cheap."""
+    return set(cluster.on("controller", "sinfo", "-h", "-N", "-o", "%t").split()) == {"idle~"}

@@ -1,0 +1,173 @@
+"""Every provider end to end: a job wakes two nodes, computes, they go, and the ledger is the bill to the cent.
+
+The providers' clouds are simulated beside one cluster, which rents from all of them at once; their machines are sandbox
+hosts. Those of the sandbox itself and of RunPod are in test_elastic.py and test_rented_containers.py.
+
+    python -m tests.e2e.test_simulators > bench/results/elastic-e2e.txt    how long it took with each, and what it cost
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Cluster
+from tests.e2e.simulated import (
+    LATE_SECONDS,
+    UNFINISHED,
+    Cloud,
+    apart,
+    bill,
+    ended,
+    printed,
+    renting,
+    shown,
+    spent,
+    submit,
+)
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]  # two minutes for one of them, and not much more for all
+
+NAME = "ee-clouds"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A provider, and what is rented there."""
+
+    kind: str
+    offer: str
+    gpus: int = 0
+    settings: str = ""
+    slack: float = LATE_SECONDS
+    """So many seconds of each machine the ledger may be wrong."""
+
+    @property
+    def nodes(self) -> str:
+        return f"{self.kind}[1-2]"
+
+
+CASES = (
+    # Lambda bills started minutes and does not tell when the first began: one more or less, and it is below a cent.
+    Case("lambda", "type: cpu_4x_general, region: us-west-1", slack=60.0),
+    Case("gcp", "type: a2-highgpu-1g, zone: us-central1-a", gpus=1, settings=", project: p"),
+    Case("paperspace", "type: A4000, region: NY2", gpus=1, slack=0.0),  # started hours: to the last millionth
+)
+BY_KIND = {case.kind: case for case in CASES}
+
+
+def spec_of(cases: Sequence[Case]) -> str:
+    accounts = [
+        f'  {one.kind}: {{url: "URL-OF-{one.kind}", key: "env:{one.kind.upper()}_KEY"{one.settings}}}' for one in cases
+    ]
+    shape = "max: 2, cpus: 1, memory: 1G, idle: 10s"
+    sets = [f"  {one.kind}: {{provider: {one.kind}, {one.offer}, {shape}, gpus: {one.gpus}}}" for one in cases]
+    head = [f"cluster: {NAME}", "controller: {provider: sandbox, memory: 1G}", "budget: {per_hour: 20}"]
+    return "\n".join([*head, "providers:", *accounts, "nodesets:", *sets]) + "\n"
+
+
+@dataclass
+class Rental:
+    """The way of one job and its two machines. Times are seconds since 1970."""
+
+    case: Case
+    job: str
+    submitted: float
+
+    def row(self, cluster: Cluster, url: str) -> tuple[str, ...]:
+        """Provider, seconds until machines were ordered, until the job ran, until they were given back, and money."""
+        machines, said = bill(url)["machines"], shown(cluster, self.job)
+        began, over = (datetime.fromisoformat(f"{said[name]}+00:00").timestamp() for name in ("StartTime", "EndTime"))
+        ordered = max(one["ordered"] for one in machines) - self.submitted
+        gone = max(one["ended"] for one in machines) - over
+        ours = spent(cluster, [self.case.kind])
+        seconds = (f"{value:.0f}" for value in (ordered, began - self.submitted, gone))
+        return (self.case.kind, *seconds, f"{ours:.6f}", f"{bill(url)['usd']:.6f}")
+
+
+class Clouds:
+    """A cluster that rents from several clouds, and one job for each, queued at once."""
+
+    def __init__(self, cluster: Cluster, urls: dict[str, str]) -> None:
+        self.cluster, self.urls = cluster, urls
+        self.rentals = {kind: self._wake(BY_KIND[kind]) for kind in urls}
+
+    def _wake(self, case: Case) -> Rental:
+        more = [f"--gpus-per-node={case.gpus}"] if case.gpus else []
+        command = "srun sh -c 'hostname; echo gpu $CUDA_VISIBLE_DEVICES'"
+        return Rental(case, submit(self.cluster, case.nodes, command, *more), time.time())
+
+    def finish(self, kind: str) -> Rental:
+        """Wait until the job has ended and its machines are gone, and the ledger knows."""
+        rental = self.rentals[kind]
+        wait = self.cluster.wait
+        wait("the job ends", lambda: shown(self.cluster, rental.job)["JobState"] not in UNFINISHED)
+        wait("its machines go", lambda: ended(self.urls[kind]))
+        wait("their end is known", lambda: self._rented(kind) == 0)
+        return rental
+
+    def _rented(self, kind: str) -> int:
+        return sum(one["account"] == kind for one in self.cluster.json("status")["rented"]["nodes"])
+
+
+@contextmanager
+def clouds(directory: Path, cases: Sequence[Case]) -> Iterator[Clouds]:
+    made = [Cloud(case.kind, f"key-of-{case.kind}-0123456789") for case in cases]
+    with renting(directory, spec_of(cases), *made) as (cluster, urls):
+        yield Clouds(cluster, urls)
+
+
+@pytest.fixture(scope="module")
+def rented(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Clouds]:
+    asked = {item.callspec.params["kind"] for item in request.session.items if item.path == request.path}
+    with clouds(tmp_path_factory.mktemp("clouds"), [case for case in CASES if case.kind in asked]) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_a_job_wakes_two_nodes_computes_they_go_and_the_ledger_is_the_bill(rented: Clouds, kind: str) -> None:
+    case, cluster, url = BY_KIND[kind], rented.cluster, rented.urls[kind]
+    rental = rented.finish(kind)
+    assert shown(cluster, rental.job)["JobState"] == "COMPLETED", printed(cluster, rental.job)
+    gpus = ["gpu", "0", "gpu", "0"] if case.gpus else ["gpu", "gpu"]
+    assert sorted(printed(cluster, rental.job)) == sorted([f"{kind}1", f"{kind}2", *gpus])
+    assert len(bill(url)["machines"]) == 2
+    assert apart(cluster, url, kind, slack=case.slack) == ""
+
+
+HEAD = ("provider", "ordered s", "job s", "gone s", "ledger USD", "bill USD")
+
+
+EXPLAINED = """\
+Two nodes of each provider, woken at once by one job each: seconds from its submission until the second machine was
+ordered and until the job ran; from its end until both were given back, 10 s of them idle as the file says. Lambda takes
+an order every 12 s. All machines are sandbox hosts on one computer, which boot side by side.
+"""
+
+
+def main() -> int:
+    """Print the table."""
+    with tempfile.TemporaryDirectory() as directory, clouds(Path(directory), CASES) as made:
+        rows, wrong = [HEAD], list[str]()
+        for case in CASES:
+            rental, url = made.finish(case.kind), made.urls[case.kind]
+            rows.append(rental.row(made.cluster, url))
+            if problem := apart(made.cluster, url, case.kind, slack=case.slack):
+                wrong.append(f"{case.kind}: {problem}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(EXPLAINED)
+    for row in rows:
+        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    print("\n" + ("\n".join(wrong) or "every ledger is the bill, to the cent"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
