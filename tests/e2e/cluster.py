@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -27,12 +28,22 @@ LIMIT = 600.0
 """Seconds for whatever ends by itself. Generous: the machine may be busy. Reached only by what hangs."""
 
 
+IMAGE = os.environ.get("SHOAL_TEST_IMAGE", "")
+"""What hosts run on which a test says nothing: `SHOAL_TEST_IMAGE=debian13 scripts/test tests/e2e/test_storage.py`."""
+
+
+def on_image(text: str, image: str = IMAGE) -> str:
+    """A spec whose sandbox hosts have this image where it names none. Rented ones bring their own."""
+    bare = r"\{provider: sandbox(?=[^}]*\})(?![^}]*(image|max):)"
+    return re.sub(bare, f"{{provider: sandbox, image: {image}", text) if image else text
+
+
 class Cluster:
     """One spec file and the command line around it."""
 
     def __init__(self, directory: Path, text: str) -> None:
         self.file = directory / "shoal.yaml"
-        self.file.write_text(text)
+        self.file.write_text(on_image(text))
         self.name = text.split("cluster:")[1].split()[0]
         self.provider = SandboxProvider()
         # Host keys of an earlier run would be those of other machines.

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
+from tests.e2e.cluster import IMAGE
 from tests.e2e.leftovers import noted
 
 from shoal.providers.api import Instance, Request
@@ -54,7 +56,11 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
     with noted(made_as):
         clean()
         try:
-            wanted = [Request(name, shape) for name, shape in shapes.items()]
+            image = {"image": IMAGE} if IMAGE else {}
+            wanted = [
+                Request(name, replace(shape, **image) if shape.image == Shape().image else shape)
+                for name, shape in shapes.items()
+            ]
             made = asyncio.run(provider.create(made_as, wanted, _quiet))
             yield Lent({instance.name: instance for instance in made})
         finally:
