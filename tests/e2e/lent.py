@@ -56,11 +56,7 @@ def lent_hosts(made_as: str, shapes: Mapping[str, Shape], *clusters: str) -> Ite
     with noted(made_as):
         clean()
         try:
-            image = {"image": IMAGE} if IMAGE else {}
-            wanted = [
-                Request(name, replace(shape, **image) if shape.image == Shape().image else shape)
-                for name, shape in shapes.items()
-            ]
+            wanted = [Request(name, _on_image(shape)) for name, shape in shapes.items()]
             made = asyncio.run(provider.create(made_as, wanted, _quiet))
             yield Lent({instance.name: instance for instance in made})
         finally:
@@ -77,6 +73,10 @@ def spec_text(cluster: str, lent: Lent, controller: str, others: tuple[str, ...]
         f"controller: {{host: {lent.entry(controller)}{flag}, {reach}}}\n"
         f"nodesets:\n  lab: {{hosts: [{hosts}], {reach}}}\n"
     )
+
+
+def _on_image(shape: Shape) -> Shape:
+    return replace(shape, image=IMAGE) if IMAGE and shape.image == Shape().image else shape
 
 
 def _quiet(text: str, part: float) -> None: ...
