@@ -12,6 +12,7 @@ from shoal.errors import SlurmError, VersionWindow
 from shoal.hostlist import compress
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
+from shoal.plan.leaving_users import of_leaving_users
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
 from shoal.plan.secrets import wanting_findings, with_digests
@@ -96,6 +97,7 @@ async def make_plan(
         HostPlan(name, stages[name], changes_of(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
+    hosts, lost, told = of_leaving_users(goal.now, hosts, observed.slurm.jobs)
     after = tuple(
         HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
         for host in hosts
@@ -108,13 +110,14 @@ async def make_plan(
         unasked=_unasked(goal, orphans),
         hosts=hosts,
         after_drain=after,
-        loses=loses,
+        loses=(*loses, *(job for job in lost if job not in loses)),
         kept={**munge_kept(goal.now.controller.name), **kept_secrets(spec)},
         given=given_secrets(spec),
         findings=(
             *clock_findings(observed),
             *goal.now.findings,
             *part_findings(goal.now),
+            *told,
             *_stuck(reports),
             *wanting_findings(hosts, given_secrets(spec)),
             *_left_behind(goal, orphans),

@@ -74,6 +74,8 @@ class FakeSlurm:
         """Running jobs: id -> hostlist."""
         self.job_states: dict[str, str] = {}
         """State of a job that is not RUNNING."""
+        self.job_users: dict[str, str] = {}
+        """User of a job that is not root's."""
         self.broken = ""
         """What every command says when slurmctld does not answer."""
         self.updates: list[tuple[str, ...]] = []
@@ -113,7 +115,7 @@ class FakeSlurm:
         states = {job: self.job_states.get(job, "RUNNING") for job in found}
         rest = ("None", "0:10", "UNLIMITED", "1", "train")
         return "".join(
-            "\x1e" + "\x1f".join((job, states[job], "root", "main", nodes, *rest)) + "\n"
+            "\x1e" + "\x1f".join((job, states[job], self.job_users.get(job, "root"), "main", nodes, *rest)) + "\n"
             for job, nodes in found.items()
         ).encode()
 
