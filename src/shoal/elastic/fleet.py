@@ -16,7 +16,7 @@ from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import Job, Slurm
 from shoal.elastic.source import Source
 from shoal.errors import SlurmError
-from shoal.providers.rental import Offer, Rented
+from shoal.providers.rental import Rented
 from shoal.slurm.state import NodeState
 from shoal.spec.rented import Budget, RentedSet
 
@@ -51,16 +51,6 @@ UNFIT = "unfit: "
 """How a joiner begins what it says of a machine that is up and reached, and no good: a GPU that does not work."""
 
 
-class BootScript(Protocol):
-    """What a machine runs when it boots."""
-
-    def __call__(self, nodeset: RentedSet, offer: Offer) -> str: ...
-
-
-def _nothing(nodeset: RentedSet, offer: Offer) -> str:
-    return ""
-
-
 @dataclass
 class Fleet:
     """The rented nodesets of a cluster, and whom to ask about them."""
@@ -76,7 +66,6 @@ class Fleet:
     public_key: str = ""
     """The line that lets the controller into its machines."""
     budget: Budget | None = None
-    boot: BootScript = _nothing
     patience: float = PATIENCE
     """Seconds that a step waits for calls to providers before it goes on beside them."""
     said: dict[str, str] = field(default_factory=dict)

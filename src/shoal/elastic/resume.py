@@ -25,6 +25,7 @@ from shoal.elastic.purse import Purse
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
 from shoal.elastic.source import Source
+from shoal.elastic.unclaimed import boot_script
 from shoal.errors import ProviderError
 from shoal.providers.rental import Offer, Order, Outcome, Trouble
 from shoal.spec.rented import RentedSet
@@ -256,7 +257,7 @@ class Resume:
             offer=rental.offer,
             public_key=self._fleet.public_key,
             key_name=key_name,
-            user_data=self._fleet.boot(nodeset, rental.offer),
+            user_data=boot_script(self._fleet.sources[rental.account].abilities, nodeset.lifetime),
             disk_gb=nodeset.disk_gb,
             lifetime=nodeset.lifetime,
         )

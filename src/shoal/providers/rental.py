@@ -90,7 +90,7 @@ class Abilities:
     """A machine that shut itself down goes on costing money until it is deleted."""
     billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
-    """How our boot script gets there."""
+    """How our boot script gets there. With `none` nothing but the service ends a machine that never became a node."""
     boot_seconds: int = 600
     """From the order until the node must have joined: Slurm's ResumeTimeout."""
     grace_seconds: int = 300
