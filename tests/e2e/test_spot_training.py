@@ -100,7 +100,7 @@ def play(cluster: Cluster, url: str, job: Stopped, whole: list[dict[str, Any]]) 
     """Take the job's machine away in the middle of its work, and see it through to its end."""
     cluster.wait("it is at work", lambda: job.step() >= AT_WORK)
     first = shown(cluster, job.id)["NodeList"]
-    [machine] = bill(url)["machines"]
+    [machine] = [one for one in bill(url)["machines"] if not one["ended"]]
     preempt(url, machine["id"])
     cluster.wait("it is queued again", lambda: int(shown(cluster, job.id)["Restarts"]) > 0)
     newest = job.newest()
