@@ -123,6 +123,12 @@ def up(
     cluster: Cluster = None,
     drain_timeout: DrainTimeout = None,
     allow_job_loss: Annotated[bool, typer.Option("--allow-job-loss", help="Go on when a change ends jobs.")] = False,
+    leave_rented: Annotated[
+        bool, typer.Option("--leave-rented", help="Go on when rented machines are left that nobody gives back.")
+    ] = False,
+    leave_records: Annotated[
+        bool, typer.Option("--leave-records", help="Go on when accounting moves and its records do not.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Build the cluster, or bring it to what the file says."""
@@ -131,7 +137,10 @@ def up(
         from shoal.verbs.up import up as verb
 
         context = session.open(file, cluster)
-        session.finish_up(session.run(verb(context, Patience(drain=drain_timeout), allow_job_loss=allow_job_loss)))
+        patience = Patience(drain=drain_timeout)
+        allowed = {"allow_job_loss": allow_job_loss, "leave_rented": leave_rented, "leave_records": leave_records}
+        work = verb(context, patience, **allowed)
+        session.finish_up(session.run(work))
 
 
 @app.command()
@@ -147,7 +156,7 @@ def status(file: File = None, cluster: Cluster = None, json: Json = False) -> No
 def down(
     file: File = None,
     cluster: Cluster = None,
-    force: Annotated[bool, typer.Option("--force", help="Also when jobs are running.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also when jobs run or rented machines may stay.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:

@@ -69,8 +69,9 @@ def reap(
 ) -> None:
     """Give back every rented machine of the cluster.
 
-    For when the controller is gone: it needs the file and the keys, nothing else. While the controller runs, it rents
-    again what jobs wait for; `shoal down` is the way then.
+    For when the controller is gone: it needs the file and the keys, nothing else. A provider's list may lag behind an
+    order, so without the controller's ledger it looks for some minutes before it says that there is nothing. While the
+    controller runs, it rents again what jobs wait for; `shoal down` is the way then.
     """
     with Session(json) as session:
         from shoal.cli.render_money import holdings_json, show_look, show_reap

@@ -48,6 +48,8 @@ class Wanted:
     """Hosts that an earlier run configured and the file no longer names."""
     new: bool = False
     """Whether the controller is new to us."""
+    rented: tuple[str, ...] = ()
+    """Those of `left` that were never a host for good, but rented when a job needed them."""
 
 
 def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted:
@@ -62,7 +64,8 @@ def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted
     later = assemble(spec, observed.facts, reached, before) if leaving else None
     names = {member.name for member in members} | rented
     left = tuple(name for name in {**before.nodes, **before.addresses} if name not in names)
-    return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses))
+    once_rented = tuple(name for name in left if name in before.nodes and before.nodes[name].cloud)
+    return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses), rented=once_rented)
 
 
 def network_addresses(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Mapping[str, str]:
@@ -152,8 +155,9 @@ def clock_findings(observed: Observed) -> list[Finding]:
 
 def _left_behind(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     """Hosts that go and that nobody deletes: we no longer know the way to them, and what we put there stays."""
-    deleted = {instance.name for _, instance in orphans}
-    return [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in deleted]
+    others = {instance.name for _, instance in orphans} | {*goal.rented}
+    left = [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in others]
+    return [*left, _left_rented(goal.rented)] if goal.rented else left
 
 
 def _left_node(name: str) -> Finding:
@@ -163,6 +167,11 @@ def _left_node(name: str) -> Finding:
         fix=f"put it back into the file and run `shoal node remove {name}`",
         host=name,
     )
+
+
+def _left_rented(names: Sequence[str]) -> Finding:
+    what = f"{compress(names)}: no longer rented for the cluster; the controller gives back what is there of them"
+    return Finding("info", what)
 
 
 def _left_host(name: str) -> Finding:

@@ -188,8 +188,8 @@ def _addresses(
     for name in names:
         if name not in chosen and name in before.addresses:
             chosen[name] = before.addresses[name]
-        elif name not in chosen and name in before.nodes:
-            chosen[name] = before.nodes[name].address
+        elif name not in chosen and name in before.nodes and not before.nodes[name].cloud:
+            chosen[name] = before.nodes[name].address  # that of a node which is rented when needed is a name
     return {name: chosen[name] for name in names if chosen.get(name)}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts
+from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten, forgotten_finding
 from shoal.roles.own_wheel import OWN_WHEEL, own_wheel
 from shoal.roles.part import How, Part
 from shoal.roles.rented import PROGRAMS
@@ -29,7 +30,6 @@ SERVICE = "shoal-elastic"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
 SETTINGS = "/etc/shoal/elastic"
 SPEC = f"{SETTINGS}/spec.json"
-ACCOUNTS = f"{SETTINGS}/accounts.json"
 KEYS = f"{SETTINGS}/keys"
 IDENTITY = f"{SETTINGS}/id_ed25519"
 """With this the controller logs in to machines that it rented."""
@@ -64,7 +64,7 @@ done
 class Elastic(Part):
     """The service that rents, where the spec has rented nodesets, and nothing of it where it has none."""
 
-    files: Mapping[str, How] = {UNIT: "there"}
+    files: Mapping[str, How] = {UNIT: "there", STATUS: "text", ACCOUNTS: "text"}
     services = (SERVICE,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
@@ -87,17 +87,21 @@ class Elastic(Part):
         return without_service()
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        """A controller whose Python cannot run Shoal."""
-        facts = cluster.facts.get(cluster.controller.name)
+        """A controller whose Python cannot run Shoal, and machines that nobody would give back any more."""
+        name = cluster.controller.name
+        facts = cluster.facts.get(name)
+        left = forgotten(cluster.spec, facts)
+        told = (forgotten_finding(cluster.spec, left, name),) if left else ()
         if facts is None or not _rents(cluster.spec, cluster.controller) or _new_enough(facts.python):
-            return ()
+            return told
         return (
+            *told,
             Finding(
                 "error",
                 "the service that rents nodes needs Python 3.11 or newer",
                 f"Python {facts.python}",
                 "use a controller with Debian 12, Ubuntu 24.04 or newer",
-                host=cluster.controller.name,
+                host=name,
             ),
         )
 
@@ -151,7 +155,7 @@ def accounts_json(spec: Spec) -> str:
 
 def without_service() -> Document:
     """The service taken away, with keys and programs. The ledger stays: it says what was rented and what it cost."""
-    away = (SETTINGS, PROGRAMS, REQUESTS)
+    away = (SETTINGS, PROGRAMS, REQUESTS, STATUS)
     gone = " && ".join(f"! test -e {path}" for path in away)
     return (
         Service(SERVICE, enabled=False, running=False),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from shoal.agent.client import Ask, Report
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
@@ -14,11 +16,17 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.roles.documents import farewell
 from shoal.roles.elastic import SERVICE
+from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten_finding, strangers
 from shoal.roles.in_force import SLURM_CONF
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.context import Context, Holdings, state_directory, telling
-from shoal.verbs.reap import reap
+from shoal.verbs.reap import Pace, reap
+
+T = TypeVar("T")
+
+NOT_LOADED = 5
+"""What systemctl ends with where there is no such service."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,12 @@ class DownResult:
     """Rented machines that are gone: no provider's list shows one of the cluster's any more."""
 
 
-async def down(context: Context, *, force: bool = False) -> DownResult:
+async def down(context: Context, *, force: bool = False, pace: Pace | None = None) -> DownResult:
     """Stop Slurm and remove what Shoal made. Refused while jobs run or nobody can say, unless forced."""
     holdings = await context.holdings()
     if not force:
         await _refuse_running_jobs(context, holdings)
-    rented, told = await _give_back(context, force)
+    rented, told = await _give_back(context, force, not _switched_off(context, holdings), pace)
     lent = [member for member in context.members if member.provider is None]
     released, failures = await release(context, lent)
     deleted = await _delete(context, holdings)
@@ -48,37 +56,97 @@ async def down(context: Context, *, force: bool = False) -> DownResult:
     return DownResult(context.cluster, deleted, released, failures, (*holdings.findings, *told), rented)
 
 
-async def _give_back(context: Context, force: bool) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+async def _give_back(
+    context: Context, force: bool, switched_on: bool, pace: Pace | None
+) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
     """Give rented machines back before the controller goes: while one is left, somebody must go on deleting it.
 
     Where a provider cannot be asked the controller stays, and its service goes on; forced, what is left is told.
     """
+    told = await _strangers(context, force) if switched_on else ()
     if not context.spec.providers:
-        return (), ()
-    await _service(context, "stop")  # it would rent again what jobs in the queue ask for
-    result = await reap(context)
+        return (), told
+    try:
+        told += await _stopped(context, force) if switched_on else ()
+        result = await reap(context, pace=pace)
+    except BaseException:  # Ctrl-C above all: what is rented still needs somebody who gives it back
+        await _to_its_end(_service(context, "start"))
+        raise
     gone = tuple(f"{holding.machine.node} ({holding.account} {holding.machine.id})" for holding in result.gone)
     if result.clean:
-        return gone, ()
+        return gone, told
     left = ", ".join(f"{holding.account} {holding.machine.id}" for holding in result.remaining) or "not known"
     causes = "; ".join(f"{name}: {error.message}" for name, error in result.failures.items())
     fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
     if force:
-        return gone, (Finding("error", f"rented machines may be left: {causes}", left, fix),)
-    await _service(context, "start")
+        return gone, (*told, Finding("error", f"rented machines may be left: {causes}", left, fix))
+    wrong = await _to_its_end(_service(context, "start"))
+    goes_on = f"start {SERVICE} on the controller, {wrong}" if wrong else "the controller goes on giving them back"
     raise ProviderError(
         f"rented machines may be left ({left}): {causes}",
-        hint="run `shoal down` again when the provider answers; the controller goes on giving them back. "
+        hint=f"run `shoal down` again when the provider answers; {goes_on}. "
         "Or say --force, and see to them with `shoal reap`",
     )
 
 
-async def _service(context: Context, verb: str) -> None:
-    """Stop or start what rents on the controller. One that does not answer rents nothing that `reap` would not find."""
-    with contextlib.suppress(ShoalError):
+async def _strangers(context: Context, force: bool) -> tuple[Finding, ...]:
+    """Machines of accounts that the file no longer has: nobody could give them back once the controller is gone."""
+    try:
+        async with await context.fleet([context.controller]) as fleet:
+            facts = await (await fleet.agent(context.controller.name)).facts(
+                Ask(files={STATUS: "text", ACCOUNTS: "text"})
+            )
+    except ShoalError:
+        return ()  # never made, or away: who does not say --force was told
+    machines = strangers(context.spec, facts)
+    if not machines:
+        return ()
+    finding = forgotten_finding(context.spec, machines, context.controller.name)
+    if not force:
+        raise ProviderError(
+            f"{finding.what}: {finding.found}; nothing was changed",
+            hint=f"{finding.fix}; or say --force, and see to them in the provider's console",
+        )
+    return (finding,)
+
+
+async def _stopped(context: Context, force: bool) -> tuple[Finding, ...]:
+    """Stop what rents: it would rent again what jobs in the queue ask for."""
+    wrong = await _service(context, "stop")
+    if not wrong:
+        return ()
+    if not force:
+        raise ShoalError(
+            f"{SERVICE} cannot be stopped, and would rent again what jobs ask for: {wrong}",
+            hint="mend that first; or say --force, and see with `shoal reap` to what it rents meanwhile",
+        )
+    what = f"{SERVICE} could not be stopped, and may rent again what jobs ask for"
+    fix = "switch the controller off, then run `shoal reap`"
+    return (Finding("error", what, wrong, fix, host=context.controller.name),)
+
+
+async def _service(context: Context, verb: str) -> str:
+    """Stop or start what rents on the controller; what went wrong. A controller that was never made has none."""
+    try:
         async with await context.connections([context.controller]) as fleet:
             host = await fleet.host(context.controller.name)
-            await host.run(("systemctl", verb, SERVICE), timeout=120)
+            result = await host.run(("systemctl", verb, SERVICE), timeout=120)
+    except ProviderError:
+        return ""
+    except ShoalError as error:
+        return error.message
+    if result.status in (0, NOT_LOADED):
+        return ""
+    return result.error_text.strip() or f"systemctl {verb} ended with status {result.status}"
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do it whole, whoever cancels us meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
 
 
 async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:

@@ -17,9 +17,12 @@ from shoal.plan.prepare import preparations, prepare
 from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
+from shoal.roles.accounting import left_records
+from shoal.roles.forgotten import forgotten, forgotten_finding
 from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context, cannot_make, computing, telling
+from shoal.verbs.held import Held, strike_off
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,14 @@ async def plan(context: Context) -> Plan:
         )
 
 
-async def up(context: Context, patience: Patience | None = None, *, allow_job_loss: bool = False) -> UpResult:
+async def up(
+    context: Context,
+    patience: Patience | None = None,
+    *,
+    allow_job_loss: bool = False,
+    leave_rented: bool = False,
+    leave_records: bool = False,
+) -> UpResult:
     """Make missing hosts, bring all hosts to what the spec says, and wait until Slurm sees every node."""
     stock = await survey(context)
     if context.controller.name in stock.new:
@@ -86,6 +96,8 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
     async with await context.fleet(member for member in context.members if member.name not in not_made) as fleet:
         fleet.failures.update(not_made)
         observed = await _look(context, fleet)
+        left = _forgotten(context, observed, leave_rented)
+        _refuse_left_records(context, observed, leave_records)
         await _refuse_wanting(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
         if prepared:
@@ -97,6 +109,7 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
         _refuse_job_loss(planned, allow_job_loss)
         nodes, patience = computing(context), patience or Patience()
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience)
+        await strike_off(context, left)
         lost = await _unconnected(context, fleet, observed) if applied.changed else []
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
@@ -108,6 +121,30 @@ async def up(context: Context, patience: Patience | None = None, *, allow_job_lo
             unready=applied.unready,
             failures=dict(fleet.failures),
             findings=(*context.warnings, *stock.findings, *planned.findings, *lost),
+        )
+
+
+def _forgotten(context: Context, observed: Observed, allowed: bool) -> dict[Held, float]:
+    """Rented machines that nobody could give back any more: refused before any host is changed.
+
+    Who leaves them sees to them without us: they are struck off once the service no longer has their account.
+    """
+    name = context.controller.name
+    machines = forgotten(context.spec, observed.facts.get(name))
+    if machines and not allowed:
+        finding = forgotten_finding(context.spec, machines, name)
+        raise ProviderError(
+            f"{finding.what}: {finding.found}; no host was changed",
+            hint=f"{finding.fix}; or say --leave-rented, and see to them in the provider's console",
+        )
+    return {Held(one.token, one.node, one.account, one.id, one.state, 0.0): 0.0 for one in machines}
+
+
+def _refuse_left_records(context: Context, observed: Observed, allowed: bool) -> None:
+    finding = left_records(context.spec, observed.facts)
+    if finding and not allowed:
+        raise ShoalError(
+            f"{finding.host}: {finding.what}; nothing was changed", hint=f"say --leave-records; {finding.fix}"
         )
 
 

@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import getpass
 import json
+import queue
 import shlex
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,11 @@ from shoal.cli.app import app
 from shoal.elastic.ledger import Ledger
 from shoal.providers.rental import Account, Offer, Order
 from shoal.providers.rented import renter
-from shoal.verbs import cost, reap
+from shoal.simulators import cloud
+from shoal.simulators.ground import Nowhere
+from shoal.simulators.market import Market
+from shoal.simulators.server import Simulation, serving
+from shoal.verbs import cost, held, reap
 
 KEY = "sk-0123456789abcdef"
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
@@ -34,22 +42,40 @@ BUDGETS = ROOT / "docs/budgets.md"
 
 @contextlib.contextmanager
 def simulated(kind: str) -> Iterator[str]:
-    """A simulated cloud of its own process; its URL."""
-    command = [sys.executable, "-m", "shoal", "simulate", kind, "--json", "--no-limits", "--boot-seconds", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """A simulated cloud, served by a thread of its own, in which machines are up and gone at once; its URL."""
+    ready: queue.SimpleQueue[tuple[str, Callable[[], object]] | BaseException] = queue.SimpleQueue()
+
+    async def serve() -> None:
+        made, over, loop = cloud(kind), asyncio.Event(), asyncio.get_running_loop()
+        profile = replace(made.profile, boot_seconds=0.0, address_seconds=0.0, stop_seconds=0.0)
+        simulation = Simulation(made(Market(profile, made.types, Nowhere())), limited=False)
+        async with serving(simulation) as url:
+            ready.put((url.removesuffix(made.base), partial(loop.call_soon_threadsafe, over.set)))
+            await over.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            ready.put(error)
+            raise
+
+    thread = threading.Thread(target=run, name=f"simulated {kind}")
+    thread.start()
+    told = ready.get()
+    if isinstance(told, BaseException):
+        raise told
+    url, stop = told
     try:
-        assert process.stdout is not None
-        said = ""
-        while not said.rstrip().endswith("}"):
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        yield json.loads(said)["url"]
+        yield url
     finally:
-        process.terminate()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        stop()
+        thread.join()
+
+
+async def at_once(seconds: float) -> None:
+    """As long as it takes others to do something, and no longer."""
+    await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -60,7 +86,9 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CLOUD_KEY", KEY)
-    monkeypatch.setattr(reap, "PAUSE", 0.05)
+    monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=at_once))
+    monkeypatch.setattr(held, "LEDGER", tmp_path / "ledger.db")
+    monkeypatch.setattr(held, "STATUS", tmp_path / "status.json")
     for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     with simulated("lambda") as first, simulated("runpod") as second:
@@ -70,7 +98,10 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
 
 
 def write_file(place: Path, clouds: dict[str, str], controller: str = "{name: c1, address: 127.0.0.1}") -> None:
-    accounts = "".join(f"  {name}: {{key: 'env:CLOUD_KEY', url: '{url}'}}\n" for name, url in clouds.items())
+    unhurried = "settings: {request_interval: '0', create_interval: '0'}"
+    accounts = "".join(
+        f"  {name}: {{key: 'env:CLOUD_KEY', url: '{url}', {unhurried}}}\n" for name, url in clouds.items()
+    )
     (place / "shoal.yaml").write_text(
         f"cluster: reef\ncontroller: {{host: {controller}}}\nnodesets:\n  burst:\n    max: 4\n    cpus: 4\n"
         "    memory: 8G\n    gpus: 1\n    offers:\n      - {provider: lambda, type: gpu_1x_h100_sxm5}\n"
@@ -88,7 +119,7 @@ def order(clouds: dict[str, str], cluster: str = "reef") -> None:
             ("lambda", Offer("lambda", "gpu_1x_h100_sxm5", "us-west-1")),
             ("runpod", Offer("runpod", "NVIDIA H100 80GB HBM3", "US-TX-3")),
         ):
-            one = renter(Account(name, name, KEY, clouds[name]))
+            one = renter(Account(name, name, KEY, clouds[name], {"request_interval": "0", "create_interval": "0"}))
             key = await one.ensure_key(cluster, PUBLIC_KEY)
             wanted = Order(cluster, "burst1", f"t-{cluster}-{name}", offer, PUBLIC_KEY, key, user_data="#!/bin/sh\n")
             assert [outcome.ok for outcome in await one.create([wanted])] == [True]
@@ -177,6 +208,18 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
     assert "now, an hour $4.29 $20.00" in lines
     assert any(line.startswith("burst $0.0") for line in lines)
     assert shown["shoal reap --yes"].endswith("✓ reef: 2 machines given back; no provider has one any more\n")
+    with Ledger.read(ledger) as kept:
+        assert kept.live() == [], "what is proved gone costs nothing more"
+
+
+def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(clouds: dict[str, str]) -> None:
+    """The controller is not there to say that nothing was ordered a moment ago."""
+    order(clouds)
+    httpx.put(f"{clouds['lambda']}/_simulator/faults", json=[{"kind": "lagging-list", "times": -1, "seconds": 0.5}])
+    done = shoal("reap", "--yes", "--json")
+    assert done.exit_code == 0, done.output
+    assert sorted(one["account"] for one in json.loads(done.stdout)["gone"]) == ["lambda", "runpod"]
+    assert still_there(clouds) == []
 
 
 def test_a_controller_without_a_service_is_told_by_the_command_itself(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tests.unit.plan.fake_world import LAB, spec_of
 
+from shoal.elastic.held import NO_LEDGER
 from shoal.errors import ProviderError
+from shoal.hosts.api import Result
+from shoal.hosts.fake import FakeConnector, FakeHost
 from shoal.providers.rental import Abilities, Account, Offer, Order, Outcome, Query, Rented, Trouble
 from shoal.verbs.context import Context
+from shoal.verbs.held import PROGRAM, Held
 
 RENTING = (
     LAB.replace(
@@ -28,8 +33,15 @@ budget: {per_hour: 20, per_month: 500}
 """Its keys are in a variable that is always set: nobody is asked with them."""
 
 
-def context(text: str = RENTING) -> Context:
-    return Context(spec_of(text))
+def context(text: str = RENTING, ledger: FakeHost | None = None) -> Context:
+    """A cluster with those accounts. Its ledger holds nothing, if nothing else is said."""
+    return Context(spec_of(text), connector=FakeConnector(ledger or controller(())))
+
+
+def controller(held: Sequence[Held] | None) -> FakeHost:
+    """A controller whose ledger holds these machines; with None, one that has none."""
+    told = json.dumps({"machines": [asdict(one) for one in held or ()]}).encode()
+    return FakeHost("c1", {PROGRAM: Result(NO_LEDGER) if held is None else told})
 
 
 def machine(id: str, node: str = "burst1", **values: object) -> Rented:
@@ -114,5 +126,12 @@ def opener(**renters: FakeRenter):  # type: ignore[no-untyped-def]
     return opened
 
 
-async def no_sleep(seconds: float) -> None:
-    """Time passes at once."""
+@dataclass
+class NoSleep:
+    """Time passes at once, and is counted."""
+
+    slept: float = 0.0
+
+    async def __call__(self, seconds: float) -> None:
+        self.slept += seconds
+        await asyncio.sleep(0)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests.unit.verbs.fake_renters import FakeRenter, context, machine, no_sleep, opener
+from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
 
 from shoal.cli.render_money import show_look, show_reap
-from shoal.providers.rental import Trouble
-from shoal.verbs.reap import ROUNDS, Holding, Look, ReapResult, look, reap
+from shoal.hosts.fake import FakeHost
+from shoal.plan.progress import Phase, Silence
+from shoal.providers.rental import Abilities, Trouble
+from shoal.verbs.held import Held
+from shoal.verbs.reap import ROUNDS, Holding, Look, Pace, ReapResult, look, reap
+
+GRACE = Abilities(grace_seconds=300)
+ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(", {provider: cloud, type: g2-standard-4}", "")
 
 
 def ids(found: tuple[Holding, ...]) -> list[tuple[str, str]]:
@@ -18,7 +28,15 @@ def ids(found: tuple[Holding, ...]) -> list[tuple[str, str]]:
 
 
 async def reaped(**renters: FakeRenter) -> ReapResult:
-    return await reap(context(), opener(**{"lambda": FakeRenter(), "cloud": FakeRenter(), **renters}), no_sleep)
+    return await reap(context(), clouds(**renters), Pace(sleep=NoSleep()))
+
+
+def clouds(**renters: FakeRenter):  # type: ignore[no-untyped-def]
+    return opener(**{"lambda": FakeRenter(abilities=GRACE), "cloud": FakeRenter(abilities=GRACE), **renters})
+
+
+def held(id: str, state: str = "made", age: float = 0.0) -> Held:
+    return Held(f"token-{id}", "burst1", "lambda", id if state != "intended" else "", state, age)
 
 
 async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None:
@@ -33,10 +51,13 @@ async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None
 
 async def test_looking_touches_nothing() -> None:
     lambda_ = FakeRenter(machines=[machine("a")])
-    seen = await look(context(), opener(**{"lambda": lambda_, "cloud": FakeRenter(down=True)}))
+    time = NoSleep()
+    renters = clouds(**{"lambda": lambda_, "cloud": FakeRenter(down=True)})
+    seen = await look(context(ledger=controller(None)), renters, Pace(sleep=time))
     assert ids(seen.found) == [("lambda", "a")]
     assert list(seen.failures) == ["cloud"]
     assert lambda_.deleted == []
+    assert time.slept == 0
 
 
 async def test_it_goes_on_until_the_lists_are_clean() -> None:
@@ -96,6 +117,91 @@ async def test_a_key_that_may_not_delete_is_told_at_once() -> None:
     result = await reaped(**{"lambda": lambda_})
     assert str(result.failures["lambda"]) == "you may not delete\n  fix: see that the key is right and may delete"
     assert ids(result.remaining) == [("lambda", "a")]
+
+
+# ---- lists lag
+
+
+@pytest.mark.parametrize(
+    ("known", "seconds"),
+    [
+        ((), 5),
+        (None, 300),
+        ([held("a", "intended")], 300),
+        ([held("a", "made")], 300),
+        ([held("a", "failed", age=200)], 100),
+        ([held("a", "failed", age=4000)], 5),
+        ([held("a", "releasing", age=86400)], 5),
+        ([replace(held("a"), account="another")], 5),
+    ],
+)
+async def test_an_empty_list_is_believed_when_no_order_is_recent_or_its_time_is_over(
+    known: list[Held] | None, seconds: float
+) -> None:
+    for verb in (look, reap):
+        time = NoSleep()
+        one = context(ONE_ACCOUNT, controller(known))
+        result = await verb(one, clouds(), Pace(sleep=time))
+        assert (result.failures, time.slept) == ({}, seconds), verb
+
+
+async def test_a_machine_that_the_list_shows_minutes_late_goes_too() -> None:
+    for known in (None, [held("a", "intended")]):
+        late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
+        result = await reap(context(ledger=controller(known)), clouds(**{"lambda": late}), Pace(sleep=NoSleep()))
+        assert (ids(result.gone), result.clean) == ([("lambda", "a")], True)
+
+
+async def test_looking_finds_what_turns_up_late_and_leaves_it() -> None:
+    late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
+    seen = await look(context(ledger=controller(None)), clouds(**{"lambda": late}), Pace(sleep=NoSleep()))
+    assert (ids(seen.found), late.deleted) == ([("lambda", "a")], [])
+
+
+async def test_an_order_whose_machine_was_seen_is_waited_for_no_longer() -> None:
+    time = NoSleep()
+    lambda_ = FakeRenter(machines=[machine("a")], abilities=GRACE)
+    result = await reap(context(ledger=controller([held("a")])), clouds(**{"lambda": lambda_}), Pace(sleep=time))
+    assert (ids(result.gone), time.slept < 60) == ([("lambda", "a")], True)
+
+
+async def test_while_it_waits_it_says_for_how_long() -> None:
+    said: list[str] = []
+
+    class Listening(Silence):
+        @contextmanager
+        def phase(self, title: str, total: int) -> Iterator[Phase]:
+            with super().phase(title, total) as phase:
+                phase.say = lambda host, text: said.append(f"{title} {total} {host}: {text}")  # type: ignore[method-assign]
+                yield phase
+
+    one = replace(context(ledger=controller([held("a")])), progress=Listening())
+    await reap(one, clouds(), Pace(pause=100, sleep=NoSleep()))
+    assert [line for line in said if "lambda" in line] == [
+        f"providers cleared 2 lambda: lists none; one may turn up for {rest} s yet" for rest in (300, 200, 100)
+    ]
+
+
+def struck(host: FakeHost) -> list[dict[str, list[object]]]:
+    """What the ledger was told of, in all calls that told it something."""
+    return [ended for call in host.calls if (ended := json.loads(call.stdin)["ended"])]
+
+
+async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -> None:
+    host = controller(
+        [held("a", "joined"), held("b", "intended"), held("c", "failed"), replace(held("d"), account="cloud")]
+    )
+    renters = {"lambda": FakeRenter(machines=[machine("a")]), "cloud": FakeRenter(down=True)}
+    await reap(context(ledger=host), opener(**renters), Pace(sleep=NoSleep()))
+    [told] = struck(host)
+    assert {token: state for token, (state, _) in told.items()} == {"token-a": "joined", "token-b": "intended"}
+    stays = controller([held("a", "joined")])
+    renters["lambda"] = FakeRenter(machines=[machine("a")], deletes_that_fail=1000)
+    await reap(context(ledger=stays), opener(**renters), Pace(sleep=NoSleep()))
+    assert struck(stays) == []
+
+
+# ---- what a person sees
 
 
 def shown(show: object, value: object) -> str:

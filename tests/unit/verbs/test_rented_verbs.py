@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from tests.contract.renters import CASES, KEY, Trial, trial
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
-from tests.unit.verbs.test_verbs import context_of, raised
+from tests.unit.verbs.test_verbs import AT_ONCE, context_of, raised
 
+from shoal.agent.facts import FileFact
 from shoal.cli.render_rented import rented_lines
 from shoal.elastic.status import STATUS
-from shoal.errors import ProviderError
+from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import FakeHost
+from shoal.hosts.fake import FakeHost, FakeProgram
+from shoal.roles import forgotten
+from shoal.roles.forgotten import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
 from shoal.verbs.down import down
+from shoal.verbs.held import PROGRAM
 from shoal.verbs.rented import RentedView, rented_view
+from shoal.verbs.up import plan, up
 
 SERVICE = ("systemctl", "stop", "shoal-elastic"), ("systemctl", "start", "shoal-elastic")
 
@@ -31,15 +37,19 @@ def rented_lab(url: str) -> str:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reap, "PAUSE", 0.0)
+    monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=quickly))
     monkeypatch.setenv("ACME_KEY", KEY)
+
+
+async def quickly(seconds: float) -> None:
+    await asyncio.sleep(0.001)
 
 
 async def a_cluster(cloud: Trial) -> tuple[World, Context]:
     """One that is up and has rented a machine; another cluster has one at the same account."""
     world = lab()
     await raised(world)
-    world.hosts["c1"].answers |= {line: b"" for line in SERVICE}
+    world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {PROGRAM: b'{"machines": []}'}
     assert (await cloud.create("cloud1", "t0ken1", "reef")).ok
     assert (await cloud.create("cloud1", "t0ken2", "other")).ok
     return world, context_of(world, rented_lab(cloud.url))
@@ -79,6 +89,214 @@ async def test_a_provider_that_cannot_be_asked_keeps_the_controller_at_work() ->
         assert forced.released == ("c1", "n1", "n2")
         [told] = forced.findings
         assert told.level == "error" and "rented machines may be left: acme: " in told.what
+
+
+@pytest.mark.parametrize("ending", [asyncio.CancelledError(), RuntimeError("a bug")])
+async def test_whatever_ends_the_giving_back_the_service_is_started_again(
+    ending: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C cancels; what is rented by then must not be left to itself."""
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+
+        async def ends(seconds: float) -> None:
+            raise ending
+
+        with pytest.raises(type(ending)):
+            await down(context, force=True, pace=reap.Pace(sleep=ends))
+        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+        assert "service slurmd" in world.agents["n1"].items
+
+
+async def test_a_second_cancel_does_not_keep_the_service_from_being_started_again() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        waits, starting, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def for_ever(seconds: float) -> None:
+            waits.set()
+            await asyncio.Event().wait()
+
+        async def slowly(program: FakeProgram) -> int:
+            starting.set()
+            await go_on.wait()
+            return 0
+
+        world.hosts["c1"].answers |= {SERVICE[1]: slowly}
+        work = asyncio.create_task(down(context, pace=reap.Pace(sleep=for_ever)))
+        await waits.wait()
+        work.cancel()
+        await starting.wait()
+        work.cancel()
+        await asyncio.sleep(0)
+        assert not work.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+
+async def test_a_service_that_cannot_be_stopped_ends_it_and_forced_it_is_told() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
+        with pytest.raises(ShoalError) as caught:
+            await down(context)
+        assert str(caught.value) == (
+            "shoal-elastic cannot be stopped, and would rent again what jobs ask for: "
+            "Failed to stop: Connection timed out\n"
+            "  fix: mend that first; or say --force, and see with `shoal reap` to what it rents meanwhile"
+        )
+        assert len(await cloud.listed("reef")) == 1
+        passing = asyncio.create_task(time_passes(cloud))
+        forced = await down(context, force=True)
+        passing.cancel()
+        assert [str(finding) for finding in forced.findings] == [
+            "c1: shoal-elastic could not be stopped, and may rent again what jobs ask for, "
+            "found Failed to stop: Connection timed out, switch the controller off, then run `shoal reap`"
+        ]
+        assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
+
+
+async def test_a_controller_that_never_had_the_service_needs_no_force() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
+        passing = asyncio.create_task(time_passes(cloud))
+        result = await down(context)
+        passing.cancel()
+        assert (result.findings, len(result.given_back)) == ((), 1)
+
+
+async def test_a_service_that_does_not_start_again_is_told_where_machines_are_left() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        cloud.fault("list-fails", -1)
+        world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
+        with pytest.raises(ProviderError) as caught:
+            await down(context)
+        assert "; start shoal-elastic on the controller, Failed to start. Or say --force" in str(caught.value)
+
+
+# ---- machines that the file no longer knows
+
+
+def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:
+    """What the service on the controller last said, and the accounts that it has."""
+    agent = world.agents["c1"]
+    texts = {str(STATUS): json.dumps({"at": 1.0, "machines": machines})}
+    texts |= {ACCOUNTS: json.dumps(accounts)} if accounts else {}
+    facts = {path: FileFact(sha256="0", text=text) for path, text in texts.items()}
+    agent.facts = replace(agent.facts, files={**agent.facts.files, **facts})
+
+
+ONE = {"t1": {"node": "cloud1", "account": "acme", "id": "i-1", "state": "joined"}}
+ORDERED = {"t2": {"node": "cloud2", "account": "acme", "id": "", "state": "intended"}}
+OTHER = rented_lab("http://10.0.0.1:1").replace("acme", "tide")
+LEFT = (
+    "rented machines would be left to cost money, as the file has no account acme any more: "
+    "cloud1 (acme i-1), cloud2 (acme on order)"
+)
+
+
+async def test_down_is_refused_for_machines_of_an_account_that_left_the_file_and_forced_they_are_told() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED)
+    with pytest.raises(ProviderError) as caught:
+        await down(context_of(world, LAB))
+    assert str(caught.value) == (
+        f"{LEFT}; nothing was changed\n"
+        "  fix: put it back until they are gone, or run `shoal reap` with the old file; "
+        "or say --force, and see to them in the provider's console"
+    )
+    assert "service slurmd" in world.agents["n1"].items
+    forced = await down(context_of(world, LAB), force=True)
+    [told] = forced.findings
+    assert (told.level, f"{told.what}: {told.found}", told.host) == ("error", LEFT, "c1")
+    assert forced.released == ("c1", "n1", "n2")
+
+
+@pytest.mark.parametrize("text", [LAB, OTHER], ids=["rents nothing", "rents elsewhere"])
+async def test_up_is_refused_before_any_host_is_changed_and_plan_says_the_same(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED)
+    for agent in world.agents.values():
+        agent.requests.clear()
+    with pytest.raises(ProviderError) as caught:
+        await up(context_of(world, text), AT_ONCE)
+    assert str(caught.value) == (
+        f"{LEFT}; no host was changed\n"
+        "  fix: put it back until they are gone, or run `shoal reap` with the old file; "
+        "or say --leave-rented, and see to them in the provider's console"
+    )
+    assert world.applied() == []
+    [told] = [finding for finding in (await plan(context_of(world, text))).findings if finding.level == "error"]
+    assert (f"{told.what}: {told.found}", told.host) == (LEFT, "c1")
+
+
+async def test_up_that_leaves_them_strikes_them_off_so_that_they_count_no_more() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE)
+    world.hosts["c1"].answers |= {PROGRAM: b'{"machines": []}'}
+    result = await up(context_of(world, LAB), AT_ONCE, leave_rented=True)
+    assert [finding.level for finding in result.findings] == ["error"]
+    [call] = [call for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+    assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
+
+
+async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    with_account = rented_lab("http://10.0.0.1:1")
+    assert not [one for one in (await plan(context_of(world, with_account))).findings if one.level == "error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
+        (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
+        (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no nodeset that is"),
+    ],
+    ids=["another place", "another project", "no nodeset"],
+)
+async def test_an_account_that_is_another_one_and_a_file_that_rents_nothing_forget_machines_too(
+    text: str, why: str
+) -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    with pytest.raises(ProviderError, match=why):
+        await up(context_of(world, text), AT_ONCE)
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
+async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) -> None:
+    world = lab()
+    await raised(world)
+    agent = world.agents["c1"]
+    agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): FileFact(sha256="0", text=text)})
+    assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()
+
+
+def test_the_role_reads_what_the_service_writes() -> None:
+    assert str(STATUS) == forgotten.STATUS
+
+
+async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them() -> None:
+    world = lab()
+    before = rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    fewer = await plan(context_of(world, before.replace("max: 2", "max: 1")))
+    assert [str(finding) for finding in fewer.findings if "cloud" in finding.what] == [
+        "cloud2: no longer rented for the cluster; the controller gives back what is there of them"
+    ]
+    assert not [finding for finding in fewer.findings if finding.host.startswith("cloud")]
 
 
 SAID = {

@@ -1,0 +1,98 @@
+"""What the ledger holds, told to the operator's machine, and struck off where that has seen that it is gone.
+
+`shoal reap` and `shoal down` send this program to the controller and run it there with the host's own python3 and
+nothing but the standard library: the service may be stopped, and the Shoal there another version.
+
+    held.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
+
+Prints the machines that are there or may be as JSON, after those of `ended` that are still in that state, or on their
+way out since, were struck off. Ends with status 3 where there is no ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NO_LEDGER = 3
+LIVE = ("intended", "made", "joined", "releasing")
+LATE_SECONDS = 86400.0
+"""So long after it was given up on, a machine of an order whose answer got lost is still told of."""
+PATIENCE = 30.0
+WHY = "no list of its provider's shows it: told by `shoal reap` or `shoal down`"
+
+_HELD = """
+SELECT token, node, account, id, state, intended_at, billed_until FROM rentals
+WHERE state IN ('intended', 'made', 'joined', 'releasing')
+OR (state = 'failed' AND trouble = 'ambiguous' AND gone_at > ?) ORDER BY intended_at
+"""
+
+
+def main(argv: list[str]) -> int:
+    ledger, status = map(Path, argv[1:])
+    if not ledger.exists():
+        return NO_LEDGER
+    ended = json.loads(sys.stdin.read() or "{}").get("ended", {})
+    database = sqlite3.connect(ledger, timeout=PATIENCE, isolation_level=None)
+    try:
+        if ended:
+            strike(database, ended, time.time())
+            forget(status, ended)
+        print(json.dumps({"machines": held(database, time.time())}))
+    finally:
+        database.close()
+    return 0
+
+
+def held(database: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
+    """Each machine, with the seconds that its provider has had to list it.
+
+    One that should be there has had none: where no list shows it, that is the list's fault until it has had its time.
+    """
+    found = []
+    rows = database.execute(_HELD, (now - LATE_SECONDS,))
+    for token, node, account, id, state, intended_at, billed_until in rows:
+        if state == "releasing" and billed_until is not None:
+            age = LATE_SECONDS  # its provider has taken our delete, and knows it
+        else:
+            age = 0.0 if state in LIVE else max(0.0, now - intended_at)
+        found.append({"token": token, "node": node, "account": account, "id": id, "state": state, "age": age})
+    return found
+
+
+def strike(database: sqlite3.Connection, ended: dict[str, list[Any]], now: float) -> None:
+    """Note the end of machines, all in one transaction. What the ledger knows better by now is left as it is."""
+    database.execute("BEGIN IMMEDIATE")
+    for token, (state, ago) in ended.items():
+        if state == "intended":
+            database.execute(
+                "UPDATE rentals SET state = 'failed', gone_at = ?, trouble = 'ambiguous', reason = ?"
+                " WHERE token = ? AND state = 'intended'",
+                (now - ago, WHY, token),
+            )
+        elif state in LIVE:
+            database.execute(
+                "UPDATE rentals SET state = 'gone', gone_at = ? WHERE token = ? AND state IN (?, 'releasing')",
+                (now - ago, token, state),
+            )
+    database.execute("COMMIT")
+
+
+def forget(path: Path, ended: dict[str, list[Any]]) -> None:
+    """Take them out of what the service last said: it may not be there to say anything else."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        told["machines"] = {token: one for token, one in told["machines"].items() if token not in ended}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    beside = path.with_suffix(".struck")
+    beside.write_text(json.dumps(told), encoding="utf-8")
+    beside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
