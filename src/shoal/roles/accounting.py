@@ -60,6 +60,10 @@ class AccountingPart(Part):
     def farewell(self) -> Document:
         return (File(SLURMCTLD_DROP_IN), *without_database())
 
+    def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
+        finding = left_records(cluster.spec, cluster.facts)
+        return (finding,) if finding else ()
+
 
 def patience(cluster: Cluster, member: Member) -> Document:
     """slurmctld ends at its start when slurmdbd goes away just then; with accounting it tries again by itself."""
@@ -74,7 +78,11 @@ def patience(cluster: Cluster, member: Member) -> Document:
 
 
 def _there(cluster: Cluster, member: Member, path: str) -> bool:
-    found = cluster.facts[member.name].files.get(path)
+    return _has(cluster.facts[member.name], path)
+
+
+def _has(facts: Facts, path: str) -> bool:
+    found = facts.files.get(path)
     return found is not None and found.there
 
 
@@ -154,6 +162,7 @@ def accounts(cluster: Cluster) -> Document:
             (*program, "apply", ACCOUNTS, RECORD, DATABASE_PROGRAM, "backup", "change"),
             unless=("bash", "-c", f"{ANSWERS} && exec {' '.join(program)} check {ACCOUNTS} {RECORD}"),
             retries=5,
+            fix="Slurm removes no user, account or QOS that has jobs: wait for them, or end them with `scancel -u`",
         ),
     )
 
@@ -175,6 +184,24 @@ def without_database() -> Document:
         File(SACCTMGR_CONF),
     ]
     return tuple(items)
+
+
+def left_records(spec: Spec, facts: Mapping[str, Facts]) -> Finding | None:
+    """That the database is to be on another host than it is, where it begins empty."""
+    new = database_host(spec)
+    if new is None or new not in facts or _has(facts[new], SACCTMGR_CONF):
+        return None
+    old = next((name for name, found in facts.items() if _has(found, SACCTMGR_CONF)), None)
+    if old is None:
+        return None
+    last = f"{text.BACKUPS}/{text.DATABASE}-*-last.sql.gz"
+    return Finding(
+        "warning",
+        f"accounting moves here from {old}, and its database begins empty: the records of all jobs so far stay there",
+        fix=f"to take them along, once it has moved: as root, copy the newest {last}, the dump that {old} makes at the "
+        f"end, to the same place on {new}; then `shoal restore NAME`, as `shoal restore` lists it",
+        host=new,
+    )
 
 
 def slurmdbd_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding, ...]:

@@ -15,7 +15,7 @@ from shoal.agent.facts import FileFact
 from shoal.errors import VersionWindow
 from shoal.plan.diff import wanted
 from shoal.plan.observe import Observed
-from shoal.roles.accounting import SACCTMGR_CONF
+from shoal.roles.accounting import SACCTMGR_CONF, AccountingPart
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
 from shoal.roles.stage import Stage
@@ -130,6 +130,30 @@ def test_a_host_that_had_the_database_stops_it_and_keeps_the_records() -> None:
     assert "service slurmdbd" in keys
     assert "file /etc/slurm/slurmdbd.conf" in keys
     assert not any("drop" in " ".join(item.argv).lower() for item in document if isinstance(item, Command))
+
+
+HAD = {SACCTMGR_CONF: FileFact(there=True)}
+MOVES = (
+    "n2: accounting moves here from c1, and its database begins empty: the records of all jobs so far stay there, to "
+    "take them along, once it has moved: as root, copy the newest /var/backups/shoal/slurm_acct_db-*-last.sql.gz, the "
+    "dump that c1 makes at the end, to the same place on n2; then `shoal restore NAME`, as `shoal restore` lists it"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "told"),
+    [
+        ("accounting: {host: n2}\n", ["c1"], [MOVES]),
+        ("accounting: {host: n2}\n", ["c1", "n2"], []),  # an earlier run had begun with it
+        ("accounting: {host: n2}\n", ["n2"], []),
+        ("accounting: {host: n2}\n", [], []),
+        ("accounting: true\n", ["c1"], []),
+        ("", ["c1"], []),
+    ],
+)
+def test_a_database_that_moves_and_leaves_its_records_is_told(text: str, hosts: list[str], told: list[str]) -> None:
+    found = reef(BASE + text, **{name: {"files": HAD} for name in hosts})
+    assert [str(finding) for finding in AccountingPart().findings(found)] == told
 
 
 def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:

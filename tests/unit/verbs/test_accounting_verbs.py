@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 from tests.unit.plan.fake_world import LAB, World, lab
+from tests.unit.verbs.test_verbs import AT_ONCE
+from tests.unit.verbs.test_verbs import context_of as context_for
 
+from shoal.agent.facts import FileFact
 from shoal.cli.render_accounting import show_keys, show_restore, show_usage
 from shoal.cli.render_services import accounting_line
 from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import Call
 from shoal.jobs.history import jobcomp_command, sacct_command
-from shoal.roles.accounting import DATABASE_PROGRAM
+from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.usage import UsageRow
 from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_health
 from shoal.verbs.context import Context
 from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
 from shoal.verbs.restore import list_backups, restore
+from shoal.verbs.up import plan, up
 from shoal.verbs.usage import UsageResult, usage
 
 BOOKS = LAB + "accounting: true\n"
@@ -225,3 +230,27 @@ def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
     assert "n2 has the old key: run `shoal up` when it answers" in text
     again = shown(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
     assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 times asked" in again
+
+
+# ---- another host for the database
+
+
+async def test_a_database_leaves_its_records_behind_only_when_that_is_said() -> None:
+    made = lab(BOOKS)
+    assert (await up(context_for(made), AT_ONCE)).whole
+    made.look_again()
+    for agent in made.agents.values():
+        there = f"file {SACCTMGR_CONF}" in agent.items
+        agent.facts = replace(agent.facts, files={**agent.facts.files, SACCTMGR_CONF: FileFact(there=there)})
+    moved = context_for(made, LAB + "accounting: {host: n2}\n")
+    told = "n2: accounting moves here from c1, and its database begins empty: the records of all jobs so far stay there"
+    findings = [str(finding) for finding in (await plan(moved)).findings]
+    assert [text.startswith(f"{told}, to take them along") for text in findings] == [True]
+    before = len(made.agents["c1"].requests)
+    with pytest.raises(ShoalError) as caught:
+        await up(moved, AT_ONCE)
+    assert str(caught.value).startswith(f"{told}; nothing was changed\n  fix: say --leave-records; to take them along")
+    assert [request["op"] for request in made.agents["c1"].requests[before:] if request["op"] == "apply"] == []
+    assert (await up(moved, AT_ONCE, leave_records=True)).whole
+    assert "service slurmdbd" in made.agents["n2"].items
+    assert not made.agents["c1"].items["service slurmdbd"]["running"]
