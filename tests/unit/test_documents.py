@@ -85,7 +85,7 @@ def test_ci_runs_the_checks_and_the_tests() -> None:
     assert "exec scripts/test\n" in (ROOT / ".ci/run").read_text()
     everything = (ROOT / "scripts/test").read_text()
     assert '"$venv/bin/pytest" -q -m "not matrix"' in everything
-    check, *begun = re.findall(r'^(?:"\$root/scripts/check"|begin .*)$', everything, re.MULTILINE)
+    check, *begun = re.findall(r'^(?:"\$root/scripts/check"|judge .*)$', everything, re.MULTILINE)
     assert check == '"$root/scripts/check"'
     assert {word for line in begun for word in line.split() if word.startswith("tests/")} == {
         *(f"tests/{place}" for place in ("unit", "contract", "e2e"))
