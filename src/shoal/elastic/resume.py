@@ -76,10 +76,12 @@ class Resume:
         self._purse.step(self.busy)
         groups = self._groups(world)
         await self._leave(world)
+        in_turn = self._purse.limited  # whose job came first chooses first, as long as nobody hangs
         for group in groups:
             self._serving.start(group.key, self._serve(group))
-            if self._purse.limited:  # whose job came first chooses first
+            if in_turn:
                 await self._serving.wait(group.key)
+                in_turn = group.key not in self.busy
         await self._serving.wait()
 
     async def arrived(self, world: World) -> None:
@@ -126,11 +128,11 @@ class Resume:
             await self._fleet.tell(self._fleet.slurm.power_down(sure))
 
     def _looked_at(self, group: Group) -> bool:
-        """Take in what has become of a group's machines. Whether Slurm still waits for those that it lacks."""
+        """Take in what has become of a group's machines. Whether it lacks some, and Slurm still waits for them."""
         world = self._world
         world.read(self._fleet.ledger)
         group.kept = {node: rental for node in group.nodes for rental in world.kept(node)[:1]}
-        return all(
+        return bool(group.wanting) and all(
             node in world.nodes
             and wants_machine(world.nodes[node])
             and (any(job.id == group.job for job in world.jobs_on(node)) if group.job else node in self._by_hand)
@@ -140,9 +142,11 @@ class Resume:
     async def _serve(self, group: Group) -> None:
         """Order until the group has what it wants, must wait, or nothing is left to try."""
         fleet = self._fleet
-        while self._looked_at(group) and group.wanting:
-            now = fleet.clock.now()
+        while self._looked_at(group):
             listed = await self._catalog.offers(group.nodeset)
+            if not self._looked_at(group):  # a provider was asked, which may take long
+                break
+            now = fleet.clock.now()
             blocks = fleet.ledger.blocks(now)
             offers = self._beside(group, choose.candidates(group.nodeset, listed, blocks))
             if not offers and self._catalog.unsure(group.nodeset, blocks):
@@ -165,7 +169,7 @@ class Resume:
             await fleet.say(group.job, choose.trying(offer, group.trouble))
             if now < source.free_at() or (key_name := await self._key_name(source)) is None:
                 return  # until the next step
-            if self._looked_at(group):  # Slurm and a provider were asked
+            if self._looked_at(group):
                 await self._order(group, offer, source, key_name)
         self._purse.reserve(group.key, ())
 
@@ -300,6 +304,7 @@ class Resume:
             rental.node
             for rental in group.serving
             if all(job.id == group.job for job in self._world.jobs_on(rental.node))
+            and rental.node in self._world.nodes
             and in_use(self._world.nodes[rental.node])
         ]
         if alone:

@@ -17,7 +17,7 @@ from shoal.providers.rental import Outcome, Trouble
 from shoal.spec.rented import Budget
 
 PATIENCE = 0.2
-"""Each call that hangs costs a test so much. What does not hang has no need of more: both sides run in one loop."""
+"""Each call that hangs costs a test so much. Those that do not hang may take longer: see `hang`."""
 
 SLOW = rented_set("slow", 4, choice(CASES["lambda"]))
 QUICK = rented_set("quick", 4, choice(CASES["sandbox"]))
@@ -49,10 +49,29 @@ class Hanging:
 
 
 def hang(it: Scene, *kinds: str, at: str = "lambda") -> Hanging:
+    """Let calls of an account hang. Time passes only when all others have ended, however long they take."""
     source = it.fleet.sources[at]
-    source.renter = Hanging(source.renter)
-    source.renter.kinds |= {*kinds}
-    return source.renter
+    source.renter = slow = Hanging(source.renter)
+    slow.kinds |= {*kinds}
+    step = it.step
+
+    async def patient_step() -> None:
+        await step()
+        async with asyncio.timeout(60):
+            while running := calls(it):
+                if slow.kinds and not slow.let_go.is_set() and all(at in accounts for accounts in running):
+                    break
+                await asyncio.sleep(0.001)
+
+    it.step = patient_step  # type: ignore[method-assign]
+    return slow
+
+
+def calls(it: Scene) -> list[tuple[str, ...]]:
+    """The calls that run beside the steps, each with the accounts that it may be at."""
+    service, sets = it.service, it.fleet.sets
+    alone = [(str(account),) for account in service._looks.running | service._release._deletes.running]
+    return alone + [sets[nodeset].accounts for _, nodeset in service._resume.busy]  # type: ignore[misc]
 
 
 def job_on(it: Scene, name: str, nodeset: Any, count: int = 1, seconds: float = 60.0) -> Any:
@@ -66,9 +85,10 @@ async def running(it: Scene, *jobs: Any) -> None:
 
 async def test_a_notice_of_one_account_is_seen_while_another_does_not_list(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "gcp", sets=(SLOW, SPOT), patience=PATIENCE) as it:
+        slow = hang(it)
         other, job = job_on(it, "1", SLOW, seconds=9000), job_on(it, "2", SPOT, seconds=9000)
         await running(it, other, job)
-        slow = hang(it, "rented")
+        slow.kinds.add("rented")
         await it.until(lambda: bool(slow.hung))
         it.market("gcp").preempt(it.machines("gcp")[0].id)
         await it.until(lambda: job.warned == 1, seconds=20, every=2.0)
@@ -118,11 +138,26 @@ async def test_what_is_answered_when_nobody_wants_it_any_more_is_not_kept(
         assert {one.state for one in it.rentals()} == {"gone"} and len(slow.hung) == 2
 
 
+async def test_a_job_that_went_away_while_a_provider_was_asked_takes_no_node_down(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), patience=PATIENCE) as it:
+        slow = hang(it, "offers")
+        job_on(it, "1", SLOW, 4)
+        await it.until(lambda: bool(slow.hung))
+        it.slurm.cancel("1")
+        await it.step()
+        it.ledger.block("lambda", "", "", "", None, "lambda does not accept our key")
+        slow.let_go.set()
+        await it.step()
+        await it.until(lambda: it.slurm.settled)
+        assert [node.reasons for node in it.slurm.node_by_name.values()] == [[]] * 4
+
+
 async def test_machines_of_one_account_go_while_another_does_not_take_a_delete(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda", "sandbox", sets=(SLOW, QUICK), patience=PATIENCE) as it:
+        slow = hang(it)
         jobs = job_on(it, "1", SLOW), job_on(it, "2", QUICK, seconds=400.0)
         await running(it, *jobs)
-        slow = hang(it, "delete")
+        slow.kinds.add("delete")
         await it.until(lambda: bool(slow.hung))
         assert len(it.machines("sandbox")) == 1
         await it.until(lambda: not it.machines("sandbox"))
