@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.e2e.leftovers import TAG, noted
 
 from shoal.errors import ShoalError
@@ -32,10 +33,16 @@ IMAGE = os.environ.get("SHOAL_TEST_IMAGE", "")
 """What hosts run on which a test says nothing: `SHOAL_TEST_IMAGE=debian13 scripts/test tests/e2e/test_storage.py`."""
 
 
+ON_DEBIAN_12 = pytest.mark.skipif(bool(IMAGE), reason=f"needs hosts on Debian 12, and SHOAL_TEST_IMAGE={IMAGE} is set")
+"""For tests of cgroups, which sandbox hosts have on Debian 12 alone, and of torch, whose wheel is for its Python."""
+
+
 def on_image(text: str, image: str = IMAGE) -> str:
     """A spec whose sandbox hosts have this image where it names none. Rented ones bring their own."""
-    bare = r"\{provider: sandbox(?=[^}]*\})(?![^}]*(image|max):)"
-    return re.sub(bare, f"{{provider: sandbox, image: {image}", text) if image else text
+    if not image:
+        return text
+    bare = r"\{provider: sandbox(?![^}]*(?:image|max):)([^}]*)\}"
+    return re.sub(bare, rf"{{provider: sandbox\1, image: {image}}}", text.replace(", cgroups: true", ""))
 
 
 class Cluster:

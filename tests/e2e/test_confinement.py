@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster, running
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, ON_DEBIAN_12]
 
 SPEC = """\
 cluster: x-confined

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import LIMIT, Cluster, kill, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, running
 from tests.e2e.tracking_checks import (
     address,
     check_jobs_report,
@@ -175,6 +175,7 @@ READ = "/tmp/chrony/usr/sbin/chronyd -p -f /shared/chrony.conf"
 """chronyd reads a file and prints it (-p). It is never installed or started: the clock it would set is not its own."""
 
 
+@ON_DEBIAN_12
 def test_a_real_chronyd_takes_our_configuration(cluster: Cluster) -> None:
     cluster.on("controller", "sh", "-c", UNPACK)
     for text in (serving_conf("10.0.0.1", ["10.0.0.1", "10.0.0.2", "fd00::2"]), following_conf("10.0.0.1")):

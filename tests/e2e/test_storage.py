@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import LIMIT, Cluster, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, running
 
 pytestmark = pytest.mark.sandbox
 
@@ -118,6 +118,7 @@ def test_a_persons_job_on_two_nodes_writes_into_her_home_as_herself(lab: Lab) ->
     assert peek.returncode != 0 and "Permission denied" in peek.stderr
 
 
+@ON_DEBIAN_12
 def test_a_node_lets_in_by_ssh_who_has_a_job_there(lab: Lab) -> None:
     assert lab.login("alice", "fish1", "true").returncode != 0
     lab.says("alice", "controller", "sbatch -w fish1 -o /dev/null --wrap 'sleep 600'")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import ROOT, commands
-from tests.e2e.cluster import LIMIT, Cluster, kill, running
+from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, running
 from tests.e2e.torch_env import give_torch
 
 from shoal.agent.program.reach import reach
@@ -131,6 +131,7 @@ def test_the_command_of_the_page_spans_the_sites(cluster: Cluster) -> None:
 
 
 @pytest.mark.matrix
+@ON_DEBIAN_12
 def test_a_ddp_job_trains_inside_a_site_by_default_and_across_sites_on_request(cluster: Cluster) -> None:
     packages = give_torch(cluster.name)
     (cluster.file.parent / "ddp.py").write_text(DDP)
