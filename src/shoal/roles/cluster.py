@@ -240,7 +240,11 @@ def _one_address(
     addresses: Mapping[str, str],
     before: InForce,
 ) -> bool:
-    """Whether Slurm's daemons may listen on our network alone: they go by the host's own name, which must be ours."""
+    """Whether Slurm's daemons may listen on our network alone: they go by the host's own name, which must be ours.
+
+    In a tailnet never: the address comes and goes with what others say. Without it slurmd and slurmctld do not start,
+    and once a host has another one they would go on to listen at the old.
+    """
     answered = [member for member in members if member.name in facts and member.name in addresses]
     named = all(
         facts[member.name].hostname.lower() == member.name.lower()

@@ -19,6 +19,7 @@ from shoal.roles.documents import documents, farewell
 from shoal.roles.parts import given_secrets, part_packages, preparation
 from shoal.roles.stage import Stage
 from shoal.roles.tailscale import DROP_IN, FLAGS, JOIN, JOINED, KEY, join, leave
+from shoal.slurm.conf import slurm_settings
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 
@@ -154,6 +155,14 @@ def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
     cluster = assemble(SPEC, {"c1": facts(mark=MARK), "n1": facts("n1", tailscale=other)}, {"c1": "10.0.0.1"})
     assert cluster.addresses == {"c1": "100.64.0.1", "n1": "100.64.0.2"}
     assert cluster.conf.controller_address == "100.64.0.1"
+
+
+def test_slurm_does_not_depend_on_an_address_that_comes_and_goes_with_the_tailnet() -> None:
+    own = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
+    both = {"c1": facts(mark=MARK), "n1": facts("n1", mark=MARK, tailscale=own)}
+    cluster = assemble(SPEC, both, {})
+    assert [node.address for node in cluster.conf.nodes] == ["100.64.0.2"]
+    assert "InAddrAny" not in slurm_settings(cluster.conf)
 
 
 def test_members_are_let_in_by_the_tailnet_alone() -> None:
