@@ -12,6 +12,7 @@ from shoal.errors import SlurmError, VersionWindow
 from shoal.hostlist import compress
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
+from shoal.plan.leaving_rented import of_leaving_rented
 from shoal.plan.leaving_users import of_leaving_users
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observed
@@ -101,6 +102,7 @@ async def make_plan(
         for name, report in reports.items()
     )
     hosts, lost, told = of_leaving_users(goal.now, hosts, observed.slurm.jobs)
+    hosts, ended, given_back = of_leaving_rented(goal.rented, hosts, observed.slurm.jobs)
     after = tuple(
         HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
         for host in hosts
@@ -113,7 +115,7 @@ async def make_plan(
         unasked=_unasked(goal, orphans),
         hosts=hosts,
         after_drain=after,
-        loses=(*loses, *(job for job in lost if job not in loses)),
+        loses=tuple(dict.fromkeys((*loses, *lost, *ended))),
         kept={**munge_kept(goal.now.controller.name), **kept_secrets(spec)},
         given=given_secrets(spec),
         findings=(
@@ -121,6 +123,7 @@ async def make_plan(
             *goal.now.findings,
             *part_findings(goal.now),
             *told,
+            *given_back,
             *_stuck(reports),
             *wanting_findings(hosts, given_secrets(spec)),
             *_left_behind(goal, orphans),
@@ -156,8 +159,7 @@ def clock_findings(observed: Observed) -> list[Finding]:
 def _left_behind(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     """Hosts that go and that nobody deletes: we no longer know the way to them, and what we put there stays."""
     others = {instance.name for _, instance in orphans} | {*goal.rented}
-    left = [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in others]
-    return [*left, _left_rented(goal.rented)] if goal.rented else left
+    return [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in others]
 
 
 def _left_node(name: str) -> Finding:
@@ -167,11 +169,6 @@ def _left_node(name: str) -> Finding:
         fix=f"put it back into the file and run `shoal node remove {name}`",
         host=name,
     )
-
-
-def _left_rented(names: Sequence[str]) -> Finding:
-    what = f"{compress(names)}: no longer rented for the cluster; the controller gives back what is there of them"
-    return Finding("info", what)
 
 
 def _left_host(name: str) -> Finding:

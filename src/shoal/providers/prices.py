@@ -120,6 +120,11 @@ def shape_of(kind: str, type: str) -> Shape | None:
     return _shipped_table().shape(kind, type)
 
 
+def known_types(kind: str) -> frozenset[str]:
+    """The types of a provider's machines that the table which comes with Shoal has; none of one that it does not."""
+    return frozenset(row.type for row in shipped() if row.kind == kind)
+
+
 def refreshed(kind: str, offers: Iterable[Offer], today: str, directory: Path | None = None) -> int:
     """Keep the prices that a provider told itself, for when it cannot be asked. Returns how many there were.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.agent.facts import Facts
-from shoal.providers.prices import Shape, shape_of
+from shoal.providers.prices import Shape, known_types, shape_of
 from shoal.providers.rented import abilities
 from shoal.roles.in_force import InForce
 from shoal.slurm.conf import gpu_type
@@ -14,6 +15,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import partitions, rented_members
 from shoal.spec.model import Spec
+from shoal.spec.problem import closest
 from shoal.spec.rented import RentedSet, accounts, rented_sets
 
 PROGRAMS = "/usr/local/lib/shoal/elastic"
@@ -133,6 +135,18 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
                 "say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
                 path=f"nodesets.{one.name}",
             )
+        for account, type in dict.fromkeys((offer.provider, offer.type) for offer in one.offers if offer.type):
+            known = known_types(accounts(spec)[account].kind or account)
+            if known and _plain(type) not in known:
+                like = closest(_plain(type), sorted(known))
+                meant = f"did you mean `{like}`? " if like else ""
+                yield Finding(
+                    "warning",
+                    f"nodeset `{one.name}`: Shoal knows no such machine, and if its name is wrong no order is filled",
+                    f"{type} of {account}",
+                    f"{meant}`shoal offers --provider {account}` shows what there is",
+                    path=f"nodesets.{one.name}",
+                )
     for name, partition in partitions(spec).items():
         times = {inside: sets[inside].idle for inside in partition.nodesets if inside in sets}
         if len(set(times.values())) > 1:
@@ -144,6 +158,11 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
                 "give them the same `idle`, or a partition each",
                 path=f"partitions.{name}",
             )
+
+
+def _plain(type: str) -> str:
+    """A type without how many it has: `8x NVIDIA H200`, and without what is put in: `n1-standard-8+nvidia-t4:2`."""
+    return re.sub(r"^[0-9]+x ", "", type).partition("+")[0]
 
 
 def _shapes(spec: Spec, one: RentedSet) -> list[Shape]:

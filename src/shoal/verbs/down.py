@@ -76,7 +76,8 @@ async def _give_back(
     if result.clean:
         return gone, told
     left = ", ".join(f"{holding.account} {holding.machine.id}" for holding in result.remaining) or "not known"
-    causes = "; ".join(f"{name}: {error.message}" for name, error in result.failures.items())
+    failed = {name: error.message.removeprefix(f"{name}: ") for name, error in result.failures.items()}
+    causes = "; ".join(f"{name}: {said}" for name, said in failed.items())
     fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
     if force:
         return gone, (*told, Finding("error", f"rented machines may be left: {causes}", left, fix))

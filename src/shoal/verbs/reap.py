@@ -158,10 +158,11 @@ class _Sweep:
         while True:
             try:
                 self._see(await at.rented(self.cluster))
-            except ProviderError:
+            except ProviderError as error:
                 failures += 1
                 if failures >= FAILURES:
                     raise
+                say(error.message)
             else:
                 failures = 0
                 clean = 0 if self.left else clean + 1

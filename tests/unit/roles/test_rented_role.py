@@ -109,9 +109,37 @@ def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
     assert [str(finding) for finding in rented_findings(spec)] == [
         "nodesets.cloud: nodeset `cloud`: what is in this machine is not known, so Slurm counts on very little, "
         "found gpu_9x_new of lambda, say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
+        "nodesets.cloud: nodeset `cloud`: Shoal knows no such machine, and if its name is wrong no order is filled, "
+        "found gpu_9x_new of lambda, did you mean `gpu_1x_a10`? `shoal offers --provider lambda` shows what there is",
         "partitions.main: partition `main`: Slurm knows one time for idle nodes, so all wait as long as `any`'s, "
         "found cloud 300 s, any 600 s, give them the same `idle`, or a partition each",
     ]
+
+
+@pytest.mark.parametrize(
+    ("provider", "type", "told"),
+    [
+        ("lambda", "gpu_1x_a10", ""),
+        ("lambda", "gpu_1x_a1O", "found gpu_1x_a1O of acme, did you mean `gpu_1x_a10`? `shoal offers --provider acme`"),
+        ("lambda", "zzz", "found zzz of acme, `shoal offers --provider acme` shows what there is"),
+        ("runpod", "8x NVIDIA H200", ""),
+        ("runpod", "8x NVIDIA H20O", "did you mean `NVIDIA H200`?"),
+        ("gcp", "a2-highgpu-1g+nvidia-tesla-t4:2", ""),
+        ("sandbox", "whatever", ""),
+    ],
+)
+def test_a_type_that_is_not_in_the_table_of_its_provider_is_told_although_the_file_says_its_shape(
+    provider: str, type: str, told: str
+) -> None:
+    nodeset = f"cloud: {{provider: acme, type: '{type}', max: 3, cpus: 2, memory: 3G}}"
+    text = (
+        f"cluster: reef\nnetwork: wireguard\ncontroller: {{host: {{name: c1, address: 10.0.0.1}}}}\n"
+        f"nodesets:\n  {nodeset}\npartitions:\n  main: {{nodesets: [cloud], default: true}}\n"
+        f"providers: {{acme: {{kind: {provider}, key: env:K, url: 'http://10.0.0.1:1', project: p}}}}\n"
+    )
+    found = [str(finding) for finding in rented_findings(spec_of(text)) if "no order is filled" in finding.what]
+    assert len(found) == bool(told)
+    assert told in "".join(found)
 
 
 def test_a_rented_node_is_none_that_leaves() -> None:

@@ -299,6 +299,23 @@ async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them(
     assert not [finding for finding in fewer.findings if finding.host.startswith("cloud")]
 
 
+async def test_a_job_on_a_rented_node_that_goes_keeps_up_from_taking_it_away() -> None:
+    """Its machine is given back as soon as the service has the new file."""
+    world = lab()
+    before = rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    fewer = context_of(world, before.replace("max: 2", "max: 1"))
+    world.slurm.jobs = {"6": "n1", "7": "cloud2"}
+    world.look_again()
+    with pytest.raises(ShoalError) as caught:
+        await up(fewer, AT_ONCE)
+    assert str(caught.value) == (
+        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
+    )
+    world.slurm.jobs = {"6": "n1"}
+    assert (await plan(fewer)).loses == ()
+
+
 SAID = {
     "at": 1000.0,
     "problem": "",
