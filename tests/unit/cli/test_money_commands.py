@@ -212,10 +212,17 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
         assert kept.live() == [], "what is proved gone costs nothing more"
 
 
-def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(clouds: dict[str, str]) -> None:
+def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(
+    clouds: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The controller is not there to say that nothing was ordered a moment ago."""
+
+    async def briefly(seconds: float) -> None:
+        await asyncio.sleep(seconds / 100)
+
+    monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=briefly))  # as if a hundred times as fast: 300 s are 3
+    httpx.put(f"{clouds['lambda']}/_simulator/faults", json=[{"kind": "lagging-list", "times": -1, "seconds": 1}])
     order(clouds)
-    httpx.put(f"{clouds['lambda']}/_simulator/faults", json=[{"kind": "lagging-list", "times": -1, "seconds": 0.5}])
     done = shoal("reap", "--yes", "--json")
     assert done.exit_code == 0, done.output
     assert sorted(one["account"] for one in json.loads(done.stdout)["gone"]) == ["lambda", "runpod"]
