@@ -77,8 +77,8 @@ def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(insta
         "print([item.argv[-2:] for item in made if getattr(item, 'name', '') == 'install Shoal'])"
     )
     done = run(installed, "-c", code, f"{SPEC}{account}\n")
-    assert done.stdout.strip() == "[('', 'tidepool>=1')]", done.stderr
-    done = run(installed, "-c", code, f"{SPEC}{account}\n".replace('package: "tidepool>=1", ', ""))
+    assert done.stdout.strip() == "[('', 'shoal-tidepool>=1')]", done.stderr
+    done = run(installed, "-c", code, f"{SPEC}{account}\n".replace('package: "shoal-tidepool>=1", ', ""))
     assert (
         "s.yaml:5:13 providers.tidepool: missing key `package`, "
         "name the package that has this kind, for the controller: `package: shoal-mine>=1`"
