@@ -81,6 +81,23 @@ def test_nodes_that_have_gone_sleep_without_a_mark_of_the_past(rented: tuple[Clu
     cluster.wait("all nodes sleep", lambda: asleep(cluster), seconds=240)
 
 
+@pytest.mark.matrix  # tests/unit/elastic/test_killed.py has every step of it
+def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves_nothing(
+    rented: tuple[Cluster, str],
+) -> None:
+    cluster, url = rented
+    assert asleep(cluster)
+    before = len(bill(url)["machines"])
+    job = submit(cluster, BOTH, "srun hostname")
+    for _ in range(6):
+        cluster.ssh("controller", "systemctl kill --signal=KILL shoal-elastic; sleep 1; systemctl start shoal-elastic")
+    cluster.wait("the job ends", lambda: state(cluster, job) == "COMPLETED", seconds=300)
+    cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
+    machines = bill(url)["machines"]
+    assert len(machines) == before + 2
+    assert all(one["ended"] for one in machines)
+
+
 def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster, url = rented
     faults = json.dumps([{"kind": "stockout", "times": -1}]).encode()
@@ -99,20 +116,3 @@ def test_a_stockout_is_told_on_the_job(rented: tuple[Cluster, str]) -> None:
     cluster.on("controller", "scancel", job)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/_simulator/faults", b"[]", method="PUT"), timeout=30):
         pass
-
-
-@pytest.mark.matrix  # minutes of waiting; tests/unit/elastic/test_killed.py has every step of it
-def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves_nothing(
-    rented: tuple[Cluster, str],
-) -> None:
-    cluster, url = rented
-    cluster.wait("all nodes sleep", lambda: asleep(cluster), seconds=900)
-    before = len(bill(url)["machines"])
-    job = submit(cluster, BOTH, "srun hostname")
-    for _ in range(6):
-        cluster.ssh("controller", "systemctl kill --signal=KILL shoal-elastic; sleep 1; systemctl start shoal-elastic")
-    cluster.wait("the job ends", lambda: state(cluster, job) == "COMPLETED", seconds=300)
-    cluster.wait("its nodes go", lambda: asleep(cluster), seconds=240)
-    machines = bill(url)["machines"]
-    assert len(machines) == before + 2
-    assert all(one["ended"] for one in machines)
