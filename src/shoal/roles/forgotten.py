@@ -62,6 +62,12 @@ def forgotten(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
     return strangers(spec, controller) if rented_sets(spec) else _machines(controller, lambda account: True)
 
 
+def gives_up(spec: Spec, controller: Facts | None) -> bool:
+    """Whether the service is to lose an account by this file, or to go."""
+    before = _object(controller, ACCOUNTS)
+    return bool(before) and (not rented_sets(spec) or not before.keys() <= accounts(spec).keys())
+
+
 def forgotten_finding(spec: Spec, machines: Sequence[Forgotten], host: str) -> Finding:
     """What to say of such machines."""
     named = accounts(spec)

@@ -18,11 +18,12 @@ from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import left_records
-from shoal.roles.forgotten import forgotten, forgotten_finding
+from shoal.roles.forgotten import Forgotten, forgotten, forgotten_finding, gives_up
 from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
+from shoal.spec.rented import rented_sets
 from shoal.verbs.context import Context, cannot_make, computing, telling
-from shoal.verbs.held import Held, strike_off
+from shoal.verbs.held import Held, held, strike_off
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ async def up(
         nodes, patience = computing(context), patience or Patience()
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience)
         await strike_off(context, left)
+        meanwhile = await _ordered_meanwhile(context, observed)
         lost = await _unconnected(context, fleet, observed) if applied.changed else []
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
@@ -120,7 +122,7 @@ async def up(
             staying=applied.staying,
             unready=applied.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *stock.findings, *planned.findings, *lost),
+            findings=(*context.warnings, *stock.findings, *planned.findings, *meanwhile, *lost),
         )
 
 
@@ -146,6 +148,17 @@ def _refuse_left_records(context: Context, observed: Observed, allowed: bool) ->
         raise ShoalError(
             f"{finding.host}: {finding.what}; nothing was changed", hint=f"say --leave-records; {finding.fix}"
         )
+
+
+async def _ordered_meanwhile(context: Context, observed: Observed) -> list[Finding]:
+    """Machines that the service ordered after it was looked at, with an account that it no longer has."""
+    name, named = context.controller.name, context.spec.providers
+    if not gives_up(context.spec, observed.facts.get(name)):
+        return []
+    rents = bool(rented_sets(context.spec))
+    known = [one for one in await held(context) or () if one.live and not (rents and one.account in named)]
+    machines = [Forgotten(one.token, one.node, one.account, one.id, one.state) for one in known]
+    return [forgotten_finding(context.spec, machines, name)] if machines else []
 
 
 async def _refuse_wanting(context: Context, fleet: Fleet, observed: Observed) -> None:

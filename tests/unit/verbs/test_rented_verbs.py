@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from tests.contract.renters import CASES, KEY, Trial, trial
@@ -22,7 +22,7 @@ from shoal.roles.forgotten import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
 from shoal.verbs.down import down
-from shoal.verbs.held import PROGRAM
+from shoal.verbs.held import PROGRAM, Held
 from shoal.verbs.rented import RentedView, rented_view
 from shoal.verbs.up import plan, up
 
@@ -246,6 +246,20 @@ async def test_up_that_leaves_them_strikes_them_off_so_that_they_count_no_more()
     assert [finding.level for finding in result.findings] == ["error"]
     [call] = [call for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
     assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
+
+
+async def test_what_is_ordered_while_up_takes_the_account_away_is_told() -> None:
+    world = lab()
+    await raised(world)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = Held("t1", "cloud1", "acme", "", "intended", 0.0)
+    given_up = Held("t2", "cloud2", "acme", "", "failed", 50.0)
+    told = json.dumps({"machines": [asdict(ordered), asdict(given_up)]}).encode()
+    world.hosts["c1"].answers |= {PROGRAM: told}
+    result = await up(context_of(world, LAB), AT_ONCE)
+    assert [(one.level, one.found, one.fix) for one in result.findings] == [
+        ("error", "cloud1 (acme on order)", "put it back until they are gone, or run `shoal reap` with the old file")
+    ]
 
 
 async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
