@@ -254,7 +254,13 @@ def test_no_secret_of_a_share_is_readable_by_others(lab: Lab) -> None:
 def test_who_leaves_is_locked_and_keeps_every_file_and_may_return(lab: Lab) -> None:
     lab.says("bob", "controller", "echo kept > kept")
     text = lab.file.read_text()
+    waiting = lab.says("bob", "controller", "sbatch --parsable --begin=now+1hour -o /dev/null --wrap true").strip()
     lab.file.write_text(re.sub(r"  bob:.*\n", "", text).replace("  /apps: {kind: sshfs, read_only: true}\n", ""))
+    refused = lab.shoal("up", status=1)
+    assert f"this change would end jobs ({waiting}); nothing was changed" in refused.stdout + refused.stderr
+    assert lab.login("bob", "controller", "true").returncode == 0
+    lab.on("controller", "scancel", waiting)
+    lab.wait("his job is gone", lambda: not lab.on("controller", "squeue", "-h", "-u", "bob"))
     assert lab.json("up")["whole"]
     assert lab.login("bob", "controller", "true").returncode != 0
     assert lab.shell("controller", "cat /home/bob/kept; stat -c %u /home/bob") == "kept\n2002\n"
