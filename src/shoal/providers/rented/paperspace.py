@@ -69,10 +69,9 @@ class Paperspace:
 
     async def offers(self, query: Query) -> list[Offer]:
         """What our table knows of Paperspace's machines, and which of them it has now: it lists none itself."""
-        known = {row.type for row in prices() if row.kind == self._account.kind}
         # A region goes by the name that it was asked for by, of the two that it has.
         regions = [one for one in query.regions if code_of(one) in REGIONS] if query.regions else sorted(REGIONS)
-        types = sorted(set(query.types) or known)
+        types = sorted(set(query.types) or {row.type for row in prices() if row.kind == self._account.kind})
         blank = [Offer(self._account.name, name, region) for name in types for region in regions]
         wanted = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
         return [await self._with_availability(offer) for offer in wanted]
