@@ -2,15 +2,18 @@
 
 All of it is there: slurmctld wakes the nodes, the service on the controller orders, finds the machines up, makes them
 nodes over SSH and looks at their GPUs, slurmd registers and Slurm starts the job. The hosts share this machine's clock.
+slurmctld looks only every 30 s whether a job that waits for nodes to wake has all of them: that part is not ours.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ground import BenchFailed
@@ -42,12 +45,15 @@ class Woken:
     booted: float
     """From there until the last machine was up."""
     joined: float
+    """From there until slurmctld had heard of the last of its nodes."""
+    started: float
     """From there to the first line of the last task of the job."""
     again: float
     """From sbatch to that line, of a second job on the same nodes: what Slurm takes where nothing has to be woken."""
 
     @property
     def beside(self) -> float:
+        """What is Shoal's, with Slurm's part of the way to the order."""
         return self.ordered + self.joined
 
 
@@ -73,8 +79,16 @@ def _wake(cluster: Cluster, url: str, nodes: Sequence[str]) -> Woken:
         raise BenchFailed(f"{len(machines)} machines were rented for {len(nodes)} nodes: {machines}")
     ordered = min(one["ordered"] for one in machines)
     up = max(one["started"] for one in machines)
+    heard = _heard(cluster, nodes)
     begun_again, line_again = _run(cluster, nodes)
-    return Woken(ordered - begun, up - ordered, first_line - up, line_again - begun_again)
+    return Woken(ordered - begun, up - ordered, heard - up, first_line - heard, line_again - begun_again)
+
+
+def _heard(cluster: Cluster, nodes: Sequence[str]) -> float:
+    """When slurmctld had heard of all of these nodes, by its log, which has hosts' time: UTC."""
+    log = cluster.on("controller", "grep", "now responding", "/var/log/slurm/slurmctld.log")
+    found = {node: at for at, node in re.findall(r"^\[(\S+)\] Node (\S+) now responding$", log, re.MULTILINE)}
+    return max(datetime.fromisoformat(f"{found[node]}+00:00").timestamp() for node in nodes)
 
 
 def _run(cluster: Cluster, nodes: Sequence[str]) -> tuple[float, float]:
@@ -91,8 +105,9 @@ def _table(woken: dict[int, list[Woken]]) -> list[str]:
     rows = {
         "sbatch to the order: Slurm, then the service": "ordered",
         "the order to the last machine up: the cloud's boot": "booted",
-        "up to the job's first line: join, GPU check, slurmd": "joined",
-        "in all beside the boot": "beside",
+        "up to a node that Slurm hears of: the join": "joined",
+        "both, beside the boot": "beside",
+        "until Slurm, which looks every 30 s, starts the job": "started",
         "the same job once its nodes are there: Slurm alone": "again",
     }
     heads = "".join(f"{counted(size):>11}" for size in woken)
