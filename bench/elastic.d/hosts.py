@@ -107,7 +107,7 @@ def _table(woken: dict[int, list[Woken]]) -> list[str]:
         "the order to the last machine up: the cloud's boot": "booted",
         "up to a node that Slurm hears of: the join": "joined",
         "both, beside the boot": "beside",
-        "until Slurm, which looks every 30 s, starts the job": "started",
+        "until Slurm, looking every 30 s, starts the job": "started",
         "the same job once its nodes are there: Slurm alone": "again",
     }
     heads = "".join(f"{counted(size):>11}" for size in woken)
