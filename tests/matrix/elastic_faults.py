@@ -195,7 +195,7 @@ def table(cells: list[Cell]) -> str:
         "",
         "done: both jobs finished; +2: the first after two more turns in the queue; 3: so many machines were made for",
         "the four nodes (two, where the second job found those of the first still there). waits: both said why until",
-        "somebody acted, and finished then. The budget has room for two machines (one of them at twice its price, where",
+        "somebody acted, and finished then. The budget has room for two machines (one at twice its price, where",
         "prices change): in every cell it kept a job waiting, which said so. Each reason is the one in the table of",
         "tests/matrix/elastic_faults.py, and no job gives another.",
         "",
