@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from tests.contract.renters import CASES, Trial, account, http, saying, trial
 from shoal.errors import ProviderError
 from shoal.providers.rental import Query, Trouble
 from shoal.providers.rented import renter
-from shoal.providers.rented.runpod import BOOT, WAIT, boot_args, joined_type, split_type, understand
+from shoal.providers.rented.runpod import BOOT, ENDS, WAIT, boot_args, joined_type, split_type, understand
 
 CASE = CASES["runpod"]
 
@@ -99,7 +103,7 @@ def decoded(args: str) -> str:
 
 def test_the_command_starts_sshd_and_then_waits() -> None:
     script = decoded(boot_args(""))
-    assert script == BOOT + WAIT
+    assert script == ENDS + BOOT + WAIT
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert "ssh-ed25519" not in script, "the key is in the environment"
 
@@ -112,6 +116,37 @@ def test_the_orders_own_script_runs_beside_it() -> None:
     assert base64.b64decode(found[1]).decode() == own
     assert script.endswith(WAIT)
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+def test_a_container_that_finds_no_mirror_has_begun_the_orders_own_script_and_can_be_ended_by_it(
+    tmp_path: Path,
+) -> None:
+    """With an apt-get that does not come back, in directories of our own."""
+    for name, does in {"apt-get": f"touch {tmp_path}/installing; exec sleep 600", "ssh-keygen": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    script = decoded(boot_args(f"touch {tmp_path}/armed\n"))
+    for directory in ("/run/", "/root/", "/usr/sbin/"):
+        script = script.replace(directory, f"{tmp_path}/")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    first = subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True)
+    try:
+        for wanted in ("armed", "installing"):
+            _wait_for(tmp_path / wanted)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) >= 0, (
+            "it heard the signal itself: without a trap the first process of a container does not"
+        )
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert path.exists()
 
 
 async def test_running_is_not_up_until_there_is_a_way_in() -> None:
@@ -224,6 +259,12 @@ async def test_somebody_elses_pod_is_nobodys_to_delete() -> None:
 async def it() -> Any:
     async with trial(CASE) as made:
         yield made
+
+
+async def test_a_pod_whose_price_is_not_told_yet_is_not_taken_to_be_free(it: Trial) -> None:
+    it.simulation.rewrite = lambda line, data: {**data, "cost": 0} if "id" in data else data
+    outcome = await it.create()
+    assert outcome.id and outcome.usd_hour is None
 
 
 async def test_a_stopped_pod_is_listed_and_tells_no_price(it: Trial) -> None:

@@ -41,12 +41,14 @@ NO_CAPACITY = re.compile(
     re.IGNORECASE,
 )
 OVER_LIMIT = re.compile(r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number", re.IGNORECASE)
+ENDS = "trap exit TERM\n"
+"""`kill 1` inside ends the container, as its watchdog may: the first process hears only what it has a trap for."""
 BOOT = """\
 export DEBIAN_FRONTEND=noninteractive
 for program in /usr/sbin/sshd /usr/bin/python3 /usr/bin/sudo; do
     [ -x $program ] && continue
     until apt-get update && apt-get install -y --no-install-recommends openssh-server python3 sudo ca-certificates
-    do sleep 5; done
+    do sleep 5; done & wait $!
 done
 mkdir -p /run/sshd
 install -d -m 0700 /root/.ssh
@@ -55,10 +57,12 @@ chmod 0600 /root/.ssh/authorized_keys
 ssh-keygen -A
 pgrep -x sshd > /dev/null || /usr/sbin/sshd -o ClientAliveInterval=15 -o PermitRootLogin=prohibit-password
 """
-"""What a container does first. It outlives nothing: a pod that is restarted does it again."""
+"""How a container lets us in. It outlives nothing: a pod that is restarted does it again.
 
-WAIT = "trap exit TERM\nwhile :; do sleep 3600 & wait $!; done\n"
-"""And then, until it is told to end: `kill 1` inside ends the container, which its watchdog may do."""
+For what may take for ever the shell waits, so that it hears a signal meanwhile.
+"""
+WAIT = "while :; do sleep 3600 & wait $!; done\n"
+"""And then, until it is told to end."""
 
 
 class RunPod:
@@ -130,7 +134,7 @@ class RunPod:
             wanted["dataCenterIds"] = [order.offer.region]
         try:
             body = await self._api.ask("POST", "/pods", json=wanted, creates=True)
-            return Outcome(body.text("id"), usd_hour=body.maybe_number("cost"))
+            return Outcome(body.text("id"), usd_hour=body.maybe_number("cost") or None)  # 0 is no price
         except ApiError as error:
             return error.outcome()
 
@@ -166,10 +170,13 @@ def joined_type(gpu: str, count: int) -> str:
 
 
 def boot_args(user_data: str) -> str:
-    """The container's command: our script, the order's own beside it, and then nothing more until the pod goes."""
+    """The container's command: the order's own script beside ours, and then nothing more until the pod goes.
+
+    The order's own is first: it ends a pod that nobody comes for, such as one that finds no mirror for sshd.
+    """
     own = base64.b64encode(user_data.encode()).decode()
     beside = f"echo {own} | base64 -d > /run/user-data && {{ setsid sh /run/user-data & }}\n" if user_data else ""
-    script = base64.b64encode(f"{BOOT}{beside}{WAIT}".encode()).decode()
+    script = base64.b64encode(f"{ENDS}{beside}{BOOT}{WAIT}".encode()).decode()
     return shlex.join(["bash", "-c", f"echo {script} | base64 -d > /run/shoal-boot; exec bash /run/shoal-boot"])
 
 
