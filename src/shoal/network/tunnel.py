@@ -124,8 +124,8 @@ def program() -> str:
     """Holds one tunnel open, whatever happens at its other end: a container may not let us in yet, or be gone.
 
     An earlier connection that the container has not missed yet would keep the ports. A container that was given back is
-    not called on: somebody else may be at its address by now. We look often whether it is to come again, for then it
-    has a minute to register; a new one at the same address with the same keys does not start this anew.
+    not called on: somebody else may be at its address by now. We look whether it is to come again, often enough for the
+    minute that it then has to register; a new one at the same address with the same keys does not start this anew.
     """
     return (
         f"#!/bin/sh\n{_HEADER}"
@@ -134,7 +134,7 @@ def program() -> str:
         "while :; do\n"
         "    # One that was rented and given back. Slurm says when it comes again.\n"
         '    case $(timeout 5 scontrol show node "$1" -o 2> /dev/null) in\n'
-        "    *State=*POWERED_DOWN*) sleep 10; continue ;;\n"
+        "    *State=*POWERED_DOWN*) sleep 30; continue ;;\n"
         "    esac\n"
         "    began=$(date +%s)\n"
         "    $ssh -o ClearAllForwardings=yes tunnel clear && $ssh tunnel hold\n"

@@ -11,6 +11,8 @@ from shoal.network.tunnel import program
 
 REGISTERS_WITHIN = 60
 """Seconds that a rented container has for it: the tunnel must be there well before."""
+SELDOM = 30
+"""Seconds between two questions about one that sleeps: there may be hundreds, and one slurmctld answers all."""
 
 
 def played(tmp_path: Path, *states: str) -> list[str]:
@@ -42,4 +44,4 @@ def test_one_that_was_given_back_is_not_called_and_its_return_is_noticed_in_time
     *waited, clear, hold = played(tmp_path, *["IDLE+CLOUD+POWERED_DOWN"] * 3, coming)
     assert (clear, hold) == ("ssh clear", "ssh hold")
     assert len(waited) == 3 and all(one.startswith("sleep ") for one in waited)
-    assert all(int(one.split()[1]) <= REGISTERS_WITHIN / 4 for one in waited)
+    assert all(SELDOM <= int(one.split()[1]) <= REGISTERS_WITHIN / 2 for one in waited)
