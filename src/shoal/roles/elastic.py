@@ -6,6 +6,7 @@ accounts are in files that root alone reads: neither jobs nor slurmctld see them
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from importlib.resources import files
@@ -49,9 +50,9 @@ shift 3
 rm -rf "$place"
 python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras" "$@"
-touch "$place/.complete$extras${*:+ $*}"
+touch "$place/.complete"
 """
-"""A venv counts once its mark is there: what a killed run left without one is made anew."""
+"""A venv counts once its mark is there: what a failed run left without one is made anew. No service runs from that."""
 
 FORGET = r"""
 for old in "$1"/shoal-* "$2"/*; do
@@ -79,7 +80,7 @@ class Elastic(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if _rents(cluster.spec, member):
-            return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running()}
+            return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running(cluster.spec)}
         unit = cluster.facts[member.name].files.get(UNIT)
         return {Stage.SERVICES: without_service()} if unit and unit.there else {}
 
@@ -111,12 +112,17 @@ def secret_name(account: str) -> str:
     return f"providers.{account}.key"
 
 
-def prefix() -> str:
-    """Where this Shoal is installed on the controller."""
-    return f"{INSTALLED}/shoal-{own_wheel().mark}"
+def prefix(spec: Spec) -> str:
+    """Where this Shoal is installed on the controller, with what the accounts need.
+
+    It is named by all that is in it. So whatever changes is made beside the one that the service runs from, which goes
+    on giving machines back if that fails.
+    """
+    beside = hashlib.sha256("\n".join((_extras(spec), *_packages(spec))).encode()).hexdigest()
+    return f"{INSTALLED}/shoal-{own_wheel().mark}-{beside[:8]}"
 
 
-def unit() -> str:
+def unit(spec: Spec) -> str:
     """The service. It changes the controller's own files when nodes come and go, so it is not shut away."""
     return (
         f"{_HEAD}"
@@ -127,7 +133,7 @@ def unit() -> str:
         "StartLimitIntervalSec=0\n"
         "\n"
         "[Service]\n"
-        f"ExecStart={prefix()}/bin/python -m shoal.elastic\n"
+        f"ExecStart={prefix(spec)}/bin/python -m shoal.elastic\n"
         # Whatever befalls it, machines bill on while it is not there.
         "Restart=always\n"
         "RestartSec=3\n"
@@ -172,8 +178,6 @@ def _made(spec: Spec) -> Document:
     wheel = f"{WHEELS}/{own_wheel().mark}/{own_wheel().name}"
     proxies = spec.proxy.variables if spec.proxy else {}
     environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
-    extras = "[gcp]" if any(account.kind == "gcp" for account in accounts(spec).values()) else ""
-    packages = sorted({account.package for account in accounts(spec).values() if account.package})
     restarts = (SERVICE,)
     keys = [
         File(f"{KEYS}/{name}", SecretRef(secret_name(name)), mode=0o600, restarts=restarts)
@@ -194,27 +198,37 @@ def _made(spec: Spec) -> Document:
             ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY),
             unless=("test", "-s", f"{IDENTITY}.pub"),
         ),
-        *keys,
-        File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
-        File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
         Directory(INSTALLED),
         Directory(f"{WHEELS}/{own_wheel().mark}"),
         File(wheel, SecretRef(WHEEL_SECRET, own_wheel().sha256)),
+        # Before the accounts: a service that starts again after this failed must find none that it has no packages for.
         Command(
             "install Shoal",
-            (*environment, "sh", "-c", INSTALL, "sh", prefix(), wheel, extras, *packages),
-            unless=("test", "-e", " ".join((f"{prefix()}/.complete{extras}", *packages))),
+            (*environment, "sh", "-c", INSTALL, "sh", prefix(spec), wheel, _extras(spec), *_packages(spec)),
+            unless=("test", "-e", f"{prefix(spec)}/.complete"),
             timeout=1800.0,
             restarts=restarts,
             fix="see that the host reaches a package index, or set `proxy`",
         ),
-        File(UNIT, unit(), restarts=restarts),
+        *keys,
+        File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
+        File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
+        File(UNIT, unit(spec), restarts=restarts),
     )
 
 
-def _running() -> Document:
+def _extras(spec: Spec) -> str:
+    return "[gcp]" if any(account.kind == "gcp" for account in accounts(spec).values()) else ""
+
+
+def _packages(spec: Spec) -> tuple[str, ...]:
+    """Providers of somebody else's."""
+    return tuple(sorted({account.package for account in accounts(spec).values() if account.package}))
+
+
+def _running(spec: Spec) -> Document:
     wheels = f"{WHEELS}/{own_wheel().mark}"
-    kept = (INSTALLED, WHEELS, prefix(), wheels)
+    kept = (INSTALLED, WHEELS, prefix(spec), wheels)
     return (
         Service(SERVICE),
         Command(

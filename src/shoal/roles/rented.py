@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
 
 from shoal.agent.facts import Facts
 from shoal.providers.prices import Shape, known_types, shape_of
@@ -22,6 +23,8 @@ PROGRAMS = "/usr/local/lib/shoal/elastic"
 """Where slurmctld finds what it starts to have nodes made and given back."""
 SMALLEST = Shape(cpus=1, memory_mb=1024)
 """What is promised of a machine of which nothing is known."""
+LIKE = 0.75
+"""Above this two words are one and the same, spelt differently: `edgegpu` and `megagpu` are not."""
 
 
 def rented_nodes(spec: Spec) -> tuple[Node, ...]:
@@ -136,15 +139,12 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
                 path=f"nodesets.{one.name}",
             )
         for account, type in dict.fromkeys((offer.provider, offer.type) for offer in one.offers if offer.type):
-            known = known_types(accounts(spec)[account].kind or account)
-            if known and _plain(type) not in known:
-                like = closest(_plain(type), sorted(known))
-                meant = f"did you mean `{like}`? " if like else ""
+            if like := _meant(_plain(type), known_types(accounts(spec)[account].kind or account)):
                 yield Finding(
                     "warning",
                     f"nodeset `{one.name}`: Shoal knows no such machine, and if its name is wrong no order is filled",
                     f"{type} of {account}",
-                    f"{meant}`shoal offers --provider {account}` shows what there is",
+                    f"did you mean `{like}`? `shoal offers --provider {account}` shows what there is",
                     path=f"nodesets.{one.name}",
                 )
     for name, partition in partitions(spec).items():
@@ -163,6 +163,27 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
 def _plain(type: str) -> str:
     """A type without how many it has: `8x NVIDIA H200`, and without what is put in: `n1-standard-8+nvidia-t4:2`."""
     return re.sub(r"^[0-9]+x ", "", type).partition("+")[0]
+
+
+def _meant(type: str, known: frozenset[str]) -> str | None:
+    """The type that somebody has probably misspelt.
+
+    Providers have more types than we know. They differ from each other by a number or by whole words; what is spelt
+    wrong has the numbers of the right one and words like its.
+    """
+    words = _words(type)
+    alike = [one for one in known if len(_words(one)) == len(words) and all(map(_alike, words, _words(one)))]
+    return None if type in known else closest(type, sorted(alike))
+
+
+def _words(type: str) -> list[str]:
+    """Letters and numbers each on their own: `H20O-sxm5` is h 200 sxm 5, for an O after digits is meant to be one."""
+    plain = re.sub(r"(?<=[0-9])o+", lambda found: "0" * len(found[0]), type.lower())
+    return re.findall(r"[a-z]+|[0-9]+", plain)
+
+
+def _alike(word: str, other: str) -> bool:
+    return word == other or (not word.isdigit() and SequenceMatcher(None, word, other).ratio() > LIKE)
 
 
 def _shapes(spec: Spec, one: RentedSet) -> list[Shape]:

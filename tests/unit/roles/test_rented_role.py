@@ -109,8 +109,6 @@ def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
     assert [str(finding) for finding in rented_findings(spec)] == [
         "nodesets.cloud: nodeset `cloud`: what is in this machine is not known, so Slurm counts on very little, "
         "found gpu_9x_new of lambda, say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
-        "nodesets.cloud: nodeset `cloud`: Shoal knows no such machine, and if its name is wrong no order is filled, "
-        "found gpu_9x_new of lambda, did you mean `gpu_1x_a10`? `shoal offers --provider lambda` shows what there is",
         "partitions.main: partition `main`: Slurm knows one time for idle nodes, so all wait as long as `any`'s, "
         "found cloud 300 s, any 600 s, give them the same `idle`, or a partition each",
     ]
@@ -121,14 +119,30 @@ def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
     [
         ("lambda", "gpu_1x_a10", ""),
         ("lambda", "gpu_1x_a1O", "found gpu_1x_a1O of acme, did you mean `gpu_1x_a10`? `shoal offers --provider acme`"),
-        ("lambda", "zzz", "found zzz of acme, `shoal offers --provider acme` shows what there is"),
+        ("lambda", "gpu-8x-h100-sxm5", "did you mean `gpu_8x_h100_sxm5`?"),
+        ("lambda", "zzz", ""),
         ("runpod", "8x NVIDIA H200", ""),
         ("runpod", "8x NVIDIA H20O", "did you mean `NVIDIA H200`?"),
+        ("runpod", "8x NVIDA H100 NVL", "did you mean `NVIDIA H100 NVL`?"),
+        ("gcp", "a2-higgpu-1g", "did you mean `a2-highgpu-1g`?"),
+        # These are real, and not in the table.
+        ("lambda", "gpu_1x_a100", ""),
+        ("lambda", "gpu_2x_h100_sxm5", ""),
+        ("lambda", "gpu_1x_a6000", ""),
+        ("runpod", "NVIDIA L40", ""),
+        ("runpod", "NVIDIA A40", ""),
+        ("runpod", "NVIDIA L4", ""),
+        ("runpod", "NVIDIA GeForce RTX 5090", ""),
+        ("gcp", "a3-edgegpu-8g", ""),
+        ("gcp", "a2-megagpu-16g", ""),
+        ("gcp", "n1-standard-8+nvidia-tesla-t4:2", ""),
+        ("paperspace", "P4000", ""),
+        ("paperspace", "A100", ""),
         ("gcp", "a2-highgpu-1g+nvidia-tesla-t4:2", ""),
         ("sandbox", "whatever", ""),
     ],
 )
-def test_a_type_that_is_not_in_the_table_of_its_provider_is_told_although_the_file_says_its_shape(
+def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_shape_and_one_we_do_not_know_is_not(
     provider: str, type: str, told: str
 ) -> None:
     nodeset = f"cloud: {{provider: acme, type: '{type}', max: 3, cpus: 2, memory: 3G}}"
@@ -299,8 +313,9 @@ async def test_shoal_is_sent_from_memory_and_leaves_no_file_where_it_is_sent_fro
 def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
     document = controller_document(Stage.SERVICES)
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
-    assert own_wheel().sha256[:12] in prefix() and prefix() in install.argv
-    assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{prefix()}/.complete[gcp]")
+    place = prefix(SPEC_LAN)
+    assert own_wheel().sha256[:12] in place and place in install.argv
+    assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{place}/.complete")
     [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, own_wheel().sha256)]
     assert sent.path == install.argv[-2]
 
