@@ -63,6 +63,9 @@ def cost(
 
 def reap(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Strike off the ledger also what it has and no list ever showed.")
+    ] = False,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
@@ -82,16 +85,21 @@ def reap(
         seen = session.run(look(context))
         if not json:
             show_look(session.console, seen)
-        if not seen.found:
+        if not seen.found and not (force and seen.unseen):
             if json:
-                session.finish_value({"cluster": seen.cluster, "gone": [], "remaining": [], "failures": seen.failures})
-            session.status = PARTLY if seen.failures else 0
+                said = {"gone": [], "remaining": holdings_json(seen.unseen)}
+                session.finish_value(
+                    {"cluster": seen.cluster, **said, "failures": seen.failures, "findings": seen.findings}
+                )
+            session.status = PARTLY if seen.failures or seen.findings else 0
             return
         _confirm(seen, yes)
-        result = session.run(verb(context))
+        result = session.run(verb(context, force=force))
         if json:
             said = {"gone": holdings_json(result.gone), "remaining": holdings_json(result.remaining)}
-            session.finish_value({"cluster": result.cluster, **said, "failures": result.failures})
+            session.finish_value(
+                {"cluster": result.cluster, **said, "failures": result.failures, "findings": result.findings}
+            )
         else:
             show_reap(session.console, result)
         if not result.clean:
@@ -101,10 +109,13 @@ def reap(
 def _confirm(seen: Look, yes: bool) -> None:
     if yes:
         return
-    what = f"{len(seen.found)} rented machines of cluster {seen.cluster}, with what is on their disks"
+    if seen.found:
+        what = f"deletes {len(seen.found)} rented machines of cluster {seen.cluster}, with what is on their disks"
+    else:
+        what = f"strikes {len(seen.unseen)} machines of cluster {seen.cluster} off its ledger, though nothing proves it"
     if not sys.stdin.isatty():
-        raise UsageError(f"this deletes {what}", hint="say --yes")
-    if not typer.confirm(f"Delete {what}?", err=True):
+        raise UsageError(f"this {what}", hint="say --yes")
+    if not typer.confirm(f"This {what}. Go on?", err=True):
         raise Interrupted("nothing was changed")
 
 

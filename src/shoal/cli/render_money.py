@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.as_json import plain
+from shoal.cli.render import show_findings
 from shoal.elastic.money import dollars, micros, told
 from shoal.errors import ShoalError
 from shoal.providers.rental import Offer
@@ -99,8 +100,9 @@ def cost_json(result: CostResult) -> dict[str, Any]:
 def show_look(console: Console, look: Look) -> None:
     """What is about to go."""
     _silent(console, look.failures)
+    show_findings(console, look.findings)
     if not look.found:
-        if not look.failures:
+        if not look.failures and not look.findings:
             console.print(f"{look.cluster}: no provider has a machine of this cluster", highlight=False)
         return
     _machines(console, look.found)
@@ -108,6 +110,7 @@ def show_look(console: Console, look: Look) -> None:
 
 def show_reap(console: Console, result: ReapResult) -> None:
     _silent(console, result.failures)
+    show_findings(console, result.findings)
     if result.remaining:
         console.print("still there, or nobody knows:")
         _machines(console, result.remaining)

@@ -12,6 +12,7 @@ way out since, were struck off. Ends with status 3 where there is no ledger.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import sys
 import time
@@ -83,14 +84,21 @@ def strike(database: sqlite3.Connection, ended: dict[str, list[Any]], now: float
 
 
 def forget(path: Path, ended: dict[str, list[Any]]) -> None:
-    """Take them out of what the service last said: it may not be there to say anything else."""
+    """Take them out of what the service last said: it may not be there to say anything else.
+
+    Nobody else may read it, as when the service writes it, whatever umask this runs with.
+    """
     try:
+        owner = path.stat()
         told = json.loads(path.read_text(encoding="utf-8"))
         told["machines"] = {token: one for token, one in told["machines"].items() if token not in ended}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     beside = path.with_suffix(".struck")
-    beside.write_text(json.dumps(told), encoding="utf-8")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+        file.write(json.dumps(told))
     beside.replace(path)
 
 

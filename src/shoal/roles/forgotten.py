@@ -14,7 +14,7 @@ from typing import Any
 from shoal.agent.facts import Facts
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
-from shoal.spec.rented import accounts, rented_sets
+from shoal.spec.rented import account_settings, accounts, rented_sets
 
 STATUS = "/var/lib/shoal/elastic/status.json"
 """What the service says of itself at the end of every step, with each machine that is there or may be."""
@@ -40,21 +40,8 @@ class Forgotten:
 
 def strangers(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
     """The machines of accounts that the file does not have, or has at another place."""
-    known, before = accounts(spec), _object(controller, ACCOUNTS)
-
-    def another(name: str) -> bool:
-        if name not in known:
-            return True
-        was = before.get(name)
-        if not isinstance(was, dict):
-            return False
-        now = known[name]
-        place = (now.kind or name, now.url or "", now.project or now.settings.get("project"))
-        settings = was.get("settings")
-        project = settings.get("project") if isinstance(settings, dict) else None
-        return place != (was.get("kind"), was.get("url"), project)
-
-    return _machines(controller, another)
+    before = _object(controller, ACCOUNTS)
+    return _machines(controller, lambda account: _is_another(spec, account, before.get(account)))
 
 
 def forgotten(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
@@ -62,10 +49,10 @@ def forgotten(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
     return strangers(spec, controller) if rented_sets(spec) else _machines(controller, lambda account: True)
 
 
-def gives_up(spec: Spec, controller: Facts | None) -> bool:
-    """Whether the service is to lose an account by this file, or to go."""
+def given_up(spec: Spec, controller: Facts | None) -> frozenset[str]:
+    """The accounts that the service is to lose by this file, also to another place; all where it is to go."""
     before = _object(controller, ACCOUNTS)
-    return bool(before) and (not rented_sets(spec) or not before.keys() <= accounts(spec).keys())
+    return frozenset(name for name, was in before.items() if not rented_sets(spec) or _is_another(spec, name, was))
 
 
 def forgotten_finding(spec: Spec, machines: Sequence[Forgotten], host: str) -> Finding:
@@ -88,13 +75,27 @@ def forgotten_finding(spec: Spec, machines: Sequence[Forgotten], host: str) -> F
     )
 
 
+def _is_another(spec: Spec, name: str, was: object) -> bool:
+    """Whether the file does not have an account that the service has, or has it at another place."""
+    now = accounts(spec).get(name)
+    if now is None:
+        return True
+    if not isinstance(was, dict):
+        return False
+    settings = was.get("settings")
+    projects = {account_settings(now).get("project"), settings.get("project") if isinstance(settings, dict) else None}
+    # A project that is not written is the key's own, which is most likely the one that somebody writes out later.
+    return (now.kind or name, now.url or "") != (was.get("kind"), was.get("url")) or len(projects - {None, ""}) > 1
+
+
 def _machines(controller: Facts | None, wanted: Callable[[str], bool]) -> tuple[Forgotten, ...]:
-    listed = _object(controller, STATUS).get("machines")
+    told = _object(controller, STATUS)
+    listed = told.get("machines", told.get("nodes"))  # an older service tells them by node, and no token
     found = []
-    for token, one in listed.items() if isinstance(listed, dict) else ():
+    for name, one in listed.items() if isinstance(listed, dict) else ():
         if isinstance(one, dict) and wanted(str(one.get("account"))):
-            words = [str(one.get(key) or "") for key in ("node", "account", "id", "state")]
-            found.append(Forgotten(token, *words))
+            words = [str(one.get(key) or "") for key in ("account", "id", "state")]
+            found.append(Forgotten(name, str(one.get("node") or name), *words))
     return tuple(found)
 
 

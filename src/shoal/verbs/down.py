@@ -77,7 +77,10 @@ async def _give_back(
         return gone, told
     left = ", ".join(f"{holding.account} {holding.machine.id}" for holding in result.remaining) or "not known"
     failed = {name: error.message.removeprefix(f"{name}: ") for name, error in result.failures.items()}
-    causes = "; ".join(f"{name}: {said}" for name, said in failed.items())
+    strange = [f"{one.what}: {one.found}" for one in result.findings if one not in told]
+    causes = "; ".join([*(f"{name}: {said}" for name, said in failed.items()), *strange])
+    if force and not causes:
+        return gone, told  # machines of accounts that the file does not have, and those were told
     fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
     if force:
         return gone, (*told, Finding("error", f"rented machines may be left: {causes}", left, fix))

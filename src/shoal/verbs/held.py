@@ -34,6 +34,11 @@ class Held:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def stands(self) -> bool:
+        """Whether its provider has said that it made it, and not that it took it back."""
+        return self.live and bool(self.id) and not self.age
+
 
 async def held(context: Context) -> tuple[Held, ...] | None:
     """All that the ledger holds. None where nobody can say: no controller, no ledger."""

@@ -3,6 +3,7 @@
 It needs neither the controller nor its ledger, so it is what is left when they are gone: providers are asked what they
 have, machines are deleted, and that again until no list shows one. A list may lag behind an order, so an empty one is
 believed only when the ledger knows of no recent order, or as much time has passed as that provider's lists may take.
+A machine that the ledger has and no list ever showed is not gone for that: the key at hand may be another team's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 from shoal.errors import ProviderError, ShoalError
 from shoal.providers.rental import Account, Rented, Renter, Trouble
 from shoal.providers.rented import renter
+from shoal.roles.forgotten import Forgotten, forgotten_finding
+from shoal.spec.finding import Finding
+from shoal.spec.rented import accounts as accounts_of
 from shoal.verbs.accounts import Accounts, Open, ask_all, open_accounts
 from shoal.verbs.context import Context
 from shoal.verbs.held import Held, held, strike_off
@@ -58,6 +62,10 @@ class Look:
     cluster: str
     found: tuple[Holding, ...]
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
+    unseen: tuple[Holding, ...] = ()
+    """Machines that the ledger has and no list shows; asked for only where lists show none at all."""
+    findings: tuple[Finding, ...] = ()
+    """Machines of accounts that the file does not have; asked for only where lists show none at all."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,16 @@ class ReapResult:
     gone: tuple[Holding, ...] = ()
     """Machines that no list shows any more."""
     remaining: tuple[Holding, ...] = ()
-    """Machines that are there still, or may be: their provider could not be asked again."""
+    """Machines that are there still, or may be: nobody could be asked again, or only the ledger has them."""
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
-    """Why an account could not be asked, or would not delete."""
+    """Why an account could not be asked, would not delete, or cannot be believed."""
+    findings: tuple[Finding, ...] = ()
+    """Machines of accounts that the file does not have, and what was struck off unproved."""
 
     @property
     def clean(self) -> bool:
-        return not self.remaining and not self.failures
+        errors = any(finding.level == "error" for finding in self.findings)
+        return not (self.remaining or self.failures or errors)
 
 
 async def look(context: Context, opened: Open = renter, pace: Pace | None = None) -> Look:
@@ -85,21 +96,29 @@ async def look(context: Context, opened: Open = renter, pace: Pace | None = None
     found = _holdings((name, machines) for name, machines in answers.items())
     if found:
         return Look(context.cluster, found, failures)
-    sweeps, failures = await _swept(context, opened, pace, touch=False)
-    return Look(context.cluster, _holdings((name, sweep.left.values()) for name, sweep in sweeps.items()), failures)
+    swept = await _swept(context, opened, pace, touch=False)
+    failures = {**swept.failures, **swept.doubts()}
+    return Look(context.cluster, swept.left(), failures, swept.unseen(), swept.strangers)
 
 
-async def reap(context: Context, opened: Open = renter, pace: Pace | None = None) -> ReapResult:
-    """Delete all of it, and go on until every provider's list is clean."""
-    sweeps, failures = await _swept(context, opened, pace, touch=True)
-    gone = {name: [one for one in sweep.seen.values() if one.id not in sweep.left] for name, sweep in sweeps.items()}
-    remaining = _holdings((name, sweep.left.values()) for name, sweep in sweeps.items())
-    return ReapResult(context.cluster, _holdings(gone.items()), remaining, failures)
+async def reap(context: Context, opened: Open = renter, pace: Pace | None = None, *, force: bool = False) -> ReapResult:
+    """Delete all of it, and go on until every provider's list is clean; then note in the ledger what is proved gone.
+
+    With `force` also what the ledger has and no list ever showed is struck off.
+    """
+    swept = await _swept(context, opened, pace, touch=True)
+    await strike_off(context, swept.ended(force))
+    unseen, findings = swept.unseen(), swept.strangers
+    if force and unseen:
+        named = ", ".join(f"{one.account} {one.machine.id}" for one in unseen)
+        what = "struck off the ledger, though no list ever showed it"
+        findings += (Finding("warning", what, named, "look in the provider's console"),)
+    remaining = swept.left() if force else (*swept.left(), *unseen)
+    failures = swept.failures if force else {**swept.failures, **swept.doubts()}
+    return ReapResult(context.cluster, swept.gone(), remaining, failures, findings)
 
 
-async def _swept(
-    context: Context, opened: Open, pace: Pace | None, *, touch: bool
-) -> tuple[dict[str, _Sweep], dict[str, ShoalError]]:
+async def _swept(context: Context, opened: Open, pace: Pace | None, *, touch: bool) -> _Swept:
     """Every account looked at until it is known what is there, and cleared on the way if it is to be touched."""
     accounts = open_accounts(context.spec)
     known = await held(context)
@@ -114,9 +133,18 @@ async def _swept(
     }
     title = "providers cleared" if touch else "providers asked"
     failures = await _sweep_all(context, accounts, sweeps, opened, title)
-    clean = [sweep for name, sweep in sweeps.items() if name not in failures and not sweep.left]
-    await strike_off(context, {one: sweep.since(one.token) for sweep in clean for one in sweep.known or ()})
-    return sweeps, failures
+    return _Swept(context.cluster, sweeps, failures, _strangers(context, known or ()))
+
+
+def _strangers(context: Context, known: Iterable[Held]) -> tuple[Finding, ...]:
+    """Machines of accounts that the file does not have: nobody asks for them here."""
+    named = accounts_of(context.spec)
+    machines = [
+        Forgotten(one.token, one.node, one.account, one.id, one.state)
+        for one in known
+        if one.live and one.account not in named
+    ]
+    return (forgotten_finding(context.spec, machines, context.controller.name),) if machines else ()
 
 
 async def _sweep_all(
@@ -130,6 +158,58 @@ async def _sweep_all(
 
         _, failures = await ask_all(accounts, question, opened, PATIENCE)
     return failures
+
+
+@dataclass(frozen=True)
+class _Swept:
+    """What has come of looking at every account."""
+
+    cluster: str
+    sweeps: Mapping[str, _Sweep]
+    failures: Mapping[str, ShoalError]
+    strangers: tuple[Finding, ...]
+
+    def left(self) -> tuple[Holding, ...]:
+        return _holdings((name, sweep.left.values()) for name, sweep in self.sweeps.items())
+
+    def gone(self) -> tuple[Holding, ...]:
+        return _holdings(
+            (name, [one for one in sweep.seen.values() if one.id not in sweep.left])
+            for name, sweep in self.sweeps.items()
+        )
+
+    def unseen(self) -> tuple[Holding, ...]:
+        """What the ledger has at accounts whose lists are clean, and which they never showed."""
+        return _holdings(
+            (name, [Rented(one.id, self.cluster, one.node, one.token, "error", "not listed") for one in sweep.unseen])
+            for name, sweep in self._clean().items()
+        )
+
+    def doubts(self) -> dict[str, ShoalError]:
+        """Why the clean list of such an account is not believed."""
+        found: dict[str, ShoalError] = {}
+        for name, sweep in self._clean().items():
+            if sweep.unseen:
+                ids = ", ".join(one.id for one in sweep.unseen)
+                it = "it" if len(sweep.unseen) == 1 else "them"
+                found[name] = ProviderError(
+                    f"the ledger has {name} {ids}, this key's list does not show {it}: is it the right key or project?",
+                    hint=f"use the key and project that rented {it}; a service that runs on the controller strikes "
+                    f"off what is gone; or see that nothing is left, and say `shoal reap --force`",
+                )
+        return found
+
+    def ended(self, force: bool) -> dict[Held, float]:
+        """What is proved gone, each with the seconds since. An order without a machine is, where the list is ours."""
+        return {
+            one: sweep.since(one.token)
+            for sweep in self._clean().values()
+            for one in sweep.known or ()
+            if force or not sweep.unseen or sweep.shown(one)
+        }
+
+    def _clean(self) -> dict[str, _Sweep]:
+        return {name: one for name, one in self.sweeps.items() if name not in self.failures and not one.left}
 
 
 def _holdings(found: Iterable[tuple[str, Iterable[Rented]]]) -> tuple[Holding, ...]:
@@ -177,6 +257,14 @@ class _Sweep:
                 say(self._doing(rest))
             await self.pace.sleep(self.pace.pause)
             waited += self.pace.pause
+
+    @property
+    def unseen(self) -> list[Held]:
+        """What the ledger has here, and no list ever showed."""
+        return [one for one in self.known or () if one.stands and not self.shown(one)]
+
+    def shown(self, one: Held) -> bool:
+        return one.id in self.seen or any(one.token == machine.token for machine in self.seen.values())
 
     def since(self, token: str) -> float:
         """For how many seconds a machine is known to be gone."""

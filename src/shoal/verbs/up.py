@@ -18,7 +18,7 @@ from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import left_records
-from shoal.roles.forgotten import Forgotten, forgotten, forgotten_finding, gives_up
+from shoal.roles.forgotten import Forgotten, forgotten, forgotten_finding, given_up
 from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
@@ -151,12 +151,13 @@ def _refuse_left_records(context: Context, observed: Observed, allowed: bool) ->
 
 
 async def _ordered_meanwhile(context: Context, observed: Observed) -> list[Finding]:
-    """Machines that the service ordered after it was looked at, with an account that it no longer has."""
+    """Machines that the service ordered after it was looked at, with an account that it no longer has as it was."""
     name, named = context.controller.name, context.spec.providers
-    if not gives_up(context.spec, observed.facts.get(name)):
+    lost = given_up(context.spec, observed.facts.get(name))
+    if not lost:
         return []
-    rents = bool(rented_sets(context.spec))
-    known = [one for one in await held(context) or () if one.live and not (rents and one.account in named)]
+    kept = named.keys() - lost if rented_sets(context.spec) else frozenset()
+    known = [one for one in await held(context) or () if one.live and one.account not in kept]
     machines = [Forgotten(one.token, one.node, one.account, one.id, one.state) for one in known]
     return [forgotten_finding(context.spec, machines, name)] if machines else []
 

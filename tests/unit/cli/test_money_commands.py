@@ -191,8 +191,8 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
     order(clouds)
     ledger, unit = tmp_path / "ledger.db", tmp_path / "unit"
     with Ledger.open(ledger) as kept:
-        kept.intend(rental("t", "burst1", usd_hour=4.29, intended_at=time.time() - 60))
-        kept.made("t", "i", None, time.time() - 60)
+        kept.intend(rental("t-reef-lambda", "burst1", usd_hour=4.29, intended_at=time.time() - 60))
+        kept.made("t-reef-lambda", "i", None, time.time() - 60)
     unit.write_text(f"[Service]\nExecStart={sys.executable} -m shoal.elastic\n")
     monkeypatch.setattr(cost, "COMMAND", (*cost.COMMAND[:-1], str(unit), "--ledger", str(ledger)))
     with running_sshd(tmp_path / "sshd") as server:
@@ -210,6 +210,33 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
     assert shown["shoal reap --yes"].endswith("✓ reef: 2 machines given back; no provider has one any more\n")
     with Ledger.read(ledger) as kept:
         assert kept.live() == [], "what is proved gone costs nothing more"
+
+
+@needs_sshd
+def test_reap_leaves_in_the_ledger_what_no_list_shows_until_it_is_forced(
+    clouds: dict[str, str], tmp_path: Path
+) -> None:
+    ledger = tmp_path / "ledger.db"
+    with Ledger.open(ledger) as kept:
+        kept.intend(rental("t1", "burst1", intended_at=time.time() - 60))
+        kept.made("t1", "i-1", None, time.time() - 60)
+    with running_sshd(tmp_path / "sshd") as server:
+        place = f"address: 127.0.0.1, port: {server.port}, user: {getpass.getuser()}, identity: {server.identity}"
+        write_file(tmp_path, clouds, f"{{name: c1, {place}}}")
+        doubted = shoal("reap", "--yes", "--json")
+        assert doubted.exit_code == 3, doubted.output
+        told = json.loads(doubted.stdout)
+        assert [(one["account"], one["id"]) for one in told["remaining"]] == [("lambda", "i-1")]
+        assert "is it the right key or project?" in str(told["failures"])
+        asked = shoal("reap", "--force")
+        assert (asked.exit_code, "this strikes 1 machines of cluster reef off its ledger" in asked.stderr) == (2, True)
+        with Ledger.read(ledger) as kept:
+            assert [one.token for one in kept.live()] == ["t1"]
+        forced = shoal("reap", "--force", "--yes")
+        assert forced.exit_code == 0, forced.output
+        assert "though no list ever showed it, found lambda i-1" in forced.stdout
+    with Ledger.read(ledger) as kept:
+        assert kept.live() == []
 
 
 def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import time
 from dataclasses import replace
@@ -93,6 +95,24 @@ def test_what_was_struck_off_is_no_longer_in_what_the_service_last_said(tmp_path
     told(path, {"made": ["made", 0.0]})
     left = status.read((tmp_path / "status.json").read_text())
     assert left == replace(said, machines={"joined": {"node": "m"}})
+
+
+def test_what_the_service_last_said_stays_readable_to_its_owner_alone(tmp_path: Path) -> None:
+    """The session that runs this has a umask of its own, mostly 022."""
+    path = tmp_path / "ledger.db"
+    kept(path).close()
+    said = tmp_path / "status.json"
+    status.write(said, status.Status(at=5.0, machines={"made": {"node": "n"}}))
+    said.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(said, 12345, 12346)
+    before = said.stat()
+    (tmp_path / "status.struck").write_text("left by one that was killed")
+    told(path, {"made": ["made", 0.0]})
+    after = said.stat()
+    assert status.read(said.read_text()).machines == {}
+    assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o600, before.st_uid, before.st_gid)
+    assert not (tmp_path / "status.struck").exists()
 
 
 def test_without_a_ledger_it_says_so(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ async def test_an_empty_list_is_believed_when_no_order_is_recent_or_its_time_is_
         time = NoSleep()
         one = context(ONE_ACCOUNT, controller(known))
         result = await verb(one, clouds(), Pace(sleep=time))
-        assert (result.failures, time.slept) == ({}, seconds), verb
+        doubted = ["lambda"] if known and known[0].stands and known[0].account == "lambda" else []
+        assert (list(result.failures), time.slept) == (doubted, seconds), verb
 
 
 async def test_a_machine_that_the_list_shows_minutes_late_goes_too() -> None:
@@ -199,6 +200,74 @@ async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -
     renters["lambda"] = FakeRenter(machines=[machine("a")], deletes_that_fail=1000)
     await reap(context(ledger=stays), opener(**renters), Pace(sleep=NoSleep()))
     assert struck(stays) == []
+
+
+# ---- what only the ledger has
+
+
+@pytest.mark.parametrize("state", ["intended", "made", "joined"])
+async def test_looking_strikes_nothing_off_the_ledger(state: str) -> None:
+    host = controller([held("a", state)])
+    seen = await look(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    assert (seen.found, struck(host)) == ((), [])
+
+
+@pytest.mark.parametrize("state", ["made", "joined", "releasing"])
+async def test_a_machine_that_only_the_ledger_has_remains_as_the_key_may_be_another_teams(state: str) -> None:
+    host = controller([held("i-1", state), held("b", "intended")])
+    for verb in (look, reap):
+        result = await verb(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+        assert str(result.failures["lambda"]) == (
+            "the ledger has lambda i-1, this key's list does not show it: is it the right key or project?\n"
+            "  fix: use the key and project that rented it; a service that runs on the controller strikes off what is "
+            "gone; or see that nothing is left, and say `shoal reap --force`"
+        )
+        assert ids(result.unseen if isinstance(result, Look) else result.remaining) == [("lambda", "i-1")]
+    assert isinstance(result, ReapResult) and not result.clean
+    assert struck(host) == [], "nor is an order proved to have made nothing, by a list that may be another's"
+
+
+async def test_forced_it_is_struck_off_and_told() -> None:
+    host = controller([held("i-1", "joined"), held("b", "intended")])
+    result = await reap(context(ledger=host), clouds(), Pace(sleep=NoSleep()), force=True)
+    assert (result.clean, result.remaining, result.failures) == (True, (), {})
+    assert [str(finding) for finding in result.findings] == [
+        "struck off the ledger, though no list ever showed it, found lambda i-1, look in the provider's console"
+    ]
+    [told] = struck(host)
+    assert set(told) == {"token-i-1", "token-b"}
+
+
+async def test_what_was_listed_and_deleted_is_proved_gone_also_beside_one_that_was_not() -> None:
+    host = controller([held("a", "joined"), held("i-1", "joined"), held("b", "intended")])
+    renters = clouds(**{"lambda": FakeRenter(machines=[machine("a")])})
+    result = await reap(context(ledger=host), renters, Pace(sleep=NoSleep()))
+    assert (ids(result.gone), ids(result.remaining)) == ([("lambda", "a")], [("lambda", "i-1")])
+    [told] = struck(host)
+    assert set(told) == {"token-a"}
+
+
+async def test_a_machine_whose_delete_its_provider_has_taken_is_proved_gone() -> None:
+    host = controller([held("a", "releasing", age=86400)])
+    result = await reap(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    assert result.clean and [set(told) for told in struck(host)] == [{"token-a"}]
+
+
+async def test_machines_of_an_account_that_the_file_does_not_have_keep_it_from_being_clean() -> None:
+    host = controller([replace(held("i-9", "joined"), account="tide")])
+    for verb in (look, reap):
+        result = await verb(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+        assert [(one.level, str(one)) for one in result.findings] == [
+            (
+                "error",
+                "c1: rented machines would be left to cost money, as the file has no account tide any more, found "
+                "burst1 (tide i-9), put it back until they are gone, or run `shoal reap` with the old file",
+            )
+        ]
+        show = show_look if isinstance(result, Look) else show_reap
+        assert "account tide" in shown(show, result) and "no provider has" not in shown(show, result)
+    assert isinstance(result, ReapResult) and not result.clean
+    assert struck(host) == []
 
 
 # ---- what a person sees

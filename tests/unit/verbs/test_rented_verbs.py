@@ -177,6 +177,26 @@ async def test_a_service_that_does_not_start_again_is_told_where_machines_are_le
         assert "; start shoal-elastic on the controller, Failed to start. Or say --force" in str(caught.value)
 
 
+async def test_a_machine_that_only_the_ledger_has_keeps_the_controller_and_forced_it_is_told() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        alone = Held("t0ken9", "cloud2", "acme", "i-9", "joined", 0.0)
+        world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [asdict(alone)]}).encode()}
+        passing = asyncio.create_task(time_passes(cloud))
+        with pytest.raises(ProviderError) as caught:
+            await down(context)
+        why = "acme: the ledger has acme i-9, this key's list does not show it: is it the right key or project?"
+        assert f"rented machines may be left (acme i-9): {why}\n" in str(caught.value)
+        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+        forced = await down(context, force=True)
+        passing.cancel()
+        assert [(one.level, one.what, one.found) for one in forced.findings] == [
+            ("error", f"rented machines may be left: {why}", "acme i-9")
+        ]
+        ended = [json.loads(call.stdin)["ended"] for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+        assert not any("t0ken9" in one for one in ended)
+
+
 # ---- machines that the file no longer knows
 
 
@@ -262,6 +282,22 @@ async def test_what_is_ordered_while_up_takes_the_account_away_is_told() -> None
     ]
 
 
+async def test_what_is_ordered_while_up_moves_the_account_is_told() -> None:
+    world, before = lab(), rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = Held("t1", "cloud1", "acme", "", "intended", 0.0)
+    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [asdict(ordered)]}).encode()}
+    assert "cost money" not in str((await up(context_of(world, before), AT_ONCE)).findings)
+    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
+    assert [(one.what, one.found) for one in result.findings if one.level == "error"] == [
+        (
+            "rented machines would be left to cost money, as account acme is another one in the file now",
+            "cloud1 (acme on order)",
+        )
+    ]
+
+
 async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
     world = lab()
     await raised(world)
@@ -275,18 +311,41 @@ async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() 
     [
         (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
         (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
+        (rented_lab("http://10.0.0.1:1").replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
         (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no nodeset that is"),
     ],
-    ids=["another place", "another project", "no nodeset"],
+    ids=["another place", "another project", "another project as a setting", "no nodeset"],
 )
 async def test_an_account_that_is_another_one_and_a_file_that_rents_nothing_forget_machines_too(
     text: str, why: str
 ) -> None:
     world = lab()
     await raised(world)
-    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {"project": "p1"}}})
     with pytest.raises(ProviderError, match=why):
         await up(context_of(world, text), AT_ONCE)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, ")])
+async def test_a_project_that_is_written_out_or_left_to_the_key_is_the_same_account(before: str, after: str) -> None:
+    world = lab()
+    await raised(world)
+    settings = {"project": before} if before else {}
+    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": settings}})
+    text = rented_lab("http://10.0.0.1:1").replace("key:", f"{after}key:")
+    assert not [one for one in (await plan(context_of(world, text))).findings if one.level == "error"]
+
+
+async def test_machines_that_an_older_service_tells_by_their_nodes_are_not_forgotten() -> None:
+    world = lab()
+    await raised(world)
+    agent = world.agents["c1"]
+    told = {"at": 1.0, "nodes": {"cloud1": {"account": "acme", "id": "i-1", "state": "joined"}}}
+    fact = FileFact(sha256="0", text=json.dumps(told))
+    agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): fact})
+    for verb in (down(context_of(world, LAB)), up(context_of(world, LAB), AT_ONCE)):
+        with pytest.raises(ProviderError, match=r"rented machines would be left .*: cloud1 \(acme i-1\)"):
+            await verb
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
@@ -378,6 +437,19 @@ async def test_a_service_that_says_nothing_is_told_of(text: str | None, now: flo
     found = await view(text, now)
     assert found is not None and found.problem == problem
     assert f"rented: [red]{problem}[/]" in list(rented_lines(found))
+
+
+async def test_the_machines_of_an_older_service_are_shown_and_that_it_is_older() -> None:
+    nodes = {
+        one["node"]: {key: one[key] for key in one if key != "node"} for one in list(SAID["machines"].values())[:3]
+    }
+    older = {key: value for key, value in SAID.items() if key != "machines"} | {"nodes": nodes}
+    found = await view(json.dumps(older))
+    assert found is not None and [node.name for node in found.nodes] == ["cloud1", "cloud2", "cloud3"]
+    assert found.problem == "an older Shoal runs there: run `shoal up`"
+    busy = await view(json.dumps(older | {"problem": "slurmctld does not answer", "nodes": {}}))
+    assert busy is not None and busy.nodes == ()
+    assert busy.problem == "slurmctld does not answer; an older Shoal runs there: run `shoal up`"
 
 
 async def test_a_cluster_that_rents_nothing_has_nothing_to_tell() -> None:
