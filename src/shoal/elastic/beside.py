@@ -7,9 +7,12 @@ not is left to itself, so that a provider which hangs keeps nobody else waiting.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from typing import Any
+
+log = logging.getLogger("shoal.elastic.beside")
 
 PATIENCE = 2.0
 """Seconds that a step waits for a call."""
@@ -39,7 +42,10 @@ class Beside:
         self._calls[key] = (asyncio.create_task(call), until)
 
     async def wait(self, key: Hashable = None) -> None:
-        """Until this call, or all there are, have ended or taken too long. Raises what one that has ended raised."""
+        """Until this call, or all there are, have ended or taken too long.
+
+        Raises what one that has ended raised; what others raised is in the log.
+        """
         now = asyncio.get_running_loop().time()
         asked = self._calls.values() if key is None else [self._calls[key]]
         waited = {task: until for task, until in asked if until > now}
@@ -49,6 +55,8 @@ class Beside:
                 task.add_done_callback(lambda _: self.wake())
         self._collect()
         errors, self._errors = self._errors, []
+        for error in errors[1:]:
+            log.error("another call failed too", exc_info=error)
         if errors:
             raise errors[0]
 

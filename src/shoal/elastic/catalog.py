@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.elastic import choose
 from shoal.elastic.fleet import Fleet, log
 from shoal.elastic.rentals import Block
-from shoal.errors import ProviderError
+from shoal.elastic.source import told
 from shoal.providers.rental import Offer, Outcome, Query, Trouble
 from shoal.providers.rented.http import ApiError
 from shoal.spec.rented import OfferChoice, RentedSet
@@ -55,16 +55,16 @@ class Catalog:
                 return known
             try:
                 known = tuple(await source.renter.offers(choose.query(choice)))
-            except ProviderError as error:
+            except Exception as error:  # whatever it is: one provider's client must not hold up the others
                 self._note_failure(choice, error, failures + 1)
                 return known  # as it was told last: the order itself shows whether it still holds
             self._failed.pop(choice.provider, None)
             self._known[key] = (self.fleet.clock.now(), known)
             return known
 
-    def _note_failure(self, choice: OfferChoice, error: ProviderError, failures: int) -> None:
+    def _note_failure(self, choice: OfferChoice, error: Exception, failures: int) -> None:
         now, account = self.fleet.clock.now(), choice.provider
-        log.warning("%s cannot be asked what can be had: %s", account, error.message)
+        log.warning("%s cannot be asked what can be had: %s", account, told(error))
         self._failed[account] = (now, failures)
         if isinstance(error, ApiError) and error.trouble is Trouble.RATE:
             self._failed[account] = (now + error.retry_after, failures - 1)  # it answers: only too often is too often

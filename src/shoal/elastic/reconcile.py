@@ -34,6 +34,7 @@ async def reconcile(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
     lost = await _lost(fleet, world)
     world.read(fleet.ledger)
     await _nodes(fleet, world, lost)
+    world.read(fleet.ledger)  # orders go on beside: what was made and listed meanwhile is somebody's
     live = {rental.token: rental for rental in world.rentals}
     orphans = {name: found for name, source in fleet.sources.items() if (found := _strays(fleet, source, live))}
     world.read(fleet.ledger)
@@ -202,6 +203,8 @@ def _orphaned(fleet: Fleet, source: Source, machine: Rented, twin: bool) -> bool
     known = None if twin else fleet.ledger.get(machine.token)
     if twin or (known is not None and known.id not in ("", machine.id)):
         return source.may_ask_again(machine)  # a second machine of one order
+    if known is not None and known.live:
+        return False
     now = fleet.clock.now()
     if known is None:
         return now >= source.first_seen(machine) + source.abilities.grace_seconds and source.may_ask_again(machine)

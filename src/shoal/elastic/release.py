@@ -76,6 +76,9 @@ class Release:
             said = "is given back" if outcome.ok else f"could not be given back: {outcome.message}"
             log.warning("%s: %s (%s) belongs to nobody and %s", source.name, machine.id, machine.node, said)
         for rental, outcome in zip(rentals, outcomes[: len(machines)], strict=True):
+            known = self.fleet.ledger.get(rental.token)
+            if known is None or known.state != "releasing":
+                continue  # a list has shown before the answer came that it is gone: its bill ended then
             if outcome.ok:
                 if rental.billed_until is None or self._runs_on(source, rental):
                     self.fleet.ledger.billed(rental.token, until=self.fleet.clock.now())

@@ -24,9 +24,8 @@ from shoal.elastic.inbox import Request
 from shoal.elastic.purse import Purse
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
-from shoal.elastic.source import Source
+from shoal.elastic.source import Source, told
 from shoal.elastic.unclaimed import boot_script
-from shoal.errors import ProviderError
 from shoal.providers.rental import Offer, Order, Outcome, Trouble
 from shoal.spec.rented import RentedSet
 
@@ -78,7 +77,7 @@ class Resume:
         await self._leave(world)
         in_turn = self._purse.limited  # whose job came first chooses first, as long as nobody hangs
         for group in groups:
-            self._serving.start(group.key, self._serve(group))
+            self._serving.start(group.key, self._served(group))
             if in_turn:
                 await self._serving.wait(group.key)
                 in_turn = group.key not in self.busy
@@ -139,6 +138,14 @@ class Resume:
             for node in group.wanting
         )
 
+    async def _served(self, group: Group) -> None:
+        """Serve a group. A bug that shows with one job is told of, and keeps no other from being served."""
+        try:
+            await self._serve(group)
+        except Exception:
+            self._purse.reserve(group.key, ())
+            log.exception("job %s could not be served; the next step tries again", group.job or "(none)")
+
     async def _serve(self, group: Group) -> None:
         """Order until the group has what it wants, must wait, or nothing is left to try."""
         fleet = self._fleet
@@ -155,10 +162,10 @@ class Resume:
                 why, again = choose.why_none(group.nodeset, listed, blocks, now)
                 return await self._give_up(group, why or "the job's other nodes cannot be joined", again)
             offer, refusal = self._affordable(group, group.begun_first(offers), now)
-            if refusal and any(one.node in group.wanting and not one.billed_until for one in self._world.rentals):
-                return  # what these nodes had is on its way out, and makes room
             if refusal:
                 why = f"{group.trouble}; {refusal}" if group.trouble else refusal
+                if going := self._going(group):  # and makes room
+                    return await fleet.say(group.job, f"{why}; waiting for {going} to go")
                 return await self._give_up(group, why, None)
             if not all(one.offer.identity == offer.identity for one in group.coming):
                 for rental in group.coming:
@@ -172,6 +179,14 @@ class Resume:
             if self._looked_at(group):
                 await self._order(group, offer, source, key_name)
         self._purse.reserve(group.key, ())
+
+    def _going(self, group: Group) -> str:
+        """What these nodes had, still costs and is on its way out: what no account is left for is not."""
+        return ", ".join(
+            f"{one.id or 'an order'} of {one.account}"
+            for one in self._world.rentals
+            if one.node in group.wanting and not one.billed_until and one.account in self._fleet.sources
+        )
 
     def _beside(self, group: Group, offers: list[Offer]) -> list[Offer]:
         """Where some nodes of the job work already, the others belong beside them."""
@@ -207,8 +222,8 @@ class Resume:
     async def _key_name(self, source: Source) -> str | None:
         try:
             return await source.key_name(self._fleet.public_key)
-        except ProviderError as error:
-            log.warning("%s: %s", source.name, error.message)
+        except Exception as error:
+            log.warning("%s: %s", source.name, told(error))
             source.not_before = self._fleet.clock.now() + SHORTEST
             return None
 

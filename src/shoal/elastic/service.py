@@ -81,13 +81,21 @@ class Service:
         awaited = {one.account for one in rentals if one.state != "joined" or one.offer.market == "spot"}
         await self._look(awaited)
         world = await self._world()
-        if world is None:
-            # Nobody knows what is wanted. What was to go before goes on going, and nothing outlives its time.
-            blind = World.of(fleet.clock.now(), (), (), fleet)
-            overdue(fleet, blind)
-            await self._release.step(blind)
-            self._report(None)
-            return STEP_SECONDS
+        try:
+            if world is None:
+                # Nobody knows what is wanted. What was to go before goes on going, and nothing outlives its time.
+                blind = World.of(fleet.clock.now(), (), (), fleet)
+                overdue(fleet, blind)
+                await self._release.step(blind)
+                return STEP_SECONDS
+            await self._act(world, requests)
+            return self._next(world)
+        finally:
+            self._report(world)
+
+    async def _act(self, world: World, requests: Sequence[Request]) -> None:
+        """What is due where it is known what Slurm wants."""
+        fleet = self.fleet
         orphans: Mapping[str, Sequence[Rented]] = {}
         try:
             orphans = await reconcile(fleet, world)
@@ -98,8 +106,6 @@ class Service:
         finally:  # whatever went wrong before, what is to go goes
             world.read(fleet.ledger)
             await self._release.step(world, orphans)
-        self._report(world)
-        return self._next(world)
 
     async def run(self) -> None:
         """Step for ever."""

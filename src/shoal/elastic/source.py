@@ -27,6 +27,11 @@ AGAIN_SECONDS = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 60.0
 
 
+def told(error: Exception) -> str:
+    """What a call to a provider failed of. Of a bug in its client only the kind: the text may hold anything."""
+    return error.message if isinstance(error, ProviderError) else f"its client failed: {type(error).__name__}"
+
+
 @dataclass(frozen=True)
 class Seen:
     """An answer to the question what there is."""
@@ -86,7 +91,7 @@ class Source:
             listed = await self.renter.rented(self.cluster)
         except Exception as error:  # whatever it is: one provider's client must not hold up the others
             self._failures += 1
-            said = error.message if isinstance(error, ProviderError) else f"its client failed: {type(error).__name__}"
+            said = told(error)
             if not self.problem:
                 log.warning("%s cannot be asked what there is: %s", self.name, said)
             self.problem = said
@@ -136,7 +141,7 @@ class Source:
         return max(self.not_before, paced if self.abilities.create_interval else 0.0)
 
     async def key_name(self, public_key: str) -> str:
-        """The controller's key as the provider knows it. Raises ProviderError."""
+        """The controller's key as the provider knows it. Raises what the client raises."""
         if self._key_name is None:
             self._key_name = await self.renter.ensure_key(self.cluster, public_key)
         return self._key_name
@@ -147,9 +152,9 @@ class Source:
         self.ordering |= tokens
         try:
             outcomes = await self.renter.create(orders)
-        except ProviderError as error:
+        except Exception as error:
             # It may have raised before anything was sent or after: we look, which is always right.
-            outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=error.message)] * len(orders)
+            outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=told(error))] * len(orders)
         finally:
             self.ordering -= tokens
             self._answered |= dict.fromkeys(tokens, self.clock.now())
@@ -171,8 +176,8 @@ class Source:
         """Delete machines. What could not be done shows in the outcomes, and is tried again later."""
         try:
             return await self.renter.delete(machines)
-        except ProviderError as error:
-            return [Outcome(one.id, Trouble.TRANSIENT, message=error.message) for one in machines]
+        except Exception as error:
+            return [Outcome(one.id, Trouble.TRANSIENT, message=told(error)) for one in machines]
 
 
 class Unusable:

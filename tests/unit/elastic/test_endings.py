@@ -6,14 +6,17 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.elastic import request, status
 from shoal.elastic.inbox import Inbox
+from shoal.elastic.rentals import Rental
 from shoal.elastic.service import Service, alone
 from shoal.errors import UsageError
+from shoal.providers.rental import Outcome, Trouble
 from shoal.slurm.state import NodeState
 from shoal.spec.rented import Budget
 
@@ -97,6 +100,40 @@ async def test_two_jobs_at_once_do_not_both_get_the_last_of_the_money(tmp_path: 
         it.slurm.submit("2", 1)
         await it.step()
         assert len(it.machines()) == 1
+
+
+async def test_a_machine_that_nobody_can_give_back_keeps_no_job_waiting_without_a_word(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
+        leave(it, "an account of before")
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1, seconds=300)
+        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+
+
+async def test_a_job_that_waits_for_the_room_of_a_machine_on_its_way_out_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
+
+        async def refused(machines: Any) -> list[Outcome]:
+            return [Outcome(one.id, Trouble.TRANSIENT, message="not now") for one in machines]
+
+        monkeypatch.setattr(it.fleet.sources["lambda"].renter, "delete", refused)
+        leave(it, "lambda")
+        job = it.slurm.submit("1", 1)
+        await it.step()
+        assert (job.state, job.restarts) == ("CONFIGURING", 0)
+        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+        assert job.comment.endswith("; waiting for i-1 of lambda to go")
+
+
+def leave(it: Scene, account: str) -> None:
+    """The first node had a machine, which is to go."""
+    offer = replace(CASES["lambda"].offer, provider=account, usd_hour=1.29)
+    now = it.clock.now()
+    it.ledger.intend(Rental("t1", "burst1", "burst", account, offer, intended_at=now))
+    it.ledger.made("t1", "i-1", 1.29, now)
+    it.ledger.releasing("t1", "no longer wanted", now)
 
 
 async def test_what_does_not_fit_the_budget_is_looked_for_cheaper(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.elastic.beside import Beside
+from shoal.elastic.bill import cost
 from shoal.elastic.source import LOOK_SECONDS
 from shoal.providers.rental import Outcome, Trouble
 from shoal.spec.rented import Budget
@@ -181,6 +182,50 @@ async def test_what_a_job_still_has_to_order_behind_a_slow_answer_is_kept_for_it
         assert (first.restarts, len(it.machines())) == (0, 2)
 
 
+async def test_an_order_that_is_made_and_listed_while_slurm_is_told_something_is_kept(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), patience=PATIENCE) as it:
+        slow, source = hang(it, "offers"), it.fleet.sources["lambda"]
+        job, down = job_on(it, "1", SLOW), it.slurm.down
+        await it.until(lambda: bool(slow.hung))
+
+        async def slow_down(nodes: Any, reason: str) -> None:
+            it.slurm.down = down  # type: ignore[method-assign]
+            slow.let_go.set()
+            async with asyncio.timeout(60):
+                while not it.rentals("made"):  # noqa: ASYNC110 (the order ends beside)
+                    await asyncio.sleep(0.001)
+            await source.look()
+            await down(nodes, reason)
+
+        it.slurm.down = slow_down  # type: ignore[method-assign]
+        lone = it.slurm.node_by_name["slow4"]
+        lone.flags, lone.since = ["CLOUD"], it.clock.now()  # in use, and no machine is behind it
+        await running(it, job)
+        assert (job.restarts, [one.state for one in it.rentals()]) == (0, ["joined"])
+        assert len(it.market().bill()) == 1
+
+
+async def test_a_delete_that_is_answered_after_the_machine_was_seen_gone_does_not_lengthen_its_bill(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, "lambda", sets=(SLOW,), patience=PATIENCE) as it:
+        slow = hang(it, "delete")
+        job_on(it, "1", SLOW)
+        await it.until(lambda: bool(slow.hung))
+        [rental] = it.rentals("releasing")
+        machine = it.fleet.sources["lambda"].machine(rental)
+        await slow._renter.delete([machine])  # it is done, and only the answer takes long
+        await it.until(lambda: bool(it.rentals("gone")))
+        await it.passes(600)
+        slow.instead = Outcome(rental.id)
+        slow.let_go.set()
+        await it.step()
+        [gone] = it.rentals()
+        assert slow.hung == ["delete"] and gone.gone_at is not None
+        assert gone.billed_until is None
+        assert cost(gone, it.clock.now()) == cost(gone, gone.gone_at)
+
+
 # ---- calls beside the steps
 
 
@@ -206,6 +251,19 @@ async def test_what_a_call_raised_is_told_to_whoever_waits_next_however_late_it_
     with pytest.raises(RuntimeError, match="a bug of ours"):
         await beside.wait()
     await beside.wait()
+
+
+async def test_where_several_calls_fail_one_is_raised_and_the_others_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = asyncio.Event()
+    now.set()
+    beside = Beside(60.0)
+    beside.start("first", _after(now, RuntimeError("the first bug")))
+    beside.start("second", _after(now, RuntimeError("the second bug")))
+    with pytest.raises(RuntimeError, match="the first bug"):
+        await beside.wait()
+    assert "the second bug" in caplog.text and "the first bug" not in caplog.text
 
 
 async def test_calls_that_run_are_left_off_when_the_service_ends() -> None:

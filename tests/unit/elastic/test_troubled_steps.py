@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.elastic.scene import Scene, scene
+from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
+from shoal.elastic import status
 from shoal.elastic.fleet import all_of
 from shoal.elastic.inbox import Inbox
+from shoal.elastic.service import Service
 from shoal.elastic.source import LOOK_SECONDS
+from shoal.spec.rented import Budget
+
+FIRST = rented_set("first", 4, choice(CASES["lambda"]))
+SECOND = rented_set("second", 4, choice(CASES["runpod"]))
 
 
 async def started(it: Scene) -> None:
@@ -51,6 +57,100 @@ async def test_a_client_that_fails_in_its_own_way_is_told_of_and_what_it_has_is_
         await it.passes(600)
         assert it.fleet.sources["sandbox"].problem == "its client failed: KeyError"
         assert [one.state for one in it.rentals()] == ["joined"]
+
+
+async def failing(*_: Any) -> Any:
+    raise KeyError("status")
+
+
+@pytest.mark.parametrize("question", ["offers", "ensure_key"])
+async def test_a_client_that_fails_in_its_own_way_keeps_no_later_job_from_another_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
+) -> None:
+    budget = Budget(per_hour=100.0)
+    async with scene(tmp_path, "lambda", "runpod", sets=(FIRST, SECOND), budget=budget) as it:
+        monkeypatch.setattr(it.fleet.sources["lambda"].renter, question, failing)
+        it.slurm.submit("1", 1, among=list(FIRST.nodes))
+        it.slurm.submit("2", 1, among=list(SECOND.nodes))
+        await it.step()
+        assert len(it.machines("runpod")) == 1
+        assert "its client failed: KeyError" in caplog.text
+
+
+async def test_a_job_says_that_its_account_cannot_be_asked_where_the_client_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        monkeypatch.setattr(it.fleet.sources["lambda"].renter, "offers", failing)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1, seconds=300)
+        assert job.comment.startswith("lambda cannot be asked; next try at ")
+
+
+async def test_an_order_in_which_the_client_fails_is_looked_for_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        renter = it.fleet.sources["lambda"].renter
+        create = renter.create
+
+        async def broken(orders: Any) -> Any:
+            await create(orders)
+            raise KeyError("instance_ids")
+
+        monkeypatch.setattr(renter, "create", broken)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.state == "COMPLETED")
+        assert len(it.market().bill()) == 1
+
+
+async def test_a_delete_in_which_the_client_fails_is_told_of_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        [rental] = it.rentals("joined")
+        with monkeypatch.context() as during:
+            during.setattr(it.fleet.sources["sandbox"].renter, "delete", failing)
+            it.fleet.release(rental, "no longer wanted")
+            await it.step()
+        assert f"sandbox: {rental.id} could not be given back: its client failed: KeyError" in caplog.text
+        it.slurm.cancel("1")
+        await it.until(lambda: it.machines() == [], seconds=300)
+
+
+async def test_a_job_that_cannot_be_served_for_a_bug_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    price = CASES["lambda"].offer.usd_hour or 1.29
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=price)) as it:
+        order = it.service._resume._order
+
+        async def broken(group: Any, *rest: Any) -> None:
+            if group.job == "1":
+                raise RuntimeError("a bug of ours")
+            await order(group, *rest)
+
+        monkeypatch.setattr(it.service._resume, "_order", broken)
+        it.slurm.submit("1", 1)
+        it.slurm.submit("2", 1)
+        await it.step()
+        assert [one.jobs for one in it.rentals()] == [("2",)], "what the first had reserved is free again"
+        assert "job 1 could not be served; the next step tries again" in caplog.text
+        assert "a bug of ours" in caplog.text
+
+
+async def test_the_status_file_is_written_although_the_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        file = tmp_path / "status.json"
+        it.service = Service(it.fleet, status_file=file)
+        monkeypatch.setattr(it.service._boot, "step", failing)
+        with pytest.raises(KeyError):
+            await it.step()
+        assert list(status.read(file.read_text()).machines) == [one.token for one in it.rentals("joined")]
 
 
 async def test_one_that_fails_is_told_of_when_all_have_ended() -> None:
