@@ -8,7 +8,7 @@ SANDBOX = 900
 """Seconds, the cluster that a module's first test makes included. Ten times what most take: the machine may be busy."""
 MATRIX = 3600
 LONGEST = (
-    *("stopping", "jobs", "toy", "elastic", "documented_commands", "spot_training", "simulators", "cluster"),
+    *("stopping", "jobs", "toy", "elastic", "documented_commands", "cluster"),
     *("accounting", "prove", "rented_containers", "storage", "wireguard", "tailscale", "environments", "versions"),
 )
 """Files of tests/e2e: begun last, one of them would be left to run alone at the end."""
@@ -30,8 +30,8 @@ def _is_long(item: pytest.Item) -> bool:
 
 
 def _turn(item: pytest.Item) -> int:
-    """The longest files of tests/e2e, all else on sandbox hosts, what imports torch, and what is fast, for the gaps."""
+    """The longest files of tests/e2e, all else on sandbox hosts, what imports torch or waits, and what is fast."""
     if not _is_long(item):
-        return len(LONGEST) + (1 if "train" in item.path.parts else 2)
+        return len(LONGEST) + (1 if {"train", "contract"} & {*item.path.parts} else 2)
     name = item.path.stem.removeprefix("test_")
     return LONGEST.index(name) if "e2e" in item.path.parts and name in LONGEST else len(LONGEST)
