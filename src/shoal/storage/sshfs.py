@@ -97,6 +97,8 @@ def mount_options(*, read_only: bool, owner: tuple[int, int] | None = None) -> s
         "ServerAliveInterval=5",
         "ServerAliveCountMax=3",
         "ConnectTimeout=10",
+        # The fastest there is, where both ends have it: processors have instructions for it.
+        "Ciphers=^aes128-gcm@openssh.com",
         # What one host has written and closed, another sees at once.
         "dcache_timeout=1",
         "max_conns=1",
