@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.providers.prices import Prices, shipped
-from shoal.providers.rented.gcp import GPUS
+from shoal.providers.rented.gcp_words import GPUS
 from shoal.simulators.machines import MachineType
 
 ZONES = ("us-central1-a", "us-central1-b", "us-central1-c", "us-east1-b", "us-west1-b", "europe-west4-b")

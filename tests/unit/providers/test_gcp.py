@@ -11,7 +11,7 @@ from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, account, s
 
 from shoal.errors import ProviderError
 from shoal.providers.rental import Offer, Order, Query, Rented, Trouble
-from shoal.providers.rented import gcp
+from shoal.providers.rented import gcp, gcp_words
 from shoal.providers.rented.http import Body
 from shoal.simulators.machines import Wanted
 
@@ -36,7 +36,7 @@ def orders(count: int, like: Order = SPOT) -> list[Order]:
 
 
 def test_a_spot_order_says_everything_that_google_must_know() -> None:
-    assert gcp.bulk_insert([SPOT, replace(SPOT, node="gpu2", token="t0ken2")], {}) == {
+    assert gcp_words.bulk_insert([SPOT, replace(SPOT, node="gpu2", token="t0ken2")], {}) == {
         "count": "2",
         "minCount": "1",
         "perInstanceProperties": {"gpu1--t0ken1": {}, "gpu2--t0ken2": {}},
@@ -47,7 +47,7 @@ def test_a_spot_order_says_everything_that_google_must_know() -> None:
                     "boot": True,
                     "autoDelete": True,
                     "initializeParams": {
-                        "sourceImage": gcp.GPU_IMAGE,
+                        "sourceImage": gcp_words.GPU_IMAGE,
                         "diskSizeGb": "100",
                         "diskType": "pd-balanced",
                     },
@@ -80,36 +80,36 @@ def test_a_spot_order_says_everything_that_google_must_know() -> None:
 
 
 def test_a_machine_without_gpus_or_deadline_is_moved_at_maintenance_and_has_no_termination_action() -> None:
-    properties = gcp.bulk_insert([CPU], {})["instanceProperties"]
+    properties = gcp_words.bulk_insert([CPU], {})["instanceProperties"]
     assert properties["scheduling"] == {
         "provisioningModel": "STANDARD",
         "onHostMaintenance": "MIGRATE",
         "automaticRestart": False,
     }
-    assert properties["disks"][0]["initializeParams"]["sourceImage"] == gcp.IMAGE
+    assert properties["disks"][0]["initializeParams"]["sourceImage"] == gcp_words.IMAGE
     arm = replace(CPU, offer=replace(CPU.offer, arch="aarch64"))
-    disk = gcp.bulk_insert([arm], {})["instanceProperties"]["disks"][0]
-    assert disk["initializeParams"]["sourceImage"] == gcp.ARM_IMAGE
+    disk = gcp_words.bulk_insert([arm], {})["instanceProperties"]["disks"][0]
+    assert disk["initializeParams"]["sourceImage"] == gcp_words.ARM_IMAGE
 
 
 def test_an_order_on_demand_with_a_lifetime_is_deleted_at_its_end() -> None:
-    scheduling = gcp.bulk_insert([replace(CPU, lifetime=60)], {})["instanceProperties"]["scheduling"]
+    scheduling = gcp_words.bulk_insert([replace(CPU, lifetime=60)], {})["instanceProperties"]["scheduling"]
     assert scheduling["instanceTerminationAction"] == "DELETE"
     assert scheduling["maxRunDuration"] == {"seconds": "60"}
 
 
 def test_settings_choose_the_network_the_address_and_the_image() -> None:
     settings = {"subnetwork": "regions/us-east1/subnetworks/lab", "external_address": "no", "image": "global/images/my"}
-    properties = gcp.bulk_insert([SPOT], settings)["instanceProperties"]
+    properties = gcp_words.bulk_insert([SPOT], settings)["instanceProperties"]
     assert properties["networkInterfaces"] == [{"subnetwork": "regions/us-east1/subnetworks/lab"}]
     assert properties["disks"][0]["initializeParams"]["sourceImage"] == "global/images/my"
-    own = gcp.bulk_insert([replace(SPOT, image="global/images/own")], settings)["instanceProperties"]
+    own = gcp_words.bulk_insert([replace(SPOT, image="global/images/own")], settings)["instanceProperties"]
     assert own["disks"][0]["initializeParams"]["sourceImage"] == "global/images/own"
 
 
 def test_gpus_are_put_into_machines_that_have_none_built_in() -> None:
     offer = replace(SPOT.offer, type="n1-standard-8+nvidia-tesla-t4:2", gpus=0)
-    properties = gcp.bulk_insert([replace(SPOT, offer=offer)], {})["instanceProperties"]
+    properties = gcp_words.bulk_insert([replace(SPOT, offer=offer)], {})["instanceProperties"]
     assert properties["machineType"] == "n1-standard-8"
     assert properties["guestAccelerators"] == [{"acceleratorType": "nvidia-tesla-t4", "acceleratorCount": 2}]
     assert properties["scheduling"]["onHostMaintenance"] == "TERMINATE"
@@ -124,15 +124,15 @@ def test_gpus_are_put_into_machines_that_have_none_built_in() -> None:
     ],
 )
 def test_newer_families_boot_from_a_hyperdisk(type_: str, disk: str) -> None:
-    properties = gcp.bulk_insert([replace(SPOT, offer=replace(SPOT.offer, type=type_))], {})["instanceProperties"]
+    properties = gcp_words.bulk_insert([replace(SPOT, offer=replace(SPOT.offer, type=type_))], {})["instanceProperties"]
     assert properties["disks"][0]["initializeParams"]["diskType"] == disk
 
 
 def test_the_same_orders_have_the_same_request_id_in_any_sequence_and_others_another() -> None:
     one, two = orders(2)
     there = replace(one, offer=replace(one.offer, zone="us-central1-a"))
-    assert gcp.request_id([one, two]) == gcp.request_id([two, one])
-    assert len({gcp.request_id(which) for which in ([one], [two], [one, two], [there])}) == 4
+    assert gcp_words.request_id([one, two]) == gcp_words.request_id([two, one])
+    assert len({gcp_words.request_id(which) for which in ([one], [two], [one, two], [there])}) == 4
 
 
 # What is read
@@ -154,7 +154,7 @@ def instance(**more: Any) -> Body:
 
 def test_a_machine_is_read_from_its_name_and_label() -> None:
     interface = {"networkIP": "10.0.0.7", "accessConfigs": [{"natIP": "192.0.2.7"}]}
-    found = gcp.rented_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
+    found = gcp_words.rented_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
     assert (found.id, found.cluster, found.node, found.token) == ("gpu1--t0ken1", "reef", "gpu1", "t0ken1")
     assert (found.host, found.private_address) == ("192.0.2.7", "10.0.0.7")
     assert (found.type, found.region, found.zone, found.market) == (
@@ -168,7 +168,7 @@ def test_a_machine_is_read_from_its_name_and_label() -> None:
 
 
 def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> None:
-    assert gcp.rented_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
+    assert gcp_words.rented_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> Non
     [({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours")],
 )
 def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: str) -> None:
-    found = gcp.rented_of(instance(**more))
+    found = gcp_words.rented_of(instance(**more))
     assert (found.cluster, found.node, found.token) == ("", "", ""), why
 
 
@@ -193,7 +193,7 @@ def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: st
     ],
 )
 def test_google_s_states_and_what_they_mean(status: str, state: str, ending: bool) -> None:
-    found = gcp.rented_of(instance(status=status))
+    found = gcp_words.rented_of(instance(status=status))
     assert (found.state, found.ending, found.raw_state) == (state, ending, status)
 
 
@@ -207,7 +207,7 @@ def test_google_s_states_and_what_they_mean(status: str, state: str, ending: boo
     ],
 )
 def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, trouble: Trouble, scope: str) -> None:
-    refusal = gcp.understand(
+    refusal = gcp_words.understand(
         403, {"error": {"code": 403, "message": message, "errors": [{"reason": reason, "message": message}]}}
     )
     assert refusal is not None
@@ -216,14 +216,14 @@ def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, troub
 
 def test_a_project_without_billing_has_no_balance_whatever_else_the_answer_says() -> None:
     error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
-    refusal = gcp.understand(403, {"error": error})
+    refusal = gcp_words.understand(403, {"error": error})
     assert refusal is not None
     assert refusal.trouble is Trouble.BALANCE
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
 def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
-    assert gcp.understand(500, data) is None
+    assert gcp_words.understand(500, data) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> Non
     ],
 )
 def test_of_several_errors_that_is_told_which_says_most(codes: list[str], trouble: Trouble) -> None:
-    outcome = gcp.outcome_of([(code, f"words of {code}") for code in codes])
+    outcome = gcp_words.outcome_of([(code, f"words of {code}") for code in codes])
     assert outcome.trouble is trouble
     assert outcome.message
     if codes:
