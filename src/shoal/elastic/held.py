@@ -41,10 +41,8 @@ def main(argv: list[str]) -> int:
     database = sqlite3.connect(ledger, timeout=PATIENCE, isolation_level=None)
     try:
         if ended:
-            known = by_token(database, ended)
-            strike(database, {token: what for token, (_, *what) in known.items()}, time.time())
-            nodes = {node for node, *_ in known.values()} - live_nodes(database)
-            forget(status, {*ended, *known, *nodes})
+            strike(database, ended, time.time())
+            forget(status, {*ended})
         print(json.dumps({"machines": held(database, time.time())}))
     finally:
         database.close()
@@ -67,16 +65,6 @@ def held(database: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
     return found
 
 
-def by_token(database: sqlite3.Connection, ended: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Those of them that the ledger has, each with its node first. Where an older service told of it, that names it."""
-    found = {}
-    for name, what in ended.items():
-        question = "SELECT token, node FROM rentals WHERE token = ? OR (node = ? AND state = ?)"
-        for token, node in database.execute(question, (name, name, what[0])):
-            found[token] = [node, *what]
-    return found
-
-
 def strike(database: sqlite3.Connection, ended: dict[str, list[Any]], now: float) -> None:
     """Note the end of machines, all in one transaction. What the ledger knows better by now is left as it is."""
     database.execute("BEGIN IMMEDIATE")
@@ -95,21 +83,15 @@ def strike(database: sqlite3.Connection, ended: dict[str, list[Any]], now: float
     database.execute("COMMIT")
 
 
-def live_nodes(database: sqlite3.Connection) -> set[str]:
-    """The nodes that have a machine still: beside one that went, there may be one in its place."""
-    return {one["node"] for one in held(database, time.time()) if one["state"] in LIVE}
-
-
-def forget(path: Path, names: set[str]) -> None:
-    """Take machines out of what the service last said, by token or node: it may not be there to say anything else.
+def forget(path: Path, tokens: set[str]) -> None:
+    """Take machines out of what the service last said: it may not be there to say anything else.
 
     Nobody else may read it, as when the service writes it, whatever umask this runs with.
     """
     try:
         owner = path.stat()
         told = json.loads(path.read_text(encoding="utf-8"))
-        key = "machines" if "machines" in told else "nodes"  # an older service's
-        told[key] = {name: one for name, one in told[key].items() if name not in names}
+        told["machines"] = {token: one for token, one in told["machines"].items() if token not in tokens}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     beside = path.with_suffix(".struck")

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-STATUS = Path("/var/lib/shoal/elastic/status.json")
+from shoal.roles.forgotten import STATUS as PLACE
+
+STATUS = Path(PLACE)
 
 
 @dataclass(frozen=True)

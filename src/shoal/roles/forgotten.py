@@ -89,13 +89,11 @@ def _is_another(spec: Spec, name: str, was: object) -> bool:
 
 
 def _machines(controller: Facts | None, wanted: Callable[[str], bool]) -> tuple[Forgotten, ...]:
-    told = _object(controller, STATUS)
-    listed = told.get("machines", told.get("nodes"))  # an older service tells them by node, and no token
+    listed = _object(controller, STATUS).get("machines")
     found = []
-    for name, one in listed.items() if isinstance(listed, dict) else ():
+    for token, one in listed.items() if isinstance(listed, dict) else ():
         if isinstance(one, dict) and wanted(str(one.get("account"))):
-            words = [str(one.get(key) or "") for key in ("account", "id", "state")]
-            found.append(Forgotten(name, str(one.get("node") or name), *words))
+            found.append(Forgotten(token, *(str(one.get(key) or "") for key in ("node", "account", "id", "state"))))
     return tuple(found)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from shoal.elastic import status as service_status
 from shoal.hosts.api import Host
@@ -14,7 +12,6 @@ from shoal.spec.model import Spec
 from shoal.spec.rented import rented_sets
 
 PATIENCE = 30.0
-OLDER = "an older Shoal runs there: run `shoal up`"
 SILENT_SECONDS = 180.0
 """A service that has said nothing for so long does not run, or hangs."""
 
@@ -65,19 +62,11 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
         return RentedView("shoal-elastic has said nothing yet; run `shoal up`")
     try:
         said = service_status.read(told.text)
-        older = _by_node(told.text)
-        machines = said.machines.values() if older is None else older
-        nodes = tuple(RentedNode(one["node"], **{key: one[key] for key in _FIELDS}) for one in machines)
+        nodes = tuple(RentedNode(one["node"], **{key: one[key] for key in _FIELDS}) for one in said.machines.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         return RentedView("this is no status of shoal-elastic.service")
-    problem = "; ".join(text for text in (said.problem, OLDER if older is not None else "") if text)
+    problem = said.problem
     if clock() - said.at > SILENT_SECONDS:
         problem = f"shoal-elastic has said nothing for {(clock() - said.at) / 60:.0f} minutes; run `shoal up`"
     unwell = {name: text for name, text in said.accounts.items() if text}
     return RentedView(problem, unwell, nodes, dict(said.jobs))
-
-
-def _by_node(text: str) -> list[dict[str, Any]] | None:
-    """The machines as an older service tells them, one for each node; None where it is not older."""
-    told = json.loads(text)
-    return None if "machines" in told else [{**one, "node": node} for node, one in told.get("nodes", {}).items()]

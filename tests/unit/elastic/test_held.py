@@ -97,21 +97,6 @@ def test_what_was_struck_off_is_no_longer_in_what_the_service_last_said(tmp_path
     assert left == replace(said, machines={"joined": {"node": "m"}})
 
 
-def test_machines_that_an_older_service_told_by_node_are_struck_off_by_node(tmp_path: Path) -> None:
-    """Who read its status knows no token; the ledger does."""
-    path, said = tmp_path / "ledger.db", tmp_path / "status.json"
-    said.write_text(json.dumps({"at": 5.0, "nodes": {"n1": {}, "n2": {}, "n3": {}}}))
-    with Ledger.open(path) as ledger:
-        for token, node in {"t1": "n1", "goes": "n2", "t2": "n2", "t3": "n3"}.items():
-            ledger.intend(rental(token, node))
-            ledger.made(token, f"i-{token}", None, 5.0)
-            if token == "goes":
-                ledger.releasing(token, "idle", 6.0)
-        told(path, {"n1": ["made", 0.0], "goes": ["releasing", 0.0], "t3": ["made", 0.0]})
-        assert [one.token for one in ledger.live()] == ["t2"]
-    assert json.loads(said.read_text())["nodes"] == {"n2": {}}, "it has one in the place of the one that went"
-
-
 def test_what_the_service_last_said_stays_readable_to_its_owner_alone(tmp_path: Path) -> None:
     """The session that runs this has a umask of its own, mostly 022."""
     path = tmp_path / "ledger.db"

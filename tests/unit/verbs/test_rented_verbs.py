@@ -17,7 +17,6 @@ from shoal.elastic.status import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import FakeHost, FakeProgram
-from shoal.roles import forgotten
 from shoal.roles.forgotten import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
@@ -336,18 +335,6 @@ async def test_a_project_that_is_written_out_or_left_to_the_key_is_the_same_acco
     assert not [one for one in (await plan(context_of(world, text))).findings if one.level == "error"]
 
 
-async def test_machines_that_an_older_service_tells_by_their_nodes_are_not_forgotten() -> None:
-    world = lab()
-    await raised(world)
-    agent = world.agents["c1"]
-    told = {"at": 1.0, "nodes": {"cloud1": {"account": "acme", "id": "i-1", "state": "joined"}}}
-    fact = FileFact(sha256="0", text=json.dumps(told))
-    agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): fact})
-    for verb in (down(context_of(world, LAB)), up(context_of(world, LAB), AT_ONCE)):
-        with pytest.raises(ProviderError, match=r"rented machines would be left .*: cloud1 \(acme i-1\)"):
-            await verb
-
-
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
 async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) -> None:
     world = lab()
@@ -355,10 +342,6 @@ async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) ->
     agent = world.agents["c1"]
     agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): FileFact(sha256="0", text=text)})
     assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()
-
-
-def test_the_role_reads_what_the_service_writes() -> None:
-    assert str(STATUS) == forgotten.STATUS
 
 
 async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them() -> None:
@@ -437,19 +420,6 @@ async def test_a_service_that_says_nothing_is_told_of(text: str | None, now: flo
     found = await view(text, now)
     assert found is not None and found.problem == problem
     assert f"rented: [red]{problem}[/]" in list(rented_lines(found))
-
-
-async def test_the_machines_of_an_older_service_are_shown_and_that_it_is_older() -> None:
-    nodes = {
-        one["node"]: {key: one[key] for key in one if key != "node"} for one in list(SAID["machines"].values())[:3]
-    }
-    older = {key: value for key, value in SAID.items() if key != "machines"} | {"nodes": nodes}
-    found = await view(json.dumps(older))
-    assert found is not None and [node.name for node in found.nodes] == ["cloud1", "cloud2", "cloud3"]
-    assert found.problem == "an older Shoal runs there: run `shoal up`"
-    busy = await view(json.dumps(older | {"problem": "slurmctld does not answer", "nodes": {}}))
-    assert busy is not None and busy.nodes == ()
-    assert busy.problem == "slurmctld does not answer; an older Shoal runs there: run `shoal up`"
 
 
 async def test_a_cluster_that_rents_nothing_has_nothing_to_tell() -> None:
