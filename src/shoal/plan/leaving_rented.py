@@ -7,7 +7,6 @@ for jobs on other nodes that leave.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from shoal.hostlist import compress
 from shoal.plan.model import Cost, HostPlan
@@ -25,10 +24,5 @@ def of_leaving_rented(
     what = f"{compress(names)}: no longer rented for the cluster; the controller gives back what is there of them"
     told = [Finding("info", what)]
     lost = tuple(job.id for job in jobs if job.state in ACTIVE_STATES and {*names} & {*job.node_names})
-    return tuple(map(_at_the_cost_of_jobs, hosts)) if lost else tuple(hosts), lost, told
-
-
-def _at_the_cost_of_jobs(host: HostPlan) -> HostPlan:
     key = f"file {SPEC}"
-    changes = [replace(change, cost=Cost.JOBS) if change.what == key else change for change in host.changes]
-    return replace(host, changes=tuple(changes))
+    return tuple(host.at_cost(Cost.JOBS, {key}) for host in hosts) if lost else tuple(hosts), lost, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from shoal.agent.document import User
 from shoal.plan.model import Cost, HostPlan
@@ -30,7 +29,8 @@ def of_leaving_users(
     if not homes_go:
         return tuple(hosts), (), findings
     lost = tuple(job.id for some in theirs.values() for job in some)
-    return tuple(_at_the_cost_of_jobs(host, theirs) for host in hosts), lost, findings
+    keys = {key for host in hosts for key, name in _locks(host) if name in theirs}
+    return tuple(host.at_cost(Cost.JOBS, keys) for host in hosts), lost, findings
 
 
 def _jobs_of_locked(hosts: Iterable[HostPlan], jobs: Iterable[JobState]) -> Jobs:
@@ -51,12 +51,6 @@ def _homes_go(cluster: Cluster) -> bool:
     share = homes_of(cluster.spec)
     answered = [member.name for member in cluster.members if member.name in cluster.facts]
     return share is not None and any(way_of(cluster, share, name) == "sshfs" for name in answered)
-
-
-def _at_the_cost_of_jobs(host: HostPlan, users: Jobs) -> HostPlan:
-    keys = {key for key, name in _locks(host) if name in users}
-    changes = [replace(change, cost=Cost.JOBS) if change.what in keys else change for change in host.changes]
-    return replace(host, changes=tuple(changes))
 
 
 def _finding(name: str, jobs: Sequence[JobState], controller: str, homes_go: bool) -> Finding:

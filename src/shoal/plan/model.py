@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from shoal.agent.document import Document
@@ -51,6 +51,11 @@ class HostPlan:
 
     def document(self, stage: Stage) -> Document:
         return next((document for at, document in self.stages if at is stage), ())
+
+    def at_cost(self, cost: Cost, keys: Container[str]) -> HostPlan:
+        """The same, where changes of these items cost that."""
+        changes = (replace(change, cost=cost) if change.what in keys else change for change in self.changes)
+        return replace(self, changes=tuple(changes))
 
 
 @dataclass(frozen=True)
