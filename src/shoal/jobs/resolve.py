@@ -33,15 +33,10 @@ def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[Parti
     cpus = _cpus_per_rank(job, ranks, gpus, chosen)
     _check_memory(job, chosen)
     _check_time(job, partition)
-    hosts = tuple(node.name for node in candidates if not is_rented(node))
-    rented = tuple(node.name for node in candidates if is_rented(node))
+    hosts = tuple(node.name for node in candidates if not node.cloud)
+    rented = tuple(node.name for node in candidates if node.cloud)
     exclude = tuple(node.name for node in lacking)
     return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, hosts, exclude, rented)
-
-
-def is_rented(node: NodeState) -> bool:
-    """Whether the node has a machine only when a job needs one."""
-    return "CLOUD" in node.state
 
 
 def gpus_of(node: NodeState) -> int:
@@ -55,7 +50,7 @@ def _can_have(job: JobSpec, node: NodeState) -> bool:
     One that is down cannot be sent it, and must not be given the job when it comes back. One that is rented later is
     sent nothing: it has what is where --directory says, if all hosts share that.
     """
-    return job.directory is not None if is_rented(node) else not _AWAY & set(node.state)
+    return job.directory is not None if node.cloud else not _AWAY & set(node.state)
 
 
 def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionState:
@@ -120,7 +115,7 @@ def _node_count(
     if wanted > len(candidates):
         which = f" ({compress(node.name for node in candidates)})" if candidates else ""
         fit = " that fit" if job.constraint or job.nodelist else ""
-        rented = [node.name for node in lacking if is_rented(node)]
+        rented = [node.name for node in lacking if node.cloud]
         down = _away(rented, "rented only when needed") or _away([node.name for node in lacking], "down")
         hint = f"say --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
         raise UsageError(

@@ -86,6 +86,11 @@ class NodeState:
     boot_time: str = ""
     slurmd_start_time: str = ""
 
+    @property
+    def cloud(self) -> bool:
+        """Whether it has a machine only when a job needs one."""
+        return "CLOUD" in self.state
+
 
 @dataclass(frozen=True)
 class JobState:

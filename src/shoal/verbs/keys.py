@@ -94,7 +94,7 @@ async def _refuse_rented(context: Context, fleet: Fleet) -> None:
             f"slurmctld does not say which rented nodes are up; nothing was changed: {result.error_text.strip()}",
             hint="run `shoal up`, and then this again",
         )
-    up = [node.name for node in parse_nodes(result.text) if "CLOUD" in node.state and not _asleep(node)]
+    up = [node.name for node in parse_nodes(result.text) if node.cloud and not _asleep(node)]
     if up:
         raise ShoalError(
             f"{compress(up)}: rented and up, would keep the old key and be cut off; nothing was changed",
