@@ -17,6 +17,8 @@ import pytest
 
 from shoal.errors import ProviderError
 from shoal.providers.api import Request
+from shoal.providers.rental import Account, Order, Query, Rented, Renter
+from shoal.providers.rented import renter
 from shoal.providers.sandbox.layout import Layout, cache_dir
 from shoal.providers.sandbox.machine import ssh_answers
 from shoal.providers.sandbox.programs import call
@@ -178,41 +180,40 @@ async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(groun
     assert str(said.stdout).split() == ["ran"]
 
 
-async def test_a_spot_machine_is_told_by_the_cloud_that_it_will_be_taken_away(key: Any) -> None:
+async def test_spot_machines_of_several_clouds_are_told_each_by_its_own_that_they_will_be_taken_away(key: Any) -> None:
     layout = Layout(cache_dir(), CLUSTER)
-    async with simulated() as told:
-        assert not told.warning
-        async with httpx.AsyncClient(base_url=told.url) as client:
-            shown = await ordered(client, key)
-            ask = "import urllib.request as u; print(u.urlopen('http://169.254.169.254/notice').read().decode())"
-            before = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
-            await client.post(f"/_simulator/preempt/{shown['id']}")
-            after = await on(shown["address"], 22, key, "root", f'python3 -c "{ask}"')
-        assert "404" in str(before.stderr)
-        assert str(after.stdout).startswith('{"seconds":')
-        # This machine itself may be in a cloud that answers there.
-        assert "169.254.169.254" not in await call(
-            "ip", "-4", "addr", "show", "dev", layout.bridge(layout.sites()["a"])
+    ours, google = "notice", "computeMetadata/v1/instance/preempted"
+    async with simulated("sandbox") as sandbox, simulated("gcp") as gcp:
+        mine, theirs = await asyncio.gather(
+            spot("sandbox", sandbox.url, "cpu", key), spot("gcp", gcp.url, "e2-standard-2", key)
         )
+        assert "404" in await asked(mine, key, ours)
+        assert await asked(theirs, key, google) == "FALSE"
+        await taken_away(gcp.url, theirs)
+        assert await asked(theirs, key, google) == "TRUE"
+        assert "404" in await asked(mine, key, ours)
+        await taken_away(sandbox.url, mine)
+        assert (await asked(mine, key, ours)).startswith('{"seconds":')
+        assert "404" in await asked(mine, key, google)
+        # This machine itself may be in a cloud that answers there.
+        bridge = layout.bridge(layout.sites()["a"])
+        assert "169.254.169.254" not in await call("ip", "-4", "addr", "show", "dev", bridge)
     assert not layout.dir.exists()
     assert layout.table not in await call("nft", "list", "tables")
 
 
 async def test_a_second_simulator_is_refused_and_the_machines_of_the_first_stay(key: Any) -> None:
-    async with simulated() as told, httpx.AsyncClient(base_url=told.url) as client:
-        shown = await ordered(client, key)
+    async with simulated("sandbox") as told:
+        there = await spot("sandbox", told.url, "cpu", key)
         with pytest.raises(ProviderError) as caught:
             await simulate("sandbox", lambda found: None, cluster=CLUSTER)
         assert str(caught.value) == (
             f"sandbox is simulated for cluster {CLUSTER} already\n"
             "  fix: use the one that runs, or end it with Ctrl-C first"
         )
-        [still] = (await client.get("/v1/machines")).json()["machines"]
-        assert (still["id"], still["state"]) == (shown["id"], "running")
-        assert (await on(shown["address"], 22, key, "root", "id -un")).stdout == "root\n"
-        with pytest.raises(ProviderError, match="another simulated cloud of this cluster tells its machines"):
-            await second_of_another_kind()
-        assert (await on(shown["address"], 22, key, "root", "id -un")).stdout == "root\n"
+        async with renting("sandbox", told.url) as rents:
+            assert [(one.id, one.state) for one in await rents.rented(CLUSTER)] == [(there.id, "up")]
+        assert (await on(there.host, 22, key, "root", "id -un")).stdout == "root\n"
 
 
 async def test_a_start_that_fails_leaves_the_machines_that_were_kept(ground: SandboxGround, key: Any) -> None:
@@ -230,10 +231,10 @@ async def test_a_start_that_fails_leaves_the_machines_that_were_kept(ground: San
 
 
 @contextlib.asynccontextmanager
-async def simulated() -> AsyncIterator[Simulated]:
-    """`shoal simulate sandbox` with hosts, until the block ends."""
+async def simulated(kind: str) -> AsyncIterator[Simulated]:
+    """`shoal simulate KIND` with hosts, until the block ends."""
     found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(simulate("sandbox", found.set_result, cluster=CLUSTER))
+    running = asyncio.create_task(simulate(kind, found.set_result, cluster=CLUSTER))
     try:
         yield await asyncio.wait_for(found, 120)
     finally:
@@ -241,26 +242,44 @@ async def simulated() -> AsyncIterator[Simulated]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def ordered(client: httpx.AsyncClient, key: Any) -> dict[str, Any]:
-    """A spot machine of the simulated sandbox, up."""
-    public = key.with_suffix(".pub").read_text()
-    order = {"token": "t1", "name": "n1", "type": "cpu", "market": "spot", "public_key": public}
-    await client.post("/v1/machines", json={"machines": [order]})
-    shown: dict[str, Any] = {}
-    async with asyncio.timeout(120):
-        while shown.get("state") != "running":
-            [shown] = (await client.get("/v1/machines")).json()["machines"]
-            await asyncio.sleep(0.1)
-    return shown
-
-
-async def second_of_another_kind() -> None:
-    other = SandboxGround("gcp", CLUSTER)
-    await other.open()
+@contextlib.asynccontextmanager
+async def renting(kind: str, url: str) -> AsyncIterator[Renter]:
+    rents = renter(Account("acme", kind, "sk-simulated", url, {"project": "reefs"}))
     try:
-        (await other.listen_for_metadata()).close()
+        yield rents
     finally:
-        await other.close()
+        await rents.close()
+
+
+async def spot(kind: str, url: str, type: str, key: Any) -> Rented:
+    """A spot machine of a simulated cloud, up."""
+    public = key.with_suffix(".pub").read_text()
+    async with renting(kind, url) as rents:
+        [offer, *_] = await rents.offers(Query(types=(type,), market="spot"))
+        [outcome] = await rents.create([Order(CLUSTER, "n1", "t1", offer, public)])
+        assert outcome.ok, outcome
+        async with asyncio.timeout(120):
+            while True:
+                [there] = await rents.rented(CLUSTER)
+                if there.state == "up":
+                    return there
+                await asyncio.sleep(0.2)
+
+
+async def asked(machine: Rented, key: Any, path: str) -> str:
+    """What a machine is answered that asks for itself."""
+    ask = (
+        "import urllib.request as u; "
+        f"r = u.Request('http://169.254.169.254/{path}', headers=dict([('Metadata-Flavor', 'Google')])); "
+        "print(u.urlopen(r, timeout=60).read().decode())"
+    )
+    said = await on(machine.host, 22, key, machine.user, f'python3 -c "{ask}"')
+    return str(said.stdout or said.stderr).strip()
+
+
+async def taken_away(url: str, machine: Rented) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+        (await client.post(f"/_simulator/preempt/{machine.id}")).raise_for_status()
 
 
 def _silent(what: str, done: float) -> None:

@@ -23,7 +23,7 @@ import asyncssh
 
 from shoal.errors import ProviderError
 from shoal.providers.sandbox import images, machine, network, seed
-from shoal.providers.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, cache_dir, site_of
+from shoal.providers.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, cache_dir, locked, site_of
 from shoal.providers.sandbox.programs import call
 from shoal.providers.sandbox.provider import SandboxProvider
 from shoal.simulators.first_boot import break_devices, seeded
@@ -51,7 +51,9 @@ class SandboxGround:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
         self._locks: dict[str, int] = {}
-        """What this process alone may do until it closes: run this cloud here, and answer at METADATA."""
+        """What this process alone may do until it closes: run this cloud here."""
+        self._told_at = 0
+        """The port where machines of this cloud ask for themselves; 0 where they do not."""
         self.found = False
         """Whether a former run left machines or a bill here."""
 
@@ -78,13 +80,11 @@ class SandboxGround:
         return network.gateway(sites[OPEN_SITE])
 
     async def listen_for_metadata(self) -> socket.socket:
-        """A socket where machines on this network ask for themselves, as in a cloud. Raises ProviderError."""
-        if not self._lock("metadata"):
-            raise ProviderError("another simulated cloud of this cluster tells its machines")
-        site = self.layout.sites()[OPEN_SITE]
-        listener = listen(network.gateway(site), 0)
+        """A socket where this cloud's machines ask for themselves, as in a cloud. Raises ProviderError."""
+        listener = listen(network.gateway(self.layout.sites()[OPEN_SITE]), 0)
+        self._told_at = listener.getsockname()[1]
         try:
-            await call("nft", "-f", "-", stdin=metadata_table(self.layout, site, listener.getsockname()[1]))
+            await self._lead_to_metadata()
         except ProviderError:
             listener.close()
             raise
@@ -135,10 +135,10 @@ class SandboxGround:
             if not keep:
                 task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if "metadata" in self._locks:
+        if self._told_at:
+            self._told_at = 0
             with contextlib.suppress(ProviderError):  # it went with the cluster
-                await call("nft", "delete", "table", "ip", self.layout.table)
-            self._lock_file("metadata").unlink(missing_ok=True)
+                await call("nft", "delete", "chain", "ip", self.layout.table, chain_of(self.kind))
         if keep:
             return
         hosts = self.layout.hosts()
@@ -156,7 +156,7 @@ class SandboxGround:
 
     def _others(self) -> bool:
         """Whether another simulated cloud has machines or a memory here."""
-        return any(path.stem not in (self.kind, "metadata") for path in self.store.parent.glob("*"))
+        return any(path.stem != self.kind for path in self.store.parent.glob("*"))
 
     def _lock_file(self, what: str) -> Path:
         return self.store.with_name(f"{what}.lock")
@@ -215,6 +215,7 @@ class SandboxGround:
             await network.plug_in(self.layout, host, sites[host.site])
             if not wanted.reachable:
                 await network.set_cable(self.layout, host, connected=False)
+            await self._lead_to_metadata()
             await machine.start(self.layout, host)
         self._stands[wanted.id] = self._standing(host, "making")
         return host
@@ -223,6 +224,13 @@ class SandboxGround:
         if host.shape.container:
             return Stand(state, network.outer_address(self.layout), host.outer_port)
         return Stand(state, host.address, 22, host.address)
+
+    async def _lead_to_metadata(self) -> None:
+        """Have what this cloud's machines ask METADATA, and no others', arrive at its own port."""
+        site = self.layout.sites().get(OPEN_SITE)  # it may have gone with the cluster
+        if site is not None and self._told_at:
+            own = [host.address for host in self.layout.hosts().values() if host.renter == self.kind]
+            await call("nft", "-f", "-", stdin=metadata_rules(self.layout, site, self.kind, own, self._told_at))
 
     async def _run(self, host: HostRecord, script: str) -> None:
         """Start a container's command: there is no init system that would."""
@@ -237,6 +245,8 @@ class SandboxGround:
         while True:
             try:
                 await self._provider.delete(self.layout.cluster, [self.host_name(id)], _silent)
+                async with locked(self.layout.dir):  # another cloud's machine may get its address
+                    await self._lead_to_metadata()
                 break
             except (ProviderError, OSError) as error:
                 log.error("%s could not be removed yet: %s", self.host_name(id), error)
@@ -259,25 +269,32 @@ async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable
     await work()
 
 
-def metadata_table(layout: Layout, site: Site, port: int) -> str:
-    """nftables rules, as text: who on this network asks METADATA is answered at a port of the machine's own.
+def metadata_rules(layout: Layout, site: Site, kind: str, machines: Iterable[str], port: int) -> str:
+    """nftables rules, as text: these machines, if they ask METADATA, are answered at a port of the cloud's own.
 
-    The machine itself is not concerned: it may be in a cloud that answers there.
+    Each cloud of a cluster has a chain of its own, so that all of them can tell their machines. The computer that they
+    run on is not concerned: it may be in a cloud that answers there.
     """
+    asking = ", ".join(sorted(machines))
+    rule = f"ip saddr {{ {asking} }} ip daddr {METADATA} tcp dport 80 dnat to {network.gateway(site)}:{port}"
+    chain = chain_of(kind)
     return "\n".join(
         [
-            f"table ip {layout.table} {{}}",
-            f"delete table ip {layout.table}",
             f"table ip {layout.table} {{",
-            "    chain prerouting {",
+            f"    chain {chain} {{",
             "        type nat hook prerouting priority dstnat; policy accept;",
-            f'        iifname "{layout.bridge(site)}" ip daddr {METADATA} tcp dport 80 '
-            f"dnat to {network.gateway(site)}:{port}",
             "    }",
             "}",
+            f"flush chain ip {layout.table} {chain}",
+            *([f'add rule ip {layout.table} {chain} iifname "{layout.bridge(site)}" {rule}'] if asking else ()),
             "",
         ]
     )
+
+
+def chain_of(kind: str) -> str:
+    """The chain that has the rules of one cloud."""
+    return "cloud_" + re.sub(r"\W", "_", kind)
 
 
 def _silent(what: str, done: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import ProviderError
 from shoal.providers.sandbox.layout import Layout, Site
 from shoal.simulators.machines import Machine, MachineType, Profile, Wanted
-from shoal.simulators.sandbox_ground import SandboxGround, metadata_table
+from shoal.simulators.sandbox_ground import SandboxGround, metadata_rules
 
 MACHINE = Machine("m1", Wanted("n1", "gpu", "here"), 1.0, 0.0, 0.0)
 
@@ -68,16 +68,19 @@ async def test_one_who_never_opened_it_removes_nothing_when_it_closes(tmp_path: 
     assert ground.store.exists()
 
 
-def test_only_what_comes_from_the_clusters_own_bridge_is_answered_as_metadata(tmp_path: Path) -> None:
+def test_a_clouds_own_machines_on_the_clusters_bridge_are_answered_as_metadata_and_no_others(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     site = Site("a", 0, "10.64.1.0/24")
-    assert metadata_table(layout, site, 4711) == (
-        f"table ip {layout.table} {{}}\n"
-        f"delete table ip {layout.table}\n"
+    empty = (
         f"table ip {layout.table} {{\n"
-        "    chain prerouting {\n"
+        "    chain cloud_tide_pool {\n"
         "        type nat hook prerouting priority dstnat; policy accept;\n"
-        f'        iifname "{layout.bridge(site)}" ip daddr 169.254.169.254 tcp dport 80 dnat to 10.64.1.1:4711\n'
         "    }\n"
         "}\n"
+        f"flush chain ip {layout.table} cloud_tide_pool\n"
+    )
+    assert metadata_rules(layout, site, "tide-pool", [], 4711) == empty
+    assert metadata_rules(layout, site, "tide-pool", ["10.64.1.9", "10.64.1.3"], 4711) == empty + (
+        f'add rule ip {layout.table} cloud_tide_pool iifname "{layout.bridge(site)}" '
+        "ip saddr { 10.64.1.3, 10.64.1.9 } ip daddr 169.254.169.254 tcp dport 80 dnat to 10.64.1.1:4711\n"
     )
