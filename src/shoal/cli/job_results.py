@@ -88,8 +88,8 @@ def _of_rank(result: LogsResult, rank: int | None) -> tuple[LogLine, ...]:
 
 def _finish_log(session: Session, result: LogsResult, value: dict[str, Any], *, well: bool = False) -> None:
     """The nodes that could not be asked, and how the job ended; `well`: also where that was well."""
-    from shoal.cli.render import show_failures
     from shoal.cli.render_jobs import show_ending
+    from shoal.cli.say import show_failures
 
     if session.json:
         session.finish_value(value)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.render_services import show_services
-from shoal.errors import HostError
+from shoal.cli.say import free, show_failures, show_findings
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
-from shoal.spec.finding import Finding
-from shoal.spec.words import printable
 from shoal.verbs.down import DownResult
 from shoal.verbs.remote import ExecResult
 from shoal.verbs.status import Status
 from shoal.verbs.up import UpResult
 
 COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
-LEVEL_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
 _GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
 STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "red", "UNKNOWN": "red", "ERROR": "red"}
 
@@ -41,12 +37,12 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     for column in ("hosts", "what", "change", "costs"):
         table.add_column(column, overflow="fold")
     for (what, action, cost), hosts in _grouped(plan.changes).items():
-        table.add_row(compress(hosts), _free(what), _free(action), Text(cost.words, style=COST_STYLE[cost]))
+        table.add_row(compress(hosts), free(what), free(action), Text(cost.words, style=COST_STYLE[cost]))
     console.print(table)
     if diff:
         for change in plan.changes:
             if change.diff:
-                console.print(f"\n[bold]{change.host}[/] {_free(change.what)}")
+                console.print(f"\n[bold]{change.host}[/] {free(change.what)}")
                 console.print(_coloured(change.diff))
     touched = {change.host for change in plan.changes}
     changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
@@ -65,7 +61,7 @@ def _not_looked_at(plan: Plan) -> str:
 def show_up(console: Console, result: UpResult) -> None:
     show_findings(console, result.findings)
     for name, reason in result.unready:
-        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {_free(reason)}")
+        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {free(reason)}")
     for name in result.staying:
         console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
     show_failures(console, {name: error for name, error in result.failures.items()})
@@ -136,13 +132,13 @@ def show_status(console: Console, status: Status) -> None:
         where = job.nodes or why or f"({job.reason})"
         jobs.add_row(
             job.id,
-            _free(job.name),
+            free(job.name),
             job.user,
             job.state.lower(),
             job.time_used,
             job.time_limit.lower(),
             str(job.node_count),
-            _free(where),
+            free(where),
         )
     console.print(jobs)
 
@@ -155,7 +151,7 @@ def show_exec(console: Console, result: ExecResult) -> None:
         _as_it_came(console, outcome.text)
         _as_it_came(console, outcome.error_text, style="red")
     if result.hint:
-        console.print(f"  fix: {_free(result.hint)}", highlight=False, soft_wrap=True)
+        console.print(f"  fix: {free(result.hint)}", highlight=False, soft_wrap=True)
     show_failures(console, {name: error for name, error in result.failures.items()})
 
 
@@ -167,23 +163,6 @@ def _as_it_came(console: Console, text: str, style: str = "") -> None:
         console.out(text.rstrip("\n"), style=style, highlight=False)
     else:
         console.file.write(text if text.endswith("\n") else f"{text}\n")
-
-
-def show_findings(console: Console, findings: Iterable[Finding]) -> None:
-    for finding in findings:
-        console.print(f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(finding))}", highlight=False)
-
-
-def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
-    """The hosts that dropped out, with the cause and the fix; those with the same share a line."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, error in failures.items():
-        said = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
-        groups.setdefault(said, []).append(name)
-    for (cause, hint), names in groups.items():
-        console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False)
-        if hint:
-            console.print(f"    fix: {escape(hint)}", highlight=False)
 
 
 def _grouped(changes: Iterable[Change]) -> dict[tuple[str, str, Cost], list[str]]:
@@ -203,22 +182,17 @@ def _alike(nodes: Iterable[NodeState]) -> dict[tuple[str, ...], list[NodeState]]
             f"{node.memory_mb / 1024:.1f}G",
             _gpus(node.gres, node.gres_used) or "-",
             node.version or "-",
-            _free(node.reason),
+            free(node.reason),
         )
         groups.setdefault(row, []).append(node)
     return groups
-
-
-def _free(text: str) -> str:
-    """Text that others chose, such as a job's name: no markup, and nothing that a terminal would act on."""
-    return escape(printable(text))
 
 
 def _gpus(gres: str, used: str) -> str:
     """`gpu:h100:8(S:0-1)` of which `gpu:h100:2(IDX:0-1)` are in use, as `2/8 h100`."""
     busy: dict[str, str] = dict(_GPUS.findall(used))
     found = _GPUS.findall(gres)
-    return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or _free(gres)
+    return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or free(gres)
 
 
 def _count(number: int, noun: str) -> str:

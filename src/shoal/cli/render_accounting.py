@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.render import show_failures
+from shoal.cli.say import show_failures
 from shoal.hostlist import compress
 from shoal.slurm.usage import UsageRow
 from shoal.spec.words import printable

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.render import show_failures, show_findings
+from shoal.cli.say import show_failures, show_findings
 from shoal.hostlist import compress
 from shoal.verbs.env import CleanResult, Listed
 from shoal.verbs.env_build import BuildResult

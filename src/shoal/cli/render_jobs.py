@@ -11,11 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.render import show_failures
+from shoal.cli.say import free, show_failures
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
-from shoal.spec.words import printable
 from shoal.verbs.jobs import JobsResult, JobView
 from shoal.verbs.run import Submitted
 
@@ -50,13 +49,13 @@ def show_jobs(console: Console, result: JobsResult) -> None:
         record = view.record
         table.add_row(
             record.id,
-            _free(record.name),
-            _free(record.user),
+            free(record.name),
+            free(record.user),
             Text(_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
             record.run_time,
             record.time_limit.lower(),
-            _free(record.nodes) or str(record.node_count),
-            _free(_why(view)),
+            free(record.nodes) or str(record.node_count),
+            free(_why(view)),
         )
     console.print(table)
 
@@ -87,11 +86,11 @@ def show_ending(console: Console, record: JobRecord | None, reason: Reason | Non
         mark = "[green]✓[/]" if record.state == "COMPLETED" else "[cyan]…[/]"
         console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})", highlight=False)
         return
-    console.print(f"[red]✗[/] job {record.id}: {_state(record)}: {_free(reason.text)}", highlight=False, soft_wrap=True)
+    console.print(f"[red]✗[/] job {record.id}: {_state(record)}: {free(reason.text)}", highlight=False, soft_wrap=True)
     for text in reason.details:
-        console.print(f"    {_free(text)}", highlight=False, soft_wrap=True)
+        console.print(f"    {free(text)}", highlight=False, soft_wrap=True)
     if reason.fix:
-        console.print(f"  fix: {_free(reason.fix)}", highlight=False, soft_wrap=True)
+        console.print(f"  fix: {free(reason.fix)}", highlight=False, soft_wrap=True)
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:
@@ -138,7 +137,3 @@ def _how_it_does(view: JobView) -> str:
 def _state(record: JobRecord) -> str:
     again = f", restart {record.restarts}" if record.restarts else ""
     return record.state.lower().replace("_", " ") + again
-
-
-def _free(text: str) -> str:
-    return escape(printable(text))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.render import show_failures
+from shoal.cli.say import show_failures
 from shoal.hostlist import compress
 from shoal.network.links import Link
 from shoal.verbs.links import LinksResult

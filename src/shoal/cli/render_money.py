@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.as_json import plain
-from shoal.cli.render import show_findings
+from shoal.cli.say import show_findings
 from shoal.elastic.money import dollars, micros, told
 from shoal.errors import ShoalError
 from shoal.providers.rental import Offer

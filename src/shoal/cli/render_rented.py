@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.markup import escape
-
+from shoal.cli.say import free
 from shoal.hostlist import compress
-from shoal.spec.words import printable
 from shoal.verbs.rented import RentedNode, RentedView
 
 WORDS = {"intended": "being ordered", "made": "booting", "joined": "in use", "releasing": "being given back"}
@@ -26,12 +24,8 @@ def rented_lines(view: RentedView) -> Iterator[str]:
     for (where, state), nodes in groups.items():
         known = nodes[0].usd_hour
         price = f", ${known:.2f} an hour each" if known is not None else ", price unknown"
-        yield f"  {compress([node.name for node in nodes])}: {_free(where)}, {state}{price}"
+        yield f"  {compress([node.name for node in nodes])}: {free(where)}, {state}{price}"
     if view.problem:
-        yield f"rented: [red]{_free(view.problem)}[/]"
+        yield f"rented: [red]{free(view.problem)}[/]"
     for account, problem in view.accounts.items():
-        yield f"  [yellow]{account}[/]: {_free(problem)}"
-
-
-def _free(text: str) -> str:
-    return escape(printable(text))
+        yield f"  [yellow]{account}[/]: {free(problem)}"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.markup import escape
-
+from shoal.cli.say import free
 from shoal.hostlist import compress
-from shoal.spec.words import printable
 from shoal.verbs.tailnet import TailnetMember, TailnetView
 
 STYLE = {"direct": "green", "relayed": "yellow", "idle": "dim", "offline": "red", "unknown": "red"}
@@ -17,7 +15,7 @@ WORDS = {"idle": "idle (no packets lately)", "unknown": "not in the tailnet"}
 def tailnet_lines(view: TailnetView) -> Iterator[str]:
     """The members by the way to them; then a line for each key that ends soon."""
     if view.problem or view.state != "Running":
-        yield f"tailnet: [red]{_free(view.problem or view.state)}[/]; `shoal up` lets the controller join again"
+        yield f"tailnet: [red]{free(view.problem or view.state)}[/]; `shoal up` lets the controller join again"
         return
     groups: dict[tuple[str, str], list[str]] = {}
     for member in view.members:
@@ -29,8 +27,4 @@ def tailnet_lines(view: TailnetView) -> Iterator[str]:
 
 
 def _way(member: TailnetMember) -> str:
-    return f"relayed by {_free(member.relay)}, slowly" if member.way == "relayed" else WORDS.get(member.way, member.way)
-
-
-def _free(text: str) -> str:
-    return escape(printable(text))
+    return f"relayed by {free(member.relay)}, slowly" if member.way == "relayed" else WORDS.get(member.way, member.way)

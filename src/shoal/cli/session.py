@@ -98,7 +98,7 @@ class Session:
         self.console.print(f"wrote {path}; look at it, run `shoal check`, then `shoal up`", highlight=False)
 
     def finish_check(self, findings: list[Finding]) -> None:
-        from shoal.cli.render import show_findings
+        from shoal.cli.say import show_findings
 
         errors = sum(finding.level == "error" for finding in findings)
         if self.json:

@@ -20,7 +20,7 @@ _LOOK = r"""
 set -eu
 root=$1 code=$2 lib=$3
 [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
-mkdir -p "$root/code" "$root/lib"
+[ -d "$root/code" ] && [ -d "$root/lib" ] || mkdir -p "$root/code" "$root/lib"
 as_made_now() {  # root of a client of NFS may be somebody else there
     new=$(mktemp "$root/.new.XXXXXX")
     owner=$(stat -c %u "$new")
@@ -39,15 +39,17 @@ if [ ! -s "$root/.id" ]; then
     ln "$new" "$root/.id" 2> /dev/null || true
     rm -f "$new"
 fi
-cat "$root/.id"; echo
+read -r id < "$root/.id" || true  # there is no end of line in it
+echo "$id"
 [ ! -e "$root/.shared" ] || echo shared
 exec 9> "$root/code/.lock"
 flock 9
 [ ! -e "$root/code/$code.tar" ] || { touch "$root/code/$code.tar"; echo code; }
 [ ! -d "$root/lib/$lib" ] || { touch "$root/lib/$lib"; echo lib; }
-flock -u 9
-old() { [ "$(find "$root" -maxdepth 2 "$@" -mtime +KEEP_DAYS 2> /dev/null | wc -l)" -gt KEEP_NEWEST ]; }
-if old -path "$root/code/*.tar" || old -path "$root/lib/*" || old -name tree.lock; then echo old; fi
+exec 9>&-
+find "$root" -maxdepth 2 -mtime +KEEP_DAYS '(' -path "$root/code/*.tar" -printf 'code\n' -o \
+    -path "$root/lib/*" -printf 'lib\n' -o -name tree.lock -printf 'tree\n' ')' 2> /dev/null |
+    awk '++many[$0] > KEEP_NEWEST { print "old"; exit }'
 """.replace("KEEP_DAYS", str(KEEP_DAYS)).replace("KEEP_NEWEST", str(KEEP_NEWEST))
 """Makes the directories, open to every user as /tmp is; says which storage this is and what is there already.
 
@@ -55,25 +57,31 @@ What is there is touched, under the lock that `clean` holds too: it has just bee
 write and delete in `code` and `lib`: below a --directory that a user may write to, they might be the user's.
 """
 
-_TAKE = r"""
+_KEEP = r"""
 set -eu
-place=$1 kind=$2
+place=$1 bytes=$2
+new=$place.$$.$(hostname)
+trap 'rm -f "$new"' EXIT
+cat > "$new"
+[ "$(stat -c %s "$new")" = "$bytes" ] || { echo "only a part of it arrived" >&2; exit 4; }
+chmod 644 "$new"
+mv -f "$new" "$place"
+"""
+"""Takes a file from standard input; it has its name only once it is there whole."""
+
+_UNPACK = r"""
+set -eu
+place=$1
 new=$place.$$.$(hostname)
 trap 'rm -rf "$new"' EXIT
-if [ "$kind" = tar ]; then
-    cat > "$new"
-    chmod 644 "$new"
-    mv -f "$new" "$place"
-else
-    mkdir "$new"
-    tar -x --no-same-owner -f - -C "$new"
-    # Here once, for all jobs: their users may not write here, and would compile it at every start.
-    python3 -I -m compileall -q -d "$place" --invalidation-mode unchecked-hash "$new" > /dev/null 2>&1 || true
-    chmod -R a+rX "$new"
-    mv -T "$new" "$place" 2> /dev/null || [ -d "$place" ]
-fi
+mkdir "$new"
+tar -x --no-same-owner -f - -C "$new"
+# Here once, for all jobs: their users may not write here, and would compile it at every start.
+python3 -I -m compileall -q -d "$place" --invalidation-mode unchecked-hash "$new" > /dev/null 2>&1 || true
+chmod -R a+rX "$new"
+mv -T "$new" "$place" 2> /dev/null || [ -d "$place" ]
 """
-"""Takes an archive from standard input; it has its name only once it is there whole."""
+"""Unpacks an archive from standard input; the directory has its name only once all of it is there."""
 
 _CLEAN_CODE = r"""
 set -eu
@@ -126,7 +134,7 @@ async def look(host: Host, root: str, code: str, runtime: str) -> Found:
     if result.status == 3:
         raise CommandFailed(host.name, result.error_text.strip(), hint="remove it there, or use another --directory")
     if result.status != 0:
-        raise CommandFailed(host.name, f"cannot make {root}: {result.error_text.strip()}", hint="is its disk full?")
+        raise CommandFailed(host.name, f"cannot use {root}: {result.error_text.strip()}", hint="is its disk full?")
     lines = result.text.split()
     return Found(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
 
@@ -145,10 +153,10 @@ async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: Foun
     """Send what the host does not have; how many bytes that were."""
     sent = 0
     if not found.runtime:
-        await _take(host, f"{root}/lib/{runtime.hash}", "tree", runtime.data)
+        await _take(host, _UNPACK, f"{root}/lib/{runtime.hash}", runtime.data)
         sent += len(runtime.data)
     if not found.code:
-        await _take(host, f"{root}/code/{code.hash}.tar", "tar", code.data)
+        await _take(host, _KEEP, f"{root}/code/{code.hash}.tar", code.data)
         sent += len(code.data)
     return sent
 
@@ -163,8 +171,8 @@ async def clean(
     await host.run(["sh", "-c", _CLEAN_TREES, "sh", *kept, " ".join(jobs)], timeout=60, root=False)
 
 
-async def _take(host: Host, place: str, kind: str, data: bytes) -> None:
-    result = await host.run(["sh", "-c", _TAKE, "sh", place, kind], stdin=data, timeout=600)
+async def _take(host: Host, program: str, place: str, data: bytes) -> None:
+    result = await host.run(["sh", "-c", program, "sh", place, str(len(data))], stdin=data, timeout=600)
     if result.status != 0:
         raise CommandFailed(
             host.name, f"cannot keep the job's code in {place}: {result.error_text.strip()}", hint="is its disk full?"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ProviderError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def find(name: str, table: Mapping[str, str], group: str) -> Any:
@@ -15,8 +17,7 @@ def find(name: str, table: Mapping[str, str], group: str) -> Any:
     if name in table:
         module, _, attribute = table[name].partition(":")
         return getattr(import_module(module), attribute)
-    # Looking through all installed packages takes a while.
-    for entry in entry_points(group=group):
+    for entry in _installed(group):
         if entry.name == name:
             try:
                 return entry.load()
@@ -43,7 +44,13 @@ def make(name: str, table: Mapping[str, str], group: str, *arguments: object) ->
 
 def names(table: Mapping[str, str], group: str) -> list[str]:
     """Every name that `find` knows."""
-    return sorted({*table, *(entry.name for entry in entry_points(group=group))})
+    return sorted({*table, *(entry.name for entry in _installed(group))})
+
+
+def _installed(group: str) -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # loading it takes a while, and so does looking through all packages
+
+    return entry_points(group=group)
 
 
 def _broken(name: str, error: Exception, place: str) -> ProviderError:

@@ -9,12 +9,11 @@ from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema, mode
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from shoal.spec.closed import Closed
+from shoal.spec.defaults import WIREGUARD_PORT, WIREGUARD_SUBNET
 from shoal.spec.secret import SecretReference
 from shoal.spec.words import Port, address, choice, host_name, refusal
 
 KINDS = ("lan", "wireguard", "tailscale")
-WIREGUARD_SUBNET = "10.77.0.0/16"
-WIREGUARD_PORT = 51820
 
 
 def _subnet(value: object) -> str:

@@ -14,6 +14,7 @@ from typing import Self
 
 from shoal.plan.connections import Connections
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
+from shoal.tracking.mlflow import TOLD
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
@@ -24,14 +25,18 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Reached:
-    """The hosts of a cluster, connected or on their way, and the question what nodes and partitions Slurm has."""
+    """The hosts of a cluster, connected or on their way, and what its controller has been asked."""
 
     fleet: Connections
     slurm: asyncio.Future[list[str]]
+    """What nodes and partitions Slurm has."""
+    tracking: asyncio.Future[str]
+    """Where jobs report to."""
 
     async def close(self) -> None:
         self.slurm.cancel()
-        await asyncio.gather(self.slurm, return_exceptions=True)
+        self.tracking.cancel()
+        await asyncio.gather(self.slurm, self.tracking, return_exceptions=True)
         await self.fleet.close()
 
     async def __aenter__(self) -> Self:
@@ -49,21 +54,24 @@ async def reach(context: Context) -> Reached:
     fleet.meet([controller])  # the first of all: Slurm's answer takes longest
     if len(fleet.targets) <= AT_ONCE:
         fleet.meet(fleet.targets)
-    return Reached(fleet, _question(fleet, controller))
+    return _asking(fleet, controller)
 
 
 async def reach_controller(context: Context) -> Reached:
     """The same for who changes nothing, and needs no node."""
     fleet = await context.connections([context.controller])
-    return Reached(fleet, _question(fleet, context.controller.name))
+    return _asking(fleet, context.controller.name)
 
 
-def _question(fleet: Connections, controller: str) -> asyncio.Future[list[str]]:
-    async def asked() -> list[str]:
+def _asking(fleet: Connections, controller: str) -> Reached:
+    async def slurm() -> list[str]:
         host = await fleet.host(controller)
         return await while_it_runs(host, ask(host, NODES_COMMAND), ask(host, PARTITIONS_COMMAND))
 
-    return asyncio.ensure_future(asked())
+    async def tracking() -> str:
+        return (await (await fleet.host(controller)).run(TOLD, timeout=60)).text
+
+    return Reached(fleet, asyncio.ensure_future(slurm()), asyncio.ensure_future(tracking()))
 
 
 class Ahead:

@@ -22,7 +22,7 @@ from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
 from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
-from shoal.tracking.mlflow import TOLD, job_variables
+from shoal.tracking.mlflow import job_variables
 from shoal.train.contract import PROFILE_DIRECTORY
 from shoal.verbs.ahead import AT_ONCE, Reached, reach, reach_controller
 from shoal.verbs.context import Context, computing
@@ -102,7 +102,7 @@ async def submit(
 
         await expect_environment(fleet, prepared.environment, prepared.job.hosts)
     await _expect_profiler(fleet, prepared.job)
-    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(controller, job, environ))
+    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(reached, prepared.job, environ))
     number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
     await _clean(fleet, controller, prepared, found)
     resolved = prepared.job
@@ -137,7 +137,7 @@ async def _prepare_and_look(
         prepared = await _resolve(context, reached, job, tree, ours)
         wanted = prepared.job.hosts
         _refuse_strangers(wanted, fleet)
-        if prepared.job.rented:
+        if prepared.job.rented or prepared.job.containers:
             wanted = tuple(dict.fromkeys((*wanted, context.controller.name)))
         found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
     finally:
@@ -161,14 +161,17 @@ async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundl
     environment = await _environment(context, reached.fleet, job)
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
-    nodes, partitions = await reached.slurm
-    resolved = resolve(job, parse_nodes(nodes), parse_partitions(partitions))
+    said, partitions = await reached.slurm
+    nodes = parse_nodes(said)
     root, place = job_root(job, context.cluster), environment.path if environment else ""
-    if resolved.rented:
-        from shoal.verbs.run_rented import expect_on_shares  # it reads the whole spec
+    if any(node.cloud for node in nodes):
+        from shoal.verbs.run_rented import resolve_rented  # it reads the whole spec
 
-        expect_on_shares(context, resolved, root, environment)
-    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares)
+        resolved = resolve_rented(context, job, nodes, parse_partitions(partitions), environment)
+    else:
+        resolved = resolve(job, nodes, parse_partitions(partitions))
+    staged = bool(resolved.containers)
+    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares, staged)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
 
 
@@ -236,11 +239,14 @@ async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found
         await fleet.each(crowded, one)
 
 
-async def _tracking(controller: Host, job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument."""
-    if job.tracking_uri:
+async def _tracking(reached: Reached, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument.
+
+    Rented containers do not reach it, and are not told its password.
+    """
+    if job.spec.tracking_uri or job.containers:
         return {}
-    found = job_variables((await controller.run(TOLD, timeout=60)).text)
+    found = job_variables(await reached.tracking)
     # A server that somebody else set up has a password that only the operator knows.
     known = {} if "MLFLOW_TRACKING_USERNAME" in found or not found else _given(environ)
     return {**known, **found}

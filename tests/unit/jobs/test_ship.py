@@ -37,7 +37,7 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> 
         assert (first.shared, first.code, first.runtime) == (False, False, False) and len(first.id) == 24
         assert await send(host, root, tree, ours, first) == len(tree.data) + len(ours.data)
         again = await look(host, root, tree.hash, ours.hash)
-        assert again == Found(first.id, False, True, True)
+        assert again == Found(first.id, code=True, runtime=True)
         assert await send(host, root, tree, ours, again) == 0
     assert (Path(root) / "code" / f"{tree.hash}.tar").read_bytes() == tree.data
     lib = Path(root) / "lib" / ours.hash
@@ -68,6 +68,21 @@ async def test_a_place_for_code_that_a_user_has_made_is_refused(tmp_path: Path, 
             with pytest.raises(CommandFailed, match="does not belong to root"):
                 await look(host, str(root), tree.hash, "11b")
     assert list(theirs.iterdir()) == []
+
+
+class Cut(LocalHost):
+    """A host whose connection ends before all has arrived there."""
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", **more: Any) -> Result:
+        return await super().run(argv, stdin=stdin[: len(stdin) // 2], **more)
+
+
+async def test_code_that_arrives_in_part_is_not_kept(tmp_path: Path, tree: Bundle) -> None:
+    root, host = tmp_path / "jobs", Cut(Target("n1"), through_sudo=False)
+    await look(host, str(root), tree.hash, "11b")
+    with pytest.raises(CommandFailed, match=r"n1: cannot keep the job's code in .*: only a part of it arrived"):
+        await send(host, str(root), tree, runtime(), Found("1", runtime=True))
+    assert list((root / "code").glob("[!.]*")) == []
 
 
 async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree: Bundle) -> None:
@@ -114,7 +129,7 @@ def test_hosts_with_their_own_disks_all_need_it() -> None:
 async def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with here("n1") as host:
-        with pytest.raises(CommandFailed, match=r"n1: cannot make .*/file/jobs: .*Not a directory"):
+        with pytest.raises(CommandFailed, match=r"n1: cannot use .*/file/jobs: .*Not a directory"):
             await look(host, str(tmp_path / "file" / "jobs"), "a", "b")
 
 

@@ -21,7 +21,7 @@ from shoal.providers.sandbox.network import (
     render_table,
 )
 from shoal.spec.member import Shape
-from shoal.spec.network import WIREGUARD_SUBNET
+from shoal.spec.defaults import WIREGUARD_SUBNET
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef-2")
 SITES = [Site("a", 0, "10.70.1.0/24"), Site("b", 1, "10.70.2.0/24")]

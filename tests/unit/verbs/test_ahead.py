@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -135,9 +137,35 @@ def test_the_cluster_of_a_command_line_is_reached_where_its_file_was_read_before
 
 def test_what_is_reached_can_be_closed_before_slurm_has_answered() -> None:
     async def work() -> None:
-        never: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        never: asyncio.Future[list[str]] = loop.create_future()
+        nowhere: asyncio.Future[str] = loop.create_future()
         context, _ = reef()
-        await Reached(await context.connections(), never).close()
-        assert never.cancelled()
+        await Reached(await context.connections(), never, nowhere).close()
+        assert never.cancelled() and nowhere.cancelled()
 
     asyncio.run(work())
+
+
+HEAVY = (
+    "ruamel",
+    "sqlite3",
+    "shoal.roles",
+    "shoal.elastic",
+    "shoal.spec.model",
+    "shoal.plan.diff",
+)
+"""What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
+
+
+def test_running_a_job_and_showing_it_loads_nothing_of_what_builds_clusters() -> None:
+    used = "shoal.cli.app, shoal.cli.job_commands, shoal.verbs.run, shoal.cli.job_results, shoal.cli.render_jobs"
+    program = f"import sys, shoal.cli.early, {used}, shoal.providers.sandbox.provider; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert [name for name in HEAVY if name in done.stdout.split()] == []
+
+
+def test_reaching_hosts_does_not_wait_for_pydantic() -> None:
+    program = "import sys, shoal.verbs.ahead, shoal.providers.sandbox.provider; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "shoal.hosts.ssh" in done.stdout.split() and "pydantic" not in done.stdout.split()
