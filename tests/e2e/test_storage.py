@@ -179,6 +179,14 @@ def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
     assert told["whole"] and told["changed"] == ["fish1"]
 
 
+def test_symbolic_links_on_a_share_lead_where_they_say_on_every_host(lab: Lab) -> None:
+    """An environment's Python is an absolute link, and a cache of models is full of those with `..` in them."""
+    lab.shell("fish2", "mkdir -p /data/links/in && cd /data/links && echo found > file && chmod -R a+rX .")
+    lab.shell("fish2", "ln -s ../file /data/links/in/relative && ln -s /data/links/file /data/links/absolute")
+    for host in ("controller", "fish1", "fish2"):
+        assert lab.shell(host, "cat /data/links/in/relative /data/links/absolute") == "found\nfound\n"
+
+
 def test_a_share_whose_program_was_killed_is_mounted_again_by_up(lab: Lab) -> None:
     lab.shell("fish1", "pkill -KILL -f '[s]hfs.*/data'")
     assert lab.ssh("fish1", "ls /data").returncode != 0

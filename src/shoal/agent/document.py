@@ -198,6 +198,8 @@ class Mount(Item):
     automount: bool = False
     """For a share of another host: mounted when somebody looks, and again when it was lost. What hides files of the
     host's own is refused."""
+    if_known: str = ""
+    """One more option, where the file system's program has it: releases differ, and refuse what they do not know."""
 
     @property
     def key(self) -> str:

@@ -215,7 +215,7 @@ def pip(asked: dict[str, Any], line: list[str], what: str) -> None:
 
 def remedy(said: str) -> str:
     if "Connection" in said or "Name or service not known" in said or "Max retries" in said or "Retrying" in said:
-        return "the controller needs a way to a package index: see `proxy`"
+        return "this host needs a way to a package index: see `proxy`"
     if "hashes" in said.lower():
         return "make the lock anew"
     if "No space left" in said:

@@ -80,7 +80,10 @@ if [ ! -e "$path/{MARK}" ]; then
 else
     [ "$touch" = no ] || touch -c "$path/{MARK}" 2> /dev/null
     ask='import sys; print("%d.%d" % sys.version_info[:2])'
-    echo env "$("$path/bin/python" -I -S -c "$ask" 2> /dev/null || echo broken)"
+    if said=$("$path/bin/python" -I -S -c "$ask" 2>&1); then echo env "$said"; else
+        echo env broken
+        echo why "$(echo "$said" | tail -n 1)"
+    fi
 fi
 [ ! -e "$3" ] || echo archive
 [ "$touch" = yes ] || driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null | head -n 1)
@@ -98,6 +101,8 @@ class Look:
     """It sees the archive, so that it can unpack a copy by itself."""
     driver: str = ""
     """The version of its NVIDIA driver; empty where there are no GPUs."""
+    why: str = ""
+    """What is said where it is `broken`."""
 
 
 def look_command(path: str, archive: str = "", *, use: bool = False) -> list[str]:
@@ -107,7 +112,8 @@ def look_command(path: str, archive: str = "", *, use: bool = False) -> list[str
 
 def parse_look(text: str) -> Look:
     words = dict(line.partition(" ")[::2] for line in text.splitlines())
-    return Look(words.get("env", "missing"), "archive" in words, words.get("driver", "").strip())
+    driver = words.get("driver", "").strip()
+    return Look(words.get("env", "missing"), "archive" in words, driver, words.get("why", "").strip())
 
 
 _UNPACK = r"""

@@ -48,11 +48,14 @@ def using(cluster: Cluster, member: Member) -> Iterator[Item]:
             for name, user in cluster.spec.users.items():
                 options = sshfs.mount_options(read_only=False, owner=(user.uid, user.gid or user.uid))
                 place = f"{share.where}/{name}"
-                what = f"{name}@{bracketed(address)}:{share.path}/{name}"
-                yield Mount(place, what, "fuse.sshfs", options, automount=True)
+                yield _over_ssh(place, f"{name}@{bracketed(address)}:{share.path}/{name}", options)
         elif kind == "sshfs":
-            what = f"{sshfs.ACCOUNT}@{bracketed(address)}:{share.where}"
-            yield Mount(share.where, what, "fuse.sshfs", sshfs.mount_options(read_only=read_only), automount=True)
+            options = sshfs.mount_options(read_only=read_only)
+            yield _over_ssh(share.where, f"{sshfs.ACCOUNT}@{bracketed(address)}:{share.where}", options)
+
+
+def _over_ssh(where: str, what: str, options: str) -> Mount:
+    return Mount(where, what, "fuse.sshfs", options, automount=True, if_known=sshfs.WITH_LINKS)
 
 
 def _copies(cluster: Cluster, copies: list[Served], servers: str) -> Iterator[Item]:

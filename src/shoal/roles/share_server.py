@@ -43,21 +43,35 @@ def _nfs_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterato
     facts, address = cluster.facts[member.name], cluster.addresses.get(member.name, "127.0.0.1")
     others = tuple(other for name, other in cluster.addresses.items() if name != member.name)
     exported = [nfs.Export(share.path, others, share.share.read_only) for share in mine]
+    serve = _kernel_server if served_by_kernel(facts) else _ganesha
+    yield from serve(facts, address, exported)
+
+
+def _kernel_server(facts: Facts, address: str, exported: list[nfs.Export]) -> Iterator[Item]:
+    if not foreign_exports(facts):
+        yield Directory("/etc/nfs.conf.d")
+        yield File(nfs.NFS_CONF, nfs.nfs_conf(address), restarts=("nfs-server",))
+        if not has_rpcbind(facts):
+            # The package's unit starts these along with the server, enabled or not.
+            for path, text in map(nfs.not_needed_drop_in, nfs.NOT_NEEDED):
+                yield Directory(path.rpartition("/")[0])
+                yield File(path, text)
     yield from no_rpcbind(facts)
-    if served_by_kernel(facts):
-        yield Directory("/etc/exports.d")
-        yield File(nfs.EXPORTS, nfs.exports(exported), reloads=(f"command {EXPORTFS}",))
-        if not foreign_exports(facts):
-            yield Directory("/etc/nfs.conf.d")
-            yield File(nfs.NFS_CONF, nfs.nfs_conf(address), restarts=("nfs-server",))
-        yield Service("nfs-server")
-        yield Command(EXPORTFS, ("exportfs", "-ra"), on_change=True)
-        return
+    yield Directory("/etc/exports.d")
+    yield File(nfs.EXPORTS, nfs.exports(exported), reloads=(f"command {EXPORTFS}",))
+    yield Directory(nfs.SERVER_DROP_IN.rpartition("/")[0])
+    yield File(nfs.SERVER_DROP_IN, nfs.server_drop_in())
+    yield Service("nfs-server")
+    yield Command(EXPORTFS, ("exportfs", "-ra"), on_change=True)
+
+
+def _ganesha(facts: Facts, address: str, exported: list[nfs.Export]) -> Iterator[Item]:
     newer = nfs.knows_io_flusher(facts.os_id, facts.os_version)
     conf = nfs.ganesha_conf(address, exported, io_flusher=newer)
     before = text_of(facts, nfs.GANESHA_CONF)
     # A new list of members is taken while it runs; what stands before it is read at the start only.
     restart = before.partition("EXPORT {")[0] != conf.partition("EXPORT {")[0]
+    yield from no_rpcbind(facts)
     yield from [Service(name, enabled=False, running=False) for name in NOT_FOR_US]
     yield Directory("/etc/shoal")
     yield File(
@@ -73,9 +87,11 @@ def _nfs_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterato
 
 def no_rpcbind(facts: Facts) -> list[Item]:
     """Version 4 has no use for it, and it answers everybody. One that ran before is somebody else's."""
-    if any(facts.services.get(name) == "active" for name in RPCBIND):
-        return []
-    return [Service(name, enabled=False, running=False) for name in RPCBIND]
+    return [] if has_rpcbind(facts) else [Service(name, enabled=False, running=False) for name in RPCBIND]
+
+
+def has_rpcbind(facts: Facts) -> bool:
+    return any(facts.services.get(name) == "active" for name in RPCBIND)
 
 
 def _ssh_server(cluster: Cluster, member: Member, mine: list[Served]) -> Iterator[Item]:
@@ -152,6 +168,8 @@ def no_nfs_server() -> list[Item]:
         File(nfs.GANESHA_CONF),
         File(nfs.EXPORTS, reloads=(f"command {EXPORTFS}",)),
         File(nfs.NFS_CONF, restarts=("nfs-server",)),
+        File(nfs.SERVER_DROP_IN),
+        *(File(nfs.not_needed_drop_in(unit)[0]) for unit in nfs.NOT_NEEDED),
         Command(EXPORTFS, ("sh", "-c", "! command -v exportfs > /dev/null || exportfs -ra"), on_change=True),
     ]
 

@@ -27,7 +27,7 @@ restore() {
   gzip -t "$file"
   mariadb -e "DROP DATABASE IF EXISTS $fresh; CREATE DATABASE $fresh"
   gzip -dc "$file" | mariadb "$fresh"
-  mariadb -N -e "SHOW TABLES" "$fresh" | grep -q . || { echo "$1 has no tables in it" >&2; exit 2; }
+  [ -n "$(mariadb -N -e "SHOW TABLES" "$fresh")" ] || { echo "$1 has no tables in it" >&2; exit 2; }
   # From here on slurmctld keeps what it has to say, and says it once slurmdbd is back.
   trap 'systemctl start slurmdbd' EXIT
   systemctl stop slurmdbd

@@ -15,6 +15,9 @@ NFS_CONF = "/etc/nfs.conf.d/shoal.conf"
 GANESHA_CONF = "/etc/shoal/ganesha.conf"
 GANESHA_UNIT = "/etc/systemd/system/shoal-nfs.service"
 GANESHA_SERVICE = "shoal-nfs"
+SERVER_DROP_IN = "/etc/systemd/system/nfs-server.service.d/shoal.conf"
+NOT_NEEDED = ("rpcbind.socket", "rpcbind.service", "rpc-statd.service")
+"""What the package's own unit starts beside the kernel's server, and only versions before 4 have a use for."""
 
 _HEADER = "# Written by shoal; changes here are lost.\n"
 
@@ -46,6 +49,16 @@ def nfs_conf(address: str) -> str:
         f"{_HEADER}[nfsd]\nhost={address}\nvers2=n\nvers3=n\nvers4=y\nvers4.0=n\nvers4.1=n\nvers4.2=y\n"
         "udp=n\ntcp=y\nrdma=n\n"
     )
+
+
+def server_drop_in() -> str:
+    """The kernel's server is started again until the host has its address: a VPN may take longer than the boot."""
+    return f"{_HEADER}[Unit]\nStartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
+
+
+def not_needed_drop_in(unit: str) -> tuple[str, str]:
+    """Where it is said of a unit that it stays off while NFS is version 4 alone, and how: whoever wants it started."""
+    return f"/etc/systemd/system/{unit}.d/shoal.conf", f"{_HEADER}[Unit]\nConditionPathExists=!{NFS_CONF}\n"
 
 
 def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = False) -> str:
@@ -117,6 +130,8 @@ def ganesha_unit() -> str:
         "Wants=network-online.target\n"
         "After=network-online.target dbus.service\n"
         "Conflicts=nfs-ganesha.service nfs-server.service\n"
+        # Until the host has its address, for as long as that takes.
+        "StartLimitIntervalSec=0\n"
         "\n"
         "[Service]\n"
         "RuntimeDirectory=ganesha\n"

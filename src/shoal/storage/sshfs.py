@@ -25,6 +25,10 @@ TRANSPORT = "/usr/local/lib/shoal/patient_sftp.py"
 
 _HEADER = "# Written by shoal; changes here are lost.\n"
 
+WITH_LINKS = "no_contain_symlinks"
+"""For mounts by the sshfs of 2026 and later, which otherwise reads no symbolic link that is absolute or has `..` in it:
+every Python environment has the one kind, every cache of models the other. By NFS they are read as well."""
+
 
 @dataclass(frozen=True)
 class HostKey:

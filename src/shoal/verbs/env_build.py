@@ -200,15 +200,13 @@ def _misfits(made: Made, directory: str, looks: Mapping[str, Look]) -> list[Find
                 host=compress(missing),
             )
         )
-    if other:
-        findings.append(
-            Finding(
-                "error" if len(other) == len(looks) else "warning",
-                f"environment {made.name}: the nodes have no Python {made.python} to run it",
-                fix=f"install Python {made.python} there, or name nodes that have it with --partition or --nodelist",
-                host=compress(other),
-            )
-        )
+    fix = f"install Python {made.python} there, or name nodes that have it with --partition or --nodelist"
+    for state in sorted({looks[node].state for node in other}):
+        nodes = [node for node in other if looks[node].state == state]
+        what = "its Python does not start" if state == "broken" else f"the nodes have no Python {made.python} to run it"
+        found = looks[nodes[0]].why if state == "broken" else f"Python {state}"
+        level = "error" if len(other) == len(looks) else "warning"
+        findings.append(Finding(level, f"environment {made.name}: {what}", found, fix, host=compress(nodes)))
     return findings
 
 

@@ -39,6 +39,15 @@ class ShareState:
     """Why nothing is known of it."""
 
 
+# repquota wants a file system, not a directory in one: df says which that is.
+LOOK = """
+room=$(df -Pm -- "$1") || exit
+echo "$room"
+command -v repquota > /dev/null || exit 0
+repquota -u -O csv -- "$(echo "$room" | awk 'END { print $1 }')" 2> /dev/null || true
+"""
+
+
 async def share_states(spec: Spec, fleet: Connections) -> tuple[ShareState, ...]:
     """Ask all servers at once."""
     return tuple(await asyncio.gather(*(_state(share, fleet) for share in shares(spec))))
@@ -46,13 +55,12 @@ async def share_states(spec: Spec, fleet: Connections) -> tuple[ShareState, ...]
 
 async def _state(share: Served, fleet: Connections) -> ShareState:
     known = ShareState(share.where, share.share.kind, share.server)
-    look = 'df -Pm -- "$1"; ! command -v repquota > /dev/null || repquota -u -O csv -- "$1" 2> /dev/null || true'
     if share.server not in fleet.targets:
         return replace(known, trouble="its host is not made yet")
     try:
         async with asyncio.timeout(PATIENCE):
             host = await fleet.host(share.server)
-            said = await host.run(("sh", "-c", look, "sh", share.path), timeout=PATIENCE)
+            said = await host.run(("sh", "-c", LOOK, "sh", share.path), timeout=PATIENCE)
     except (TimeoutError, ShoalError):
         return replace(known, trouble=f"{share.server} does not answer")
     room = parse_room(said.text)

@@ -68,6 +68,21 @@ def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
         mounts.refuse_hiding(str(tmp_path), mounted=True)
 
 
+def test_an_option_is_given_to_a_release_that_has_it_and_to_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "sshfs"
+    monkeypatch.setattr(mounts, "which", lambda name: str(program) if name == "sshfs" and program.exists() else None)
+    item = {"fstype": "fuse.sshfs", "options": "rw,nosuid", "if_known": "no_contain_symlinks"}
+    assert mounts.all_options(item) == "rw,nosuid"  # it is not installed yet
+    program.write_text("#!/bin/sh\necho '    -o follow_symlinks  follow symlinks on the server'\n")
+    program.chmod(0o755)
+    assert mounts.all_options(item) == "rw,nosuid"
+    program.write_text("#!/bin/sh\necho '    -o no_contain_symlinks allow all symlink targets' >&2\n")
+    assert mounts.all_options(item) == "rw,nosuid,no_contain_symlinks"
+    assert mounts.all_options({**item, "if_known": ""}) == "rw,nosuid"
+
+
 @pytest.mark.parametrize("autofs", [True, False])
 def test_a_share_waits_for_its_server_and_holds_up_no_boot(monkeypatch: pytest.MonkeyPatch, autofs: bool) -> None:
     monkeypatch.setattr(mounts, "has_systemd", lambda: True)

@@ -138,6 +138,26 @@ def test_an_rpcbind_that_ran_before_stays_and_one_that_a_package_brought_goes() 
     assert "service rpcbind" not in items(cluster, "c1")
 
 
+def test_what_the_kernels_server_would_start_beside_it_stays_off_also_at_the_next_boot() -> None:
+    served = items(cluster_of(), "c1")
+    for unit in ("rpcbind.socket", "rpcbind.service", "rpc-statd.service"):
+        drop_in = served[f"file /etc/systemd/system/{unit}.d/shoal.conf"]
+        assert text(drop_in).endswith(f"[Unit]\nConditionPathExists=!{nfs.NFS_CONF}\n")
+        assert list(served).index(drop_in.key) < list(served).index("service rpcbind")
+    assert text(served[f"file {nfs.SERVER_DROP_IN}"]) == nfs.server_drop_in()
+    gone = {item.key: item for item in Storage().farewell()}
+    for path in (nfs.SERVER_DROP_IN, *(nfs.not_needed_drop_in(unit)[0] for unit in nfs.NOT_NEEDED)):
+        assert gone[f"file {path}"] == File(path)
+
+
+def test_an_rpcbind_that_ran_before_and_exports_of_older_versions_are_not_switched_off() -> None:
+    cluster = cluster_of(c1={**WHOLE, "services": {"rpcbind": "active"}})
+    assert not any("rpcbind" in key or "statd" in key for key in items(cluster, "c1"))
+    own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="/srv/old *(ro)\n")}
+    cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
+    assert not any(key.startswith("file ") and "rpc" in key for key in items(cluster, "c1"))
+
+
 def test_each_host_mounts_in_the_way_it_can() -> None:
     cluster = cluster_of(n1=FUSE, n2=WHOLE)
     there = items(cluster, "n2")
@@ -154,6 +174,7 @@ def test_each_host_mounts_in_the_way_it_can() -> None:
     assert isinstance(home, Mount) and home.what == "alice@10.0.0.1:/home/alice" and "uid=2001" in home.options
     data = over_ssh["mount /data"]
     assert isinstance(data, Mount) and data.what == "shoal-share@10.0.0.1:/data" and data.automount
+    assert home.if_known == data.if_known == "no_contain_symlinks"
     assert text(over_ssh[f"file {sshfs.KNOWN_HOSTS}"]).endswith("10.0.0.1 ssh-ed25519 HOSTc1\n")
 
 

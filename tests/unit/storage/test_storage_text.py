@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from shutil import which
+
+import pytest
+
 from shoal.storage import nfs, sshfs
 from shoal.storage.nfs import Export
 from shoal.storage.sshfs import HostKey
@@ -55,6 +61,38 @@ def test_our_unit_for_ganesha_wants_neither_rpcbind_nor_statd() -> None:
     unit = nfs.ganesha_unit()
     assert "rpcbind" not in unit and "lock" not in unit
     assert f"-f {nfs.GANESHA_CONF}\n" in unit
+
+
+def test_both_servers_are_started_again_until_the_host_has_its_address() -> None:
+    again = "[Unit]\nStartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
+    assert nfs.server_drop_in() == HEADER + again
+    assert "StartLimitIntervalSec=0\n" in nfs.ganesha_unit() and "Restart=always\n" in nfs.ganesha_unit()
+
+
+@pytest.mark.skipif(not which("systemd-analyze"), reason="no systemd-analyze here")
+def test_systemd_reads_our_units_without_a_word(tmp_path: Path) -> None:
+    """With stand-ins for the programs and units that only a server has."""
+    own = {nfs.GANESHA_UNIT: nfs.ganesha_unit().replace("/usr/bin/ganesha.nfsd", "/bin/true")}
+    own[nfs.SERVER_DROP_IN] = nfs.server_drop_in()
+    own |= dict(map(nfs.not_needed_drop_in, nfs.NOT_NEEDED))
+    package = "[Unit]\nWants=rpcbind.socket rpc-statd.service\n[Service]\nType=oneshot\nExecStart=/bin/true\n"
+    own["nfs-server.service"] = package
+    own |= dict.fromkeys(("rpcbind.service", "rpc-statd.service"), "[Service]\nExecStart=/bin/true\n")
+    own["rpcbind.socket"] = "[Socket]\nListenStream=/run/rpcbind.sock\n"
+    for path, text in own.items():
+        place = tmp_path / path.removeprefix("/etc/systemd/system/")
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(text)
+    units = [str(tmp_path / name) for name in ("shoal-nfs.service", "nfs-server.service")]
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_nfs_mounts_wait_for_a_server_that_is_away_and_trust_no_set_uid_file() -> None:

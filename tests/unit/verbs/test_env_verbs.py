@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,7 +16,7 @@ from tests.unit.plan.fake_world import spec_of
 
 from shoal.cli.render_env import show_built, show_cleaned, show_list
 from shoal.cli.render_services import show_services
-from shoal.environments.place import Kept, Look, Made, parse_look
+from shoal.environments.place import MARK, Kept, Look, Made, look_command, parse_look
 from shoal.errors import Partly, ShoalError, UsageError
 from shoal.hosts.api import Target
 from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
@@ -100,8 +102,8 @@ async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_pa
     [
         ({"n1": "env missing\n", "n2": "env missing\n"}, "error", "the nodes do not see /shared/environments"),
         ({"n1": "env 3.11\n", "n2": "env missing\n"}, "warning", "the nodes do not see /shared/environments"),
-        ({"n1": "env broken\n", "n2": "env broken\n"}, "error", "the nodes have no Python 3.11 to run it"),
-        ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "the nodes have no Python 3.11 to run it"),
+        (dict.fromkeys(("n1", "n2"), "env broken\nwhy not there\n"), "error", "does not start, found not there"),
+        ({"n1": "env 3.11\n", "n2": "env 3.13\n"}, "warning", "have no Python 3.11 to run it, found Python 3.13"),
     ],
 )
 async def test_nodes_that_cannot_use_it_are_named_and_if_none_can_it_is_not_in_force(
@@ -109,8 +111,24 @@ async def test_nodes_that_cannot_use_it_are_named_and_if_none_can_it_is_not_in_f
 ) -> None:
     hosts = Hosts(tmp_path, looks=looks)
     [finding] = (await build(hosts.context)).findings
-    assert (finding.level, words in finding.what) == (level, True)
+    assert finding.level == level and words in str(finding)
     assert bool(hosts.names) == (level == "warning")
+
+
+def test_a_node_says_why_the_python_of_an_environment_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / MARK).touch()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to("/nowhere/python3")
+
+    def look() -> Look:
+        said = subprocess.run(look_command(str(tmp_path)), stdout=subprocess.PIPE, check=True).stdout
+        return parse_look(said.decode())
+
+    assert look().state == "broken" and look().why.endswith("not found")
+    python.unlink()
+    python.symlink_to(sys.executable)
+    assert look() == Look(f"{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 @pytest.mark.parametrize(("name", "words"), [("tor", "did you mean `torch`?"), ("xyz", "known: torch")])

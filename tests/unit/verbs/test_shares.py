@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from tests.unit.plan.fake_world import host_facts, spec_of
@@ -52,6 +55,22 @@ def test_room_and_quotas_are_read_from_what_the_server_says() -> None:
     assert parse_room("df: /srv/data: No such file or directory\n") is None
     assert parse_quotas(DF + QUOTA) == {"alice": (2048, 5120), "bob": (3072, 2048)}
     assert parse_quotas(DF) == {}
+
+
+def test_quotas_are_asked_of_the_file_system_that_the_directory_is_in(tmp_path: Path) -> None:
+    """repquota takes a mount point or a device, and says nothing of any other directory."""
+    (tmp_path / "df").write_text(f"#!/bin/sh\ncat <<'END'\n{DF}END\n")
+    (tmp_path / "repquota").write_text(f'#!/bin/sh\n[ "$*" = "-u -O csv -- /dev/sda1" ] && cat <<"END"\n{QUOTA}END\n')
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    look = ["sh", "-c", shares.LOOK, "sh", "/srv/data"]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.run(look, env=env, capture_output=True, text=True, check=True).stdout == DF + QUOTA
+
+
+def test_a_directory_that_is_not_there_yet_is_told_as_nothing(tmp_path: Path) -> None:
+    said = subprocess.run(["sh", "-c", shares.LOOK, "sh", str(tmp_path / "no")], capture_output=True, check=False)
+    assert said.returncode != 0 and said.stdout == b""
 
 
 async def test_every_share_is_asked_of_the_host_that_keeps_it() -> None:

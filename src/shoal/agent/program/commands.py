@@ -20,6 +20,7 @@ def check_command(item: Item, world: World) -> Change | None:
 
 
 def make_command(item: Item, world: World) -> str:
+    world.tell(item["name"])  # some take minutes, and whoever watches would take what came before for stuck
     for attempt in range(item["retries"] + 1):
         if attempt:
             world.tell(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")

@@ -8,7 +8,7 @@ import os
 from shoal.agent.program.disk import read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
 from shoal.agent.program.files import make_block
-from shoal.agent.program.running import must, run
+from shoal.agent.program.running import must, run, which
 from shoal.agent.program.services import unit_log
 from shoal.agent.program.systemd import has_systemd
 from shoal.agent.program.wire import Item
@@ -62,7 +62,7 @@ def make_mount(item: Item, world: World) -> str:
         if item["mounted"] and not is_mounted(where):
             os.makedirs(where, 0o755, exist_ok=True)
             must(
-                ["mount", "-t", item["fstype"], "-o", item["options"], "--", item["what"], where],
+                ["mount", "-t", item["fstype"], "-o", all_options(item), "--", item["what"], where],
                 "could not mount " + where,
             )
         return ""
@@ -125,6 +125,7 @@ BETWEEN = "\n# .automount\n"
 
 def mount_record(item: Item) -> tuple[str, str]:
     """Where a mount is written down for the next boot, and how: a systemd unit, or a block in fstab."""
+    item = {**item, "options": all_options(item)}
     if not has_systemd():
         return "/etc/fstab", "{what} {where} {fstype} {options} 0 0\n".format(**item)
     fields = {name: item[name].replace("%", "%%") for name in ("what", "where", "fstype", "options")}
@@ -139,6 +140,25 @@ def mount_record(item: Item) -> tuple[str, str]:
         watch = f"# Made by shoal\n[Automount]\nWhere={fields['where']}\n\n[Install]\nWantedBy=remote-fs.target\n"
         return path, text + BETWEEN + watch
     return path, text + WANTED
+
+
+def all_options(item: Item) -> str:
+    """Its options, and the one for releases that have it, where this one does."""
+    options: str = item["options"]
+    wanted: str = item.get("if_known") or ""
+    program = which(item["fstype"].rpartition(".")[2]) if wanted else None
+    known = program is not None and "-o " + wanted in help_of(program, os.stat(program).st_mtime_ns)
+    return options + "," + wanted if known else options
+
+
+HELP: dict[tuple[str, int], str] = {}
+
+
+def help_of(program: str, changed: int) -> str:
+    """What a program says of itself, asked once for all the homes of a host."""
+    if (program, changed) not in HELP:
+        HELP[program, changed] = run([program, "--help"], timeout=10.0)[1]
+    return HELP[program, changed]
 
 
 def has_autofs() -> bool:
