@@ -17,6 +17,7 @@ from shoal.elastic.service import Service, alone
 from shoal.elastic.settings import Settings, read_settings
 from shoal.elastic.slurm import LiveSlurm
 from shoal.elastic.source import Source, Unusable
+from shoal.elastic.starts import Starts
 from shoal.elastic.status import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Target
@@ -77,7 +78,8 @@ async def _run() -> None:
     ledger = Ledger.open()
     running = service(read_settings(), ledger)
     work = asyncio.ensure_future(running.run())
-    beside = asyncio.ensure_future(settle(running))
+    starts = Starts(LocalHost(Target("controller")))
+    beside = [asyncio.ensure_future(settle(running)), asyncio.ensure_future(starts.run())]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
@@ -85,7 +87,8 @@ async def _run() -> None:
     except asyncio.CancelledError:
         logging.getLogger("shoal.elastic").info("told to end; what is rented stays, and the next service goes on")
     finally:
-        beside.cancel()
+        for task in beside:
+            task.cancel()
         await running.close()
         ledger.close()
 

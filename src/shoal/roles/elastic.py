@@ -36,6 +36,10 @@ IDENTITY = f"{SETTINGS}/id_ed25519"
 """With this the controller logs in to machines that it rented."""
 STATE = "/var/lib/shoal/elastic"
 REQUESTS = f"{STATE}/requests"
+STARTS = f"{STATE}/starts"
+"""Where jobs wait for nodes that are being woken."""
+START_LOOK_SECONDS = 30
+"""How often such a job looks for its nodes where the service says nothing."""
 INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
 WHEEL_SECRET = "shoal itself"
@@ -82,10 +86,12 @@ class Elastic(Part):
         if _rents(cluster.spec, member):
             return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running(cluster.spec)}
         unit = cluster.facts[member.name].files.get(UNIT)
-        return {Stage.SERVICES: without_service()} if unit and unit.there else {}
+        # slurmctld runs its programs until it has read that there are none.
+        gone = {Stage.SERVICES: without_service(), Stage.NODES: without_programs()}
+        return gone if unit and unit.there else {}
 
     def farewell(self) -> Document:
-        return without_service()
+        return (*without_service(), *without_programs())
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         """A controller whose Python cannot run Shoal, and machines that nobody would give back any more."""
@@ -159,9 +165,15 @@ def accounts_json(spec: Spec) -> str:
     return json.dumps(told, indent=1, sort_keys=True) + "\n"
 
 
+def start_program() -> str:
+    """What slurmctld runs before each job, so that it starts when its nodes are there. See shoal.elastic.starts."""
+    text = files("shoal").joinpath("elastic/start.sh").read_text(encoding="utf-8")
+    return text.replace("@STARTS@", STARTS).replace("@LOOK@", str(START_LOOK_SECONDS))
+
+
 def without_service() -> Document:
-    """The service taken away, with keys and programs. The ledger stays: it says what was rented and what it cost."""
-    away = (SETTINGS, PROGRAMS, REQUESTS, STATUS)
+    """The service taken away, with its keys. The ledger stays: it says what was rented and what it cost."""
+    away = (SETTINGS, REQUESTS, STATUS)
     gone = " && ".join(f"! test -e {path}" for path in away)
     return (
         Service(SERVICE, enabled=False, running=False),
@@ -172,6 +184,14 @@ def without_service() -> Document:
             unless=("sh", "-c", gone),
         ),
     )
+
+
+def without_programs() -> Document:
+    """What slurmctld started taken away."""
+    away = Command(
+        "forget programs that wake nodes", ("rm", "-rf", PROGRAMS, STARTS), unless=("test", "!", "-e", PROGRAMS)
+    )
+    return (away,)
 
 
 def _made(spec: Spec) -> Document:
@@ -191,7 +211,9 @@ def _made(spec: Spec) -> Document:
         Directory("/var/lib/shoal"),
         Directory(STATE),
         Directory(REQUESTS, owner="slurm", group="slurm", mode=0o700),
+        Directory(STARTS, owner="slurm", group="slurm", mode=0o700),
         Directory(PROGRAMS),
+        File(f"{PROGRAMS}/start", start_program(), mode=0o755),
         *(File(f"{PROGRAMS}/{verb}", _program(), mode=0o755) for verb in VERBS),
         Command(
             "make a key for rented machines",

@@ -240,6 +240,7 @@ def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
         "ResumeProgram": f"{power.programs}/resume",
         "SuspendProgram": f"{power.programs}/suspend",
         "ResumeFailProgram": f"{power.programs}/resume-fail",
+        "PrologSlurmctld": f"{power.programs}/start",
         "ResumeTimeout": str(power.resume_timeout),
         "SuspendTimeout": str(power.suspend_timeout),
         # All nodes of a job in one request: they must come from one place.

@@ -91,7 +91,7 @@ class PowerSaving:
     """How Slurm has nodes made and given back."""
 
     programs: str
-    """The directory of the programs `resume`, `suspend` and `resume-fail`."""
+    """The directory of the programs `resume`, `suspend`, `resume-fail` and `start`."""
     resume_timeout: int
     """Seconds from asking for a node to its registration."""
     suspend_timeout: int = 60

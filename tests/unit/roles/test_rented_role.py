@@ -26,7 +26,17 @@ from shoal.plan.secrets import secrets_for, with_digests
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.compute import slurmd_options
 from shoal.roles.documents import documents, membership
-from shoal.roles.elastic import ACCOUNTS, KEYS, SPEC, UNIT, WHEEL_SECRET, Elastic, prefix, without_service
+from shoal.roles.elastic import (
+    ACCOUNTS,
+    KEYS,
+    SPEC,
+    UNIT,
+    WHEEL_SECRET,
+    Elastic,
+    prefix,
+    without_programs,
+    without_service,
+)
 from shoal.roles.in_force import CGROUP_CONF, HOSTS, SLURM_CONF, InForce, in_force
 from shoal.roles.own_wheel import own_wheel
 from shoal.roles.rented import promised, rented_findings
@@ -259,7 +269,10 @@ def test_a_cluster_that_rents_nothing_gets_nothing_and_one_that_did_is_rid_of_it
     assert Elastic().packages(spec, cluster.controller, None) == ()
     facts = {**FACTS, "c1": replace(FACTS["c1"], files={UNIT: FileFact(there=True)})}
     left = assemble(spec, facts, ADDRESSES)
-    assert Elastic().documents(left, left.controller) == {Stage.SERVICES: without_service()}
+    assert Elastic().documents(left, left.controller) == {
+        Stage.SERVICES: without_service(),
+        Stage.NODES: without_programs(),
+    }
     assert Service("shoal-elastic", enabled=False, running=False) in without_service()
 
 
@@ -277,8 +290,8 @@ def test_a_controller_whose_python_is_too_old_is_told(python: str, refused: bool
 def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None:
     paths = [item.path for item in controller_document(Stage.SERVICES) if isinstance(item, File)]
     conf = slurm_conf(assemble(SPEC_LAN, FACTS, ADDRESSES).conf)
-    started = [line.partition("=")[2] for line in conf.splitlines() if line.partition("=")[0].endswith("Program")]
-    assert len(started) == 3 and set(started) <= set(paths)
+    started = [line.partition("=")[2] for line in conf.splitlines() if "=/usr/local/lib/shoal/" in line]
+    assert len(started) == 4 and set(started) <= set(paths)
 
 
 # Shoal itself

@@ -32,6 +32,7 @@ for name in resume suspend resume-fail; do
     printf '#!/bin/sh\necho "%s $1" >>/tmp/asked\n' $name >$programs/$name
     chmod 755 $programs/$name
 done
+ln -s /bin/true $programs/start
 mkdir -p $root/out
 if [ -n "$OUT" ]; then mount --bind "$OUT" $root/out; fi
 cat >$root/start <<'END'
