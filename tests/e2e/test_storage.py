@@ -179,6 +179,12 @@ def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
     assert told["whole"] and told["changed"] == ["fish1"]
 
 
+def test_what_a_node_wrote_over_ssh_is_everybodys_on_the_host_that_keeps_the_share_too(lab: Lab) -> None:
+    lab.says("alice", "controller", "srun -w fish1 sh -c 'mkdir /data/hers && echo 1 > /data/hers/file'")
+    lab.shell("fish2", "runuser -u bob -- sh -c 'echo 2 > /data/hers/file && mv /data/hers/file /data/hers/his'")
+    assert lab.says("alice", "controller", "cat /data/hers/his") == "2\n"
+
+
 def test_symbolic_links_on_a_share_lead_where_they_say_on_every_host(lab: Lab) -> None:
     """An environment's Python is an absolute link, and a cache of models is full of those with `..` in them."""
     lab.shell("fish2", "mkdir -p /data/links/in && cd /data/links && echo found > file && chmod -R a+rX .")

@@ -26,7 +26,9 @@ def serving(cluster: Cluster, member: Member) -> Iterator[Item]:
     """The directories that the member keeps, and what lets the others get at them."""
     mine = [share for share in shares(cluster.spec) if share.server == member.name]
     for share in mine:
-        mode = "0755" if share.homes or share.share.read_only else "1777"
+        # Over SSH files belong to one account: nobody could write over, on the server, what another host wrote.
+        open_to_all = "1777" if share.share.kind == "nfs" else "0777"
+        mode = "0755" if share.homes or share.share.read_only else open_to_all
         make = ("install", "-d", "-m", mode, share.path)
         yield Command(f"make {share.path}", make, unless=("test", "-d", share.path))
         if share.path != share.where:

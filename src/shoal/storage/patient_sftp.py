@@ -27,6 +27,7 @@ RENAME, SYMLINK, STATUS, HANDLE, NAME, EXTENDED = 18, 20, 101, 102, 104, 200
 WITH_HANDLE = (CLOSE, READ, WRITE, FSTAT, FSETSTAT, READDIR)
 OK, NO_SUCH_FILE, FAILURE = 0, 2, 4
 APPEND, CREATE, TRUNCATE, EXCLUSIVE = 0x04, 0x08, 0x10, 0x20
+SIZE, OWNER, MODE = 0x01, 0x02, 0x04
 FSYNC, RENAMES = b"fsync@openssh.com", b"posix-rename@openssh.com"
 HANDLES = (FSYNC, b"fstatvfs@openssh.com")
 MOST_UNSYNCED = 64 << 20
@@ -34,6 +35,8 @@ MOST_UNSYNCED = 64 << 20
 OURS = 0xF0000000
 """Requests of our own have numbers from here on; sshfs counts from 0."""
 PAUSE = 1.0
+EVERYBODYS = "shoal-share@"
+"""How the shares' account is called among ssh's arguments. What it makes is everybody's, on the server too."""
 
 
 class Opened:
@@ -53,8 +56,15 @@ class Opened:
 class Session:
     """sshfs on our standard input and output, and the server behind an ssh that may come and go."""
 
-    def __init__(self, connect: Callable[[], subprocess.Popen[bytes]], client_in: int = 0, client_out: int = 1) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], subprocess.Popen[bytes]],
+        client_in: int = 0,
+        client_out: int = 1,
+        everybodys: bool = False,
+    ) -> None:
         self.connect = connect
+        self.everybodys = everybodys
         self.client_in, self.client_out = client_in, client_out
         self.waiting: dict[int, bytes] = {}
         self.opened: dict[bytes, Opened] = {}
@@ -84,7 +94,7 @@ class Session:
             return
         threading.Thread(target=self._answers, daemon=True).start()
         for packet in requests:
-            self._ask(packet)
+            self._ask(for_everybody(packet) if self.everybodys else packet)
         self.over = True
         if self.server:
             self.server.kill()
@@ -297,6 +307,20 @@ class Session:
                     self._write(request)
 
 
+def for_everybody(request: bytes) -> bytes:
+    """Who makes what others may read lets them write to it: its owner is an account that all of them share."""
+    if request[4] not in (OPEN, MKDIR):
+        return request
+    at = 13 + struct.unpack_from(">I", request, 9)[0] + (4 if request[4] == OPEN else 0)
+    given = struct.unpack_from(">I", request, at)[0]
+    at += 4 + (8 if given & SIZE else 0) + (8 if given & OWNER else 0)
+    if not given & MODE:
+        return request
+    mode = struct.unpack_from(">I", request, at)[0]
+    wide = mode | (mode >> 6 & 7) * 0o111 if mode & 0o004 else mode
+    return request[:at] + struct.pack(">I", wide) + request[at + 4 :]
+
+
 def reopening(file: Opened) -> bytes:
     """The rest of a request that opens the same file and neither makes nor empties it.
 
@@ -393,4 +417,4 @@ def ssh() -> subprocess.Popen[bytes]:
 
 
 if __name__ == "__main__":
-    Session(ssh).run()
+    Session(ssh, everybodys=any(word.startswith(EVERYBODYS) for word in sys.argv)).run()

@@ -72,7 +72,8 @@ def sshd_conf() -> str:
         f"    AuthorizedKeysFile {KEYS}/%u\n"
         "    AuthenticationMethods publickey\n"
         f"    ChrootDirectory {ROOT}\n"
-        "    ForceCommand internal-sftp\n"
+        # Modes are as the host asks: what is everybody's there is everybody's here.
+        "    ForceCommand internal-sftp -u 0\n"
         "    DisableForwarding yes\n"
         "    PermitTTY no\n"
         "    PermitUserRC no\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.storage import patient_sftp as sftp
+from shoal.storage import sshfs
 
 SERVER = "/usr/lib/openssh/sftp-server"
 READ, WRITE, APPEND, CREATE, EXCLUSIVE = 1, 2, 4, 8, 0x20
@@ -37,7 +38,7 @@ class Share:
         assert next(self.incoming)[4] == sftp.VERSION
 
     def connect(self) -> subprocess.Popen[bytes]:
-        self.servers.append(subprocess.Popen([SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        self.servers.append(subprocess.Popen([SERVER, "-u", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         return self.servers[-1]
 
     def lose(self) -> None:
@@ -181,6 +182,26 @@ def test_a_file_that_had_to_be_new_may_be_there_the_second_time() -> None:
     request = sftp.framed(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/x") + struct.pack(">II", 0x2A, 0))
     assert struct.unpack_from(">I", sftp.repeatable(request), 15)[0] == 0x2A & ~EXCLUSIVE
     assert struct.unpack_from(">I", sftp.reopening(sftp.Opened(request, b"")), 6)[0] == WRITE
+
+
+@pytest.mark.parametrize(("asked", "made"), [(0o644, 0o666), (0o755, 0o777), (0o600, 0o600), (0o640, 0o640)])
+def test_what_others_may_read_of_a_share_they_may_write_on_the_server_too(
+    tmp_path: Path, asked: int, made: int
+) -> None:
+    flags = struct.pack(">II", WRITE | CREATE, sftp.MODE | sftp.SIZE) + struct.pack(">QI", 0, asked)
+    opening = sftp.framed(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/data/file") + flags)
+    assert sftp.for_everybody(opening)[-4:] == struct.pack(">I", made)
+    plain = sftp.framed(struct.pack(">BI", sftp.OPEN, 1) + sftp.string(b"/data/file") + struct.pack(">II", READ, 0))
+    assert sftp.for_everybody(plain) == plain
+
+
+def test_the_shares_account_makes_everybodys_files_and_a_user_his_own(share: Share, tmp_path: Path) -> None:
+    assert f"{sshfs.ACCOUNT}@" == sftp.EVERYBODYS
+    attributes = struct.pack(">II", sftp.MODE, 0o755)
+    assert share.status(sftp.MKDIR, sftp.string(str(tmp_path / "own").encode()) + attributes) == sftp.OK
+    share.session.everybodys = True
+    assert share.status(sftp.MKDIR, sftp.string(str(tmp_path / "all").encode()) + attributes) == sftp.OK
+    assert [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("own", "all")] == ["0o755", "0o777"]
 
 
 def test_what_is_appended_is_there_once_and_in_its_place(share: Share, tmp_path: Path) -> None:

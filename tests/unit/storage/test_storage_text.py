@@ -123,7 +123,7 @@ def test_the_shares_account_sees_the_shares_only_and_changes_nobody_elses_login(
     lines = sshfs.sshd_conf().splitlines()
     assert lines[1] == "Match User shoal-share"
     inside = {line.strip() for line in lines[2:]}
-    assert {"ChrootDirectory /srv/shoal-shares", "ForceCommand internal-sftp", "DisableForwarding yes"} <= inside
+    assert {"ChrootDirectory /srv/shoal-shares", "ForceCommand internal-sftp -u 0", "DisableForwarding yes"} <= inside
     assert all(line.startswith("    ") for line in lines[2:])
 
 
