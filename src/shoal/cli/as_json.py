@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from shoal.cli.encoding import is_utf8
 from shoal.errors import ControllerFailed, ShoalError, SpecError, VersionWindow
 
 
 def dump(value: Any) -> str:
-    return json.dumps(plain(value), indent=2, ensure_ascii=False)
+    return json.dumps(plain(value), indent=2, ensure_ascii=not is_utf8(sys.stdout.encoding))
 
 
 def plain(value: Any) -> Any:

@@ -152,7 +152,7 @@ def run(
         from shoal.verbs.logs import follow
 
         try:
-            ended = session.run(follow(context, submitted.id, log_line(session, None), directory))
+            ended = session.run(follow(context, submitted.id, log_line(session, None), directory), watching=True)
         except Interrupted:
             number = submitted.id
             raise Interrupted(
@@ -209,7 +209,8 @@ def logs(
         context = session.open(file, cluster, phases=False)
         if follow:
             show = log_line(session, rank, timestamps)
-            return finish_follow(session, session.run(follow_verb(context, job, show, directory)), rank)
+            followed = session.run(follow_verb(context, job, show, directory), watching=True)
+            return finish_follow(session, followed, rank)
         finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
 
 

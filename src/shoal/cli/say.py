@@ -6,6 +6,7 @@ Light to load: it is between a command and its prompt, and `render.py` knows eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,8 +25,12 @@ def free(text: str) -> str:
 
 
 def show_findings(console: Console, findings: Iterable[Finding]) -> None:
+    """What was found, a line each, and below it what to do about it."""
     for finding in findings:
-        console.print(f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(finding))}", highlight=False)
+        told = finding if finding.level == "info" else replace(finding, fix="")
+        console.print(f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}", highlight=False)
+        if told.fix != finding.fix:
+            console.print(f"    fix: {escape(finding.fix)}", highlight=False)
 
 
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:

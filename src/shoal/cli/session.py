@@ -21,6 +21,8 @@ import typer
 
 from shoal.cli import interrupt
 from shoal.cli.as_json import dump, plain
+from shoal.cli.encoding import write_anywhere
+from shoal.cli.this_machine import trouble_here
 from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -83,11 +85,16 @@ class Session:
 
         return open_context(file, cluster, TerminalProgress(self.errors))
 
-    def run(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
-        """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there."""
+    def run(
+        self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None, *, watching: bool = False
+    ) -> T:
+        """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there.
+
+        `watching`: it looks on at what goes on without it, so that there is no step to finish.
+        """
         gc.freeze()  # what is loaded stays
         gc.enable()
-        return interrupt.run(work, loop)
+        return interrupt.run(work, loop, said="" if watching else interrupt.STOPPING)
 
     def finish_value(self, value: Any) -> None:
         print(dump(value))
@@ -206,7 +213,8 @@ class Session:
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(nobody_reads()) from None
         if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-            error = Interrupted("stopped", hint="run the same command again to go on from here")
+            error = Interrupted("stopped", hint=interrupt.AGAIN)
+        error = trouble_here(error) or error
         if isinstance(error, ShoalError):
             self._report(error)
             raise typer.Exit(error.exit_code) from None
@@ -224,10 +232,14 @@ class Session:
             for finding in error.findings:
                 self.errors.print(str(finding), markup=False, highlight=False, soft_wrap=True)
             return
-        self.errors.print("[red]error:[/] ", end="")
+        # Who pressed Ctrl-C has made no error, and there is nothing to mend.
+        stopped = isinstance(error, Interrupted)
+        if not stopped:
+            self.errors.print("[red]error:[/] ", end="")
         self.errors.print(error.message, markup=False, highlight=False, soft_wrap=True)
         if error.hint:
-            self.errors.print(f"  fix: {error.hint}", markup=False, highlight=False, soft_wrap=True)
+            label = "" if stopped else "fix: "
+            self.errors.print(f"  {label}{error.hint}", markup=False, highlight=False, soft_wrap=True)
 
     def _bug(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
@@ -242,6 +254,7 @@ def run_main(app: typer.Typer) -> None:
     """Run the command line. A wrong one exits 2, and with --json says so in JSON like every other error."""
     words = sys.argv[1:]
     json = "--json" in words[: words.index("--") if "--" in words else None]
+    write_anywhere()
     try:
         status = app(prog_name="shoal", standalone_mode=False)
         sys.stdout.flush()
@@ -255,10 +268,22 @@ def run_main(app: typer.Typer) -> None:
         status = stopped.exit_code
     except BrokenPipeError:
         status = nobody_reads()
+    except OSError as error:
+        told = trouble_here(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        status = told.exit_code
+        discard_output()
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def nobody_reads() -> int:
     """The reader of our output has gone, as in `shoal status | head -1`: end quietly, as other programs do."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard_output()
     return 128 + signal.SIGPIPE
+
+
+def discard_output() -> None:
+    """What is still to be written goes nowhere: Python would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

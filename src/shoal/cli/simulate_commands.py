@@ -65,7 +65,8 @@ def simulate(
                     boot_seconds=boot_seconds,
                     limited=limits,
                     keep=keep,
-                )
+                ),
+                watching=True,
             )
         except Interrupted:
             return  # that is how it ends

@@ -38,7 +38,9 @@ def ui(
             session.console.file.flush()
 
         try:
-            session.run(verb(session.open(file, cluster), page, opened, port=port, show_password=show_password))
+            session.run(
+                verb(session.open(file, cluster), page, opened, port=port, show_password=show_password), watching=True
+            )
         except Interrupted:
             return  # that is how it ends
 

@@ -278,7 +278,7 @@ def test_ctrl_c_puts_everything_away_and_says_how_to_go_on(empty_place: Path, nu
         assert out == ""
         assert err == (
             "\nstopping: each host finishes the step it is at; Ctrl-C again leaves at once\n"
-            "error: stopped\n  fix: run the same command again to go on from here\n"
+            "stopped\n  run the same command again to go on from here\n"
         )
         gone(int(mark.read_text()))
 
@@ -321,3 +321,32 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+# ---- terminals and files of all kinds
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf_8_gets_words_for_marks(encoding: str) -> None:
+    done = shoal("check", "--cluster", "t-marks", env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout.splitlines()[-1].startswith(("ok nothing in the way", "FAILED"))
+
+
+def test_json_for_a_reader_without_utf_8_is_still_whole() -> None:
+    Path("shoal.yaml").write_text("cluster: reef\ncontroller: {host: c1, fö: 1}\n", encoding="utf-8")
+    done = shoal("check", "--json", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert any("fö" in finding["found"] for finding in json.loads(done.stdout)["findings"]), done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_told_and_is_no_bug_of_ours() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: this machine says no: No space left on device\n"
+        "  fix: make room on this machine's disk, then run the same command again\n"
+    )

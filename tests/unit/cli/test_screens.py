@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tests.unit.plan.fake_world import lab
 from shoal.cli.as_json import plain
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
+from shoal.cli.say import show_findings
 from shoal.cli.session import Session
 from shoal.errors import ControllerFailed, Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
 from shoal.hosts.api import Result
@@ -129,6 +131,18 @@ def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
         "c1      service slurmctld  restart slurmctld   daemon restart\n"
         "\n"
         "4 changes on 4 hosts; costs at most: node drained; n9 was not looked at\n"
+    )
+
+
+def test_a_finding_says_below_what_to_do_about_it() -> None:
+    found = (
+        Finding("error", "ubuntu may not become root", "a password", "on gpu02, as root: visudo", host="gpu02"),
+        Finding("info", "changes are due", fix="`shoal plan` shows them"),
+    )
+    assert drawn(lambda console: show_findings(console, found)) == (
+        "error gpu02: ubuntu may not become root, found a password\n"
+        "    fix: on gpu02, as root: visudo\n"
+        "info changes are due, `shoal plan` shows them\n"
     )
 
 
@@ -270,8 +284,14 @@ def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFix
         (UsageError("so not", hint="but so"), 2, "error: so not\n  fix: but so\n"),
         (ProviderError("no [red]room[/red]"), 1, "error: no [red]room[/red]\n"),
         (AWAY, 1, "error: n9: does not answer within 10 s\n  fix: is the host up?\n"),
-        (Interrupted("stopped", hint="go on"), 130, "error: stopped\n  fix: go on\n"),
-        (asyncio.CancelledError(), 130, "error: stopped\n  fix: run the same command again to go on from here\n"),
+        (Interrupted("stopped", hint="go on"), 130, "stopped\n  go on\n"),
+        (asyncio.CancelledError(), 130, "stopped\n  run the same command again to go on from here\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/home/a"),
+            1,
+            "error: this machine says no: /home/a: No space left on device\n"
+            "  fix: make room on this machine's disk, then run the same command again\n",
+        ),
     ],
 )
 def test_an_error_has_its_exit_code_and_says_what_to_do(
@@ -287,7 +307,7 @@ def test_ctrl_c_at_a_question_is_no_bug(error: BaseException, capsys: pytest.Cap
         raise error
 
     assert ended(Session(json=False), ask) == 130
-    assert capsys.readouterr().err.startswith("error: stopped\n")
+    assert capsys.readouterr().err.startswith("stopped\n")
 
 
 def test_without_the_controller_json_has_the_failure_of_every_host() -> None:

@@ -132,7 +132,7 @@ def test_ctrl_c_and_even_a_kill_of_the_command_end_the_script(tmp_path: Path, nu
     said = shoal.communicate(timeout=60)[1]
     wait_until_gone(ours)
     if number == signal.SIGINT:
-        assert shoal.returncode == 130 and re.search("error: stopped; its processes are ended", said)
+        assert shoal.returncode == 130 and re.search("^stopped; its processes are ended", said, re.M)
         wait_until_gone(its_child)
     elif not gone(its_child):
         os.kill(its_child, signal.SIGKILL)  # a script's own children are its own to end
