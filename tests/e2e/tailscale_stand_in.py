@@ -143,6 +143,7 @@ def login(state: dict, prefs: dict, key: str) -> None:
         # The keys of tagged machines do not end, unless the test says so.
         expires = good.get("expires") or ("" if tags else "2099-01-01T00:00:00Z")
         node.update(ip=node.get("ip") or next(free), key=uuid.uuid4().hex, tags=tags, expires=expires, expired=False)
+        node["ephemeral"] = "ephemeral=true" in query
         node["endpoint"] = read(STATE).get("endpoint") or own_address()
         write(CONTROL + "/nodes/" + state["id"], node)
     state["tun"] = os.path.exists("/run/tailscale/tun")

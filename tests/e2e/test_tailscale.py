@@ -88,6 +88,32 @@ def test_slurm_does_not_answer_who_is_not_in_the_tailnet(reef: Reef, port: int) 
         socket.create_connection((str(address), port), timeout=2).close()
 
 
+def test_slurm_listens_at_the_address_in_the_tailnet_and_at_no_other(reef: Reef) -> None:
+    addresses = {node["name"]: node["address"] for node in reef.cluster.json("status")["nodes"]}
+    assert listening(reef, "desktop") == {f"{addresses['desktop']}:6817", f"{addresses['desktop']}:6818"}
+    for name in ("gpu01", "gpu02"):
+        assert listening(reef, name) == {f"{addresses[name]}:6818"}
+
+
+def listening(reef: Reef, name: str) -> set[str]:
+    """Where Slurm's daemons listen on a host."""
+    lines = reef.lent.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )'").splitlines()
+    return {line.split()[3] for line in lines}
+
+
+def test_a_daemon_that_starts_before_the_tailnet_waits_for_its_address(reef: Reef) -> None:
+    reef.lent.shell("gpu01", "systemctl stop slurmd tailscaled; systemctl start --no-block slurmd")
+    try:
+        waits = "systemctl is-active slurmd; pgrep -f '[a]ddress show to' || true"
+        reef.cluster.wait("it waits", lambda: len(reef.lent.shell("gpu01", waits, status=None).split()) > 1)
+        assert reef.lent.shell("gpu01", "systemctl is-active slurmd", status=None).strip() == "activating"
+    finally:
+        reef.lent.shell("gpu01", "systemctl start tailscaled")
+    reef.cluster.wait("it listens", lambda: len(listening(reef, "gpu01")) == 1)
+    three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
+    reef.cluster.wait("jobs run", lambda: reef.lent.shell("desktop", three, status=None).split() == list(NAMES))
+
+
 def test_once_hosts_are_in_it_up_needs_no_key_and_changes_nothing(reef: Reef) -> None:
     key = reef.cluster.env.pop("TS_AUTHKEY")
     try:
@@ -150,8 +176,20 @@ def test_a_host_that_is_thrown_out_is_found_and_let_in_again(reef: Reef) -> None
     assert reef.srun("-N3", "hostname") == list(NAMES)
 
 
-def test_after_a_reboot_of_the_controller_all_is_back_by_itself(reef: Reef) -> None:
-    asyncio.run(SandboxProvider().faults.reboot(MADE_AS, "desktop"))
+def test_a_host_that_comes_into_the_tailnet_at_another_address_is_followed(reef: Reef) -> None:
+    before = reef.tailnet.nodes()[f"{CLUSTER}-gpu01"]["ip"]
+    reef.tailnet.forget(f"{CLUSTER}-gpu01")
+    assert reef.cluster.json("up")["whole"]
+    after = reef.tailnet.nodes()[f"{CLUSTER}-gpu01"]["ip"]
+    assert after != before
+    assert listening(reef, "gpu01") == {f"{after}:6818"}
+    assert reef.srun("-N3", "hostname") == list(NAMES)
+    assert reef.cluster.json("up")["unchanged"]
+
+
+def test_after_a_reboot_of_the_controller_and_a_node_all_is_back_by_itself(reef: Reef) -> None:
+    for name in ("gpu01", "desktop"):
+        asyncio.run(SandboxProvider().faults.reboot(MADE_AS, name))
     three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
     wanted = " ".join(NAMES)
     reef.cluster.wait("jobs run", lambda: reef.lent.shell("desktop", three, status=None).strip() == wanted)
@@ -249,7 +287,7 @@ def test_a_host_without_tun_joins_with_a_network_stack_of_its_own(reef: Reef) ->
 
 def test_down_takes_the_hosts_out_of_the_tailnet(reef: Reef) -> None:
     reef.cluster.shoal("down", "--yes", "--force")
-    assert reef.tailnet.nodes() == {}
+    assert not [name for name in reef.tailnet.nodes() if name.startswith(CLUSTER)]
     for name in NAMES:
         ours = "find /etc/shoal /etc/systemd/system/tailscaled.service.d -type f 2> /dev/null || true"
         assert reef.lent.shell(name, ours) == ""

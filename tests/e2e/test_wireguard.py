@@ -217,6 +217,25 @@ def test_a_hub_whose_wireguard_dies_is_found_again_by_hosts_that_it_cannot_call(
     assert works(cluster, "far1")
 
 
+def test_without_its_interface_a_host_sends_nothing_for_the_network_by_another_way(cluster: Cluster) -> None:
+    counted = """
+nft -f - << 'END'
+table inet leak {
+    chain out { type filter hook output priority 0; ip daddr 10.77.0.0/16 oifname != "shoal0" counter; }
+}
+END
+systemctl stop shoal-wireguard
+ip route get 10.77.0.1
+ping -c1 -w5 10.77.0.1
+systemctl start shoal-wireguard
+nft list table inet leak; nft delete table inet leak
+"""
+    said = cluster.ssh("far1", f"{{ {counted} }} 2>&1").stdout
+    assert "No route to host" in said and "Destination Host Unreachable" not in said, said
+    assert "packets 0 bytes 0" in said, said
+    cluster.wait("far1 runs jobs again", lambda: works(cluster, "far1"))
+
+
 def ip(*words: str) -> str:
     """The command `ip` on the machine that the sandbox is on."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout

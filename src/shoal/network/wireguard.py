@@ -9,6 +9,7 @@ A unit of our own makes the interface: by the kernel where it has WireGuard, els
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 
 from shoal.network.mesh import KEEPALIVE, Peer, Place
@@ -32,6 +33,12 @@ KNOCK_SERVICE = "shoal-wireguard-knock"
 MODULE = "wireguard"
 
 KNOCK_SECONDS = 5
+
+METRIC = 4278198272
+"""So high that any other route goes before it."""
+UNREACHABLE = ("type", "unreachable", "proto", "77")
+"""By which `ip` finds the route of ours that leads nowhere. The number stands for nobody else."""
+NO_UNREACHABLE = f"! ip route show {' '.join(UNREACHABLE)} | grep -q ."
 
 _OURS = "# Written by shoal; changes here are lost.\n"
 
@@ -70,8 +77,9 @@ def peers_in(text: str) -> dict[str, Peer]:
     return found
 
 
-def apply_script(place: Place, prefix: int) -> str:
+def apply_script(place: Place, subnet: str) -> str:
     """Brings the interface to what the files say. Whoever stays a peer keeps the session."""
+    prefix = ipaddress.IPv4Network(subnet).prefixlen
     lines = [
         "#!/bin/sh",
         _OURS.rstrip(),
@@ -81,6 +89,9 @@ def apply_script(place: Place, prefix: int) -> str:
         f"ip address replace {place.address}/{prefix} dev {INTERFACE}",
         f"ip -4 -o address show dev {INTERFACE} | while read -r _ _ _ old _; do",
         f'    [ "$old" = {place.address}/{prefix} ] || ip address delete "$old" dev {INTERFACE}',
+        "done",
+        f"ip route show {' '.join(UNREACHABLE)} | while read -r _ old _; do",
+        f'    [ "$old" = {subnet} ] || ip route delete unreachable "$old" metric {METRIC}',
         "done",
         # Routes of our own are there only for paths with smaller packets than the interface's.
         f"ip route flush dev {INTERFACE} proto static",
@@ -148,8 +159,12 @@ def hub_rules() -> str:
     )
 
 
-def unit(*, kernel: bool) -> str:
-    """A systemd unit that makes the interface at boot, before anything that listens on it."""
+def unit(subnet: str, *, kernel: bool) -> str:
+    """A systemd unit that makes the interface at boot, before anything that listens on it.
+
+    Packets for the subnet must not leave by the default route while there is no interface, be it for the second that a
+    restart takes: beneath its route is one that leads nowhere, and stays.
+    """
     made = (
         f"Type=oneshot\nRemainAfterExit=yes\nExecStart=/sbin/ip link add {INTERFACE} type wireguard\n"
         if kernel
@@ -164,6 +179,7 @@ def unit(*, kernel: bool) -> str:
         "Before=network-online.target slurmctld.service slurmd.service\n"
         "\n"
         "[Service]\n"
+        f"ExecStartPre=/sbin/ip route replace unreachable {subnet} metric {METRIC} proto {UNREACHABLE[-1]}\n"
         f"ExecStartPre=-/sbin/ip link delete {INTERFACE}\n"
         f"{made}"
         f"ExecStartPost={APPLY}\n"

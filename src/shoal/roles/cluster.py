@@ -11,7 +11,7 @@ from shoal.network.firewall import opening
 from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
 from shoal.network.mesh import assign
-from shoal.network.tailscale import tailscale_addresses
+from shoal.network.tailscale import read_status, tailscale_addresses
 from shoal.network.tunnel import LOOPBACK, Tunnel, choose_ports, needs_tunnel
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
@@ -242,16 +242,19 @@ def _one_address(
 ) -> bool:
     """Whether Slurm's daemons may listen on our network alone: they go by the host's own name, which must be ours.
 
-    In a tailnet never: the address comes and goes with what others say. Without it slurmd and slurmctld do not start,
-    and once a host has another one they would go on to listen at the old.
+    All of them do or none, as they read one configuration. In a tailnet a host without TUN has no address of its own
+    there: what comes for it is handed to its loopback.
     """
+    if spec.network.kind == "lan":
+        return False
     answered = [member for member in members if member.name in facts and member.name in addresses]
     named = all(
         facts[member.name].hostname.lower() == member.name.lower()
         and not keeps_another(facts[member.name], member.name, addresses[member.name])
+        and (spec.network.kind != "tailscale" or read_status(facts[member.name].tailscale).tun)
         for member in answered
     )
-    return spec.network.kind == "wireguard" and named and (before.one_address or len(answered) == len(members))
+    return named and (before.one_address or len(answered) == len(members))
 
 
 def _pmix(

@@ -8,6 +8,7 @@ from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Se
 from shoal.roles.cluster import Cluster
 from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.in_force import CONF_FILES, SLURM_CONF
+from shoal.roles.own_address import awaits_address
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
@@ -106,6 +107,7 @@ def _configless(cluster: Cluster, member: Member) -> list[Item]:
         File(DEFAULTS, slurmd_defaults(options, cluster.conf), restarts=("slurmd",)),
         Directory("/etc/systemd/system/slurmd.service.d"),
         File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
+        awaits_address(cluster, member, "slurmd"),
     ]
     if "controller" not in member.roles:
         # A file left here would be read by srun in place of the one slurmd fetched.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.agent.document import Command, Directory, Document, File, Service
 from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
+from shoal.roles.own_address import awaits_address
 from shoal.slurm.accounting import jobcomp_rotation
 from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
 from shoal.slurm.spanning import job_submit_lua
@@ -42,6 +43,7 @@ def controller(cluster: Cluster) -> Document:
             accepted_by=READ_CONF,
             advice=advice(cluster),
         ),
+        awaits_address(cluster, cluster.controller, "slurmctld"),
         Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
         # Nodes take the configuration from the controller; this pushes a new one to those that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),

@@ -10,6 +10,8 @@ from shoal.roles.cluster import FIREWALLD, Cluster
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
+from shoal.roles.own_address import DROP_INS
+from shoal.roles.own_name import own_name_back
 from shoal.roles.part import How
 from shoal.roles.parts import PARTS, part_files, part_services, parts_of
 from shoal.roles.pmix import pmix_files
@@ -67,7 +69,7 @@ def farewell() -> Document:
         *[item for part in reversed(PARTS) for item in part.farewell()],
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS, ROTATION)],
+        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, *DROP_INS.values(), LEFTOVERS, ROTATION)],
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),
@@ -75,4 +77,5 @@ def farewell() -> Document:
         File(MUNGE_KEY),
         File(MUNGE_KEY_NEXT),
         Block(HOSTS, HOSTS_BLOCK, ""),
+        *own_name_back(),
     )

@@ -45,7 +45,9 @@ def _names_localhost(line: str) -> bool:
     return "localhost" in line
 
 
-def own_name_back() -> Document:
-    """Put them in force again."""
+def own_name_back(kind: str = "lan") -> Document:
+    """Put them in force again. `kind` is that of the network the host goes to: another of our own wants the same."""
+    if kind != "lan":
+        return ()
     there = ("sh", "-c", f"! grep -q '^{MARK}' {HOSTS}")
     return (Command("own name", ("sed", "-i", f"s/^{MARK}//", HOSTS), unless=there),)

@@ -9,10 +9,13 @@ from shoal.agent.document import Command, Directory, Document, File, Packages, S
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
 from shoal.network.tailscale import INTERFACE, SOON, Tailnet, read_status, tailnet_name, up_flags
-from shoal.roles.part import How, Part
+from shoal.roles.own_name import own_name, own_name_back
+from shoal.roles.part import How, Kept, Part
 from shoal.roles.stage import Stage
+from shoal.roles.tailscale_rented import KEY_THERE, SOURCE, keyring_kept, package_source, rented_machines
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
+from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 
 if TYPE_CHECKING:
@@ -38,14 +41,14 @@ NOT_LET_IN = (
     "`network.tags`), or log the host in by hand with `tailscale up`"
 )
 
-# The secret of an OAuth client makes hosts that vanish when they are off, and that wait for approval, unless it says
-# otherwise. It is read from the file and stays there: no argument ever has it.
+# The secret of an OAuth client makes hosts that wait for approval, unless it says otherwise, and that vanish when they
+# are off or do not, as it says. It is read from the file and stays there: no argument ever has it.
 JOIN = """\
 umask 077
-key=$1; shift
+key=$1 more="?ephemeral=$2&preauthorized=true"; shift 2
 case $(cat "$key") in
 tskey-client-*\\?*) ;;
-tskey-client-*) printf '%s?ephemeral=false&preauthorized=true' "$(cat "$key")" > "$key.new" && mv "$key.new" "$key" ;;
+tskey-client-*) printf '%s%s' "$(cat "$key")" "$more" > "$key.new" && mv "$key.new" "$key" ;;
 esac
 exec tailscale up --auth-key="file:$key" "$@"
 """
@@ -63,14 +66,28 @@ class TailscalePart(Part):
     def given(self, spec: Spec) -> Mapping[str, str]:
         return {SECRET: spec.network.auth_key} if spec.network.auth_key else {}
 
-    def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        return () if not _wanted(spec) or joined(spec, member, facts) else join(spec, member, facts)
+    def facts_files(self, spec: Spec) -> Mapping[str, How]:
+        return {SOURCE: "text"} if _wanted(spec) and rented_machines(spec) else {}
+
+    def kept(self, spec: Spec) -> Mapping[str, Kept]:
+        return keyring_kept(spec) if _wanted(spec) else {}
+
+    def prepare_for(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
+        facts = everyone[member.name]
+        if not _wanted(spec) or joined(spec, member, facts):
+            return ()
+        lacking = member.rented and not facts.tailscale and not _offered(facts)
+        source = package_source(everyone.get(members_of(spec)[0].name), facts) if lacking else ()
+        return (*source, *join(spec, member, facts))
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
         if _wanted(cluster.spec):
-            return {Stage.BASE: daemon(facts)}
-        return {Stage.NODES: leave()} if _joined_text(facts) else {}
+            services = (*own_name(cluster, member), *_for_rented(cluster.spec, member))
+            return {Stage.BASE: daemon(facts), Stage.SERVICES: services}
+        if not _joined_text(facts):
+            return {}
+        return {Stage.SERVICES: own_name_back(cluster.spec.network.kind), Stage.NODES: leave()}
 
     def farewell(self) -> Document:
         return leave()
@@ -89,10 +106,11 @@ def join(spec: Spec, member: Member, facts: Facts, *, again: bool = False) -> Do
     flags = (*up_flags(spec.network, tailnet_name(spec.cluster, member.name)), "--reset")
     if again or _joined_text(facts) not in ("", _text(spec, member)) or read_status(facts.tailscale).own.expired:
         flags += ("--force-reauth",)
+    passing = "true" if member.rented else "false"
     with_key = (
         Directory("/etc/shoal"),
         File(KEY, SecretRef(SECRET), mode=0o600),
-        Command("join the tailnet", ("sh", "-c", JOIN, "join", KEY, *flags, "--timeout=60s"), fix=NOT_LET_IN),
+        Command("join the tailnet", ("sh", "-c", JOIN, "join", KEY, passing, *flags, "--timeout=60s"), fix=NOT_LET_IN),
         File(KEY),
     )
     # Without a key Tailscale tells an address at which a person logs the host in.
@@ -133,8 +151,16 @@ def leave() -> Document:
     out = "tailscale logout; systemctl disable --now tailscaled || true"
     return (
         Command("leave the tailnet", ("sh", "-c", out), unless=("test", "!", "-e", JOINED)),
-        *(File(path) for path in (KEY, DROP_IN, FLAGS, JOINED)),
+        *(File(path) for path in (KEY, KEY_THERE, DROP_IN, FLAGS, JOINED)),
     )
+
+
+def _for_rented(spec: Spec, member: Member) -> Document:
+    """On the controller, the key by which it lets rented machines in."""
+    if "controller" not in member.roles:
+        return ()
+    kept = spec.network.auth_key and rented_machines(spec)
+    return (File(KEY_THERE, SecretRef(SECRET) if kept else None, mode=0o600),)
 
 
 def _wanted(spec: Spec) -> bool:
@@ -151,10 +177,24 @@ def _joined_text(facts: Facts) -> str:
     return (fact.text if fact else None) or ""
 
 
+def _offered(facts: Facts) -> bool:
+    package = facts.packages.get(PACKAGE)
+    return bool(package and (package.installed or package.candidate))
+
+
 def _findings(cluster: Cluster) -> Iterator[Finding]:
+    rented = rented_machines(cluster.spec)
+    if rented and not cluster.spec.network.auth_key:
+        yield Finding(
+            "error",
+            "rented machines cannot join the tailnet: nobody is there to log them in",
+            compress(rented),
+            "give a key: `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}`",
+            path="network",
+        )
     tailnets = {name: read_status(fact.tailscale) for name, fact in cluster.facts.items()}
     for name, fact in cluster.facts.items():
-        yield from _of_host(name, fact, tailnets[name])
+        yield from _of_host(name, fact, tailnets[name], name in rented)
     hub = tailnets.get(cluster.controller.name, Tailnet())
     strangers = [
         name for name, found in tailnets.items() if hub.running and found.running and not hub.at(found.address)
@@ -169,9 +209,8 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
     yield from _relayed(cluster, hub)
 
 
-def _of_host(name: str, fact: Facts, tailnet: Tailnet) -> Iterator[Finding]:
-    package = fact.packages.get(PACKAGE)
-    if not fact.tailscale and not (package and (package.installed or package.candidate)):
+def _of_host(name: str, fact: Facts, tailnet: Tailnet, rented: bool) -> Iterator[Finding]:
+    if not fact.tailscale and not _offered(fact):
         yield Finding("error", "apt offers no package `tailscale` there", fix=NO_PACKAGE, host=name)
     elif _joined_text(fact) and not tailnet.running:
         found = tailnet.problem or ("its key has expired" if tailnet.own.expired else tailnet.state)
@@ -189,8 +228,10 @@ def _of_host(name: str, fact: Facts, tailnet: Tailnet) -> Iterator[Finding]:
         )
     if tailnet.running and not tailnet.tun:
         yield Finding(
-            "warning",
-            "has no TUN device: others reach it through the tailnet, it reaches them only through a proxy",
+            # What is rented can be another machine.
+            "error" if rented else "warning",
+            "has no TUN device: others reach it through the tailnet, it reaches them only through a proxy, and because "
+            "of it Slurm listens on all addresses of all hosts, behind their firewall",
             "userspace networking",
             "give the host /dev/net/tun, if it is a container of yours; jobs over several hosts do not work there",
             host=name,

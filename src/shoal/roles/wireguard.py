@@ -21,11 +21,13 @@ from shoal.network.wireguard import (
     MARK,
     MODULE,
     NEXT_KEY,
+    NO_UNREACHABLE,
     PEERS,
     PRIVATE_KEY,
     PUBLIC_KEY,
     SERVICE,
     UNIT,
+    UNREACHABLE,
     apply_script,
     hub_rules,
     knock_script,
@@ -78,7 +80,8 @@ class WireGuard(Part):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if cluster.spec.network.kind != "wireguard":
             was = cluster.facts[member.name].files.get(UNIT)
-            return {Stage.SERVICES: self.farewell()} if was and was.there else {}
+            name = own_name_back(cluster.spec.network.kind)
+            return {Stage.SERVICES: (*self.farewell(), *name)} if was and was.there else {}
         network = cluster.spec.network
         found = place_of(cluster, member.name)
         kernel = MODULE in cluster.facts[member.name].modules
@@ -88,8 +91,8 @@ class WireGuard(Part):
                 Directory(FOLDER),
                 File(PEERS, peers_conf(found.peers, network.port), reloads=sync),
                 File(HUB_RULES, hub_rules() if found.relays else None, reloads=sync),
-                File(APPLY, apply_script(found, _prefix(network.subnet)), mode=0o755, reloads=sync),
-                File(UNIT, unit(kernel=kernel), restarts=(SERVICE,)),
+                File(APPLY, apply_script(found, network.subnet), mode=0o755, reloads=sync),
+                File(UNIT, unit(network.subnet, kernel=kernel), restarts=(SERVICE,)),
                 Service(SERVICE),
                 Command(SYNC, ("systemctl", "reload", SERVICE), on_change=True),
                 File(KNOCK, knock_script(found.peers), mode=0o755, restarts=(KNOCK_SERVICE,)),
@@ -104,7 +107,7 @@ class WireGuard(Part):
         return (
             *(Service(name, enabled=False, running=False) for name in self.services),
             *(File(path) for path in (KNOCK_UNIT, KNOCK, UNIT, APPLY, PEERS, HUB_RULES, *keys)),
-            *own_name_back(),
+            Command("unreachable subnet", ("ip", "route", "flush", *UNREACHABLE), unless=("sh", "-c", NO_UNREACHABLE)),
         )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
@@ -182,7 +185,3 @@ def file_text(facts: Facts | None, path: str) -> str:
     """A file of the network as a host had it; empty where there is none. A key comes without the end of its line."""
     found = facts.files.get(path) if facts else None
     return ((found and found.text) or "").strip() if path == PUBLIC_KEY else (found and found.text) or ""
-
-
-def _prefix(subnet: str) -> int:
-    return ipaddress.IPv4Network(subnet).prefixlen

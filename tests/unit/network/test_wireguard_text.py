@@ -27,6 +27,7 @@ PEERS = (
     Peer("near1", "b" * 43 + "=", ("10.77.0.2",), "[2001:db8::2]:51820"),
     Peer("far1", "c" * 43 + "=", ("10.77.0.3",)),
 )
+SUBNET = "10.77.0.0/16"
 HOSTS = """127.0.0.1 localhost fish1
 127.0.1.1\tfish1.reef fish1
 10.0.0.5 fish1 # by hand
@@ -49,14 +50,14 @@ def test_peers_are_read_back_as_they_were_written() -> None:
 
 
 def test_what_brings_the_interface_up_on_a_hub_and_elsewhere() -> None:
-    hub = apply_script(Place("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), 16)
+    hub = apply_script(Place("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), SUBNET)
     assert_golden("network/wireguard-apply-on-hub", hub)
-    assert_golden("network/wireguard-apply", apply_script(Place("10.77.0.5", PEERS, 1420), 16))
+    assert_golden("network/wireguard-apply", apply_script(Place("10.77.0.5", PEERS, 1420), SUBNET))
 
 
 def test_units_of_the_kernels_wireguard_and_of_wireguard_go() -> None:
-    assert_golden("network/shoal-wireguard-kernel.service", unit(kernel=True))
-    assert_golden("network/shoal-wireguard-go.service", unit(kernel=False))
+    assert_golden("network/shoal-wireguard-kernel.service", unit(SUBNET, kernel=True))
+    assert_golden("network/shoal-wireguard-go.service", unit(SUBNET, kernel=False))
 
 
 def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else() -> None:
@@ -66,13 +67,13 @@ def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else
     subprocess.run(["bash", "-n"], input=knock_script(PEERS), text=True, check=True)
 
 
-@pytest.mark.parametrize("text", [apply_script(Place("10.77.0.1", PEERS, 1420, relays=True), 16), MAKE_KEYS])
+@pytest.mark.parametrize("text", [apply_script(Place("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS])
 def test_a_shell_can_read_the_scripts(text: str) -> None:
     subprocess.run(["sh", "-n"], input=text, text=True, check=True)
 
 
 def test_no_key_is_an_argument_of_a_program() -> None:
-    script = apply_script(Place("10.77.0.1", PEERS, 1420), 16)
+    script = apply_script(Place("10.77.0.1", PEERS, 1420), SUBNET)
     assert "wg syncconf shoal0 /dev/stdin" in script
     assert "$(" not in script + MAKE_KEYS
     assert "umask 077" in MAKE_KEYS

@@ -14,8 +14,10 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, Packages, SecretRef, Service, to_wire
 from shoal.agent.facts import Facts, FileFact, Package
-from shoal.roles.cluster import assemble
+from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents, farewell
+from shoal.roles.in_force import HOSTS
+from shoal.roles.own_address import DROP_INS, drop_in
 from shoal.roles.parts import given_secrets, part_packages, preparation
 from shoal.roles.stage import Stage
 from shoal.roles.tailscale import DROP_IN, FLAGS, JOIN, JOINED, KEY, join, leave
@@ -68,8 +70,8 @@ def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_ag
     assert key.content == SecretRef("network.auth_key") and key.mode == 0o600
     assert gone.content is None
     assert argv_of(document) == (
-        *("sh", "-c", JOIN, "join", KEY, "--hostname=reef-c1", "--accept-dns=false", "--advertise-tags=tag:slurm"),
-        *("--reset", "--timeout=60s"),
+        *("sh", "-c", JOIN, "join", KEY, "false", "--hostname=reef-c1", "--accept-dns=false"),
+        *("--advertise-tags=tag:slurm", "--reset", "--timeout=60s"),
     )
     assert given_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
 
@@ -157,12 +159,56 @@ def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
     assert cluster.conf.controller_address == "100.64.0.1"
 
 
-def test_slurm_does_not_depend_on_an_address_that_comes_and_goes_with_the_tailnet() -> None:
-    own = {**STATUS, "TailscaleIPs": ["100.64.0.2"]}
-    both = {"c1": facts(mark=MARK), "n1": facts("n1", mark=MARK, tailscale=own)}
-    cluster = assemble(SPEC, both, {})
+def both(**n1: Any) -> dict[str, Facts]:
+    """The two hosts in the tailnet; more of what the status of the second says."""
+    own = {**STATUS, "TailscaleIPs": ["100.64.0.2"], **n1}
+    return {"c1": facts(mark=MARK), "n1": facts("n1", mark=MARK, tailscale=own)}
+
+
+def waits(cluster: Cluster, name: str, daemon: str) -> str | None:
+    """What the daemon's unit says of the address that it waits for."""
+    member = next(member for member in cluster.members if member.name == name)
+    found = [i for part in documents(cluster, member).values() for i in part if i.key == f"file {DROP_INS[daemon]}"]
+    return str(found[0].content) if found and isinstance(found[0], File) and found[0].content else None
+
+
+def test_slurm_listens_in_the_tailnet_alone_and_its_daemons_wait_for_their_address() -> None:
+    cluster = assemble(SPEC, both(), {})
     assert [node.address for node in cluster.conf.nodes] == ["100.64.0.2"]
+    assert "NoInAddrAny,NoCtldInAddrAny" in slurm_settings(cluster.conf)
+    assert "address show to 100.64.0.1 " in str(waits(cluster, "c1", "slurmctld"))
+    assert "address show to 100.64.0.2 " in str(waits(cluster, "n1", "slurmd"))
+    moved = assemble(SPEC, both(TailscaleIPs=["100.64.0.9"]), {})
+    assert "address show to 100.64.0.9 " in str(waits(moved, "n1", "slurmd")), "a new file, which restarts slurmd"
+
+
+def test_a_host_that_takes_its_own_name_for_another_address_learns_better() -> None:
+    found = both()
+    debian = FileFact(text="127.0.0.1 localhost\n127.0.1.1 n1\n")
+    found["n1"] = replace(found["n1"], files={**found["n1"].files, HOSTS: debian})
+    cluster = assemble(SPEC, found, {})
+    assert "command own name" in {item.key for item in documents(cluster, cluster.members[1])[Stage.SERVICES]}
+    assert cluster.conf.one_address
+
+
+def test_one_host_without_an_address_of_its_own_has_slurm_listen_on_all_addresses_everywhere() -> None:
+    cluster = assemble(SPEC, both(TUN=False), {})
     assert "InAddrAny" not in slurm_settings(cluster.conf)
+    assert waits(cluster, "c1", "slurmctld") is waits(cluster, "n1", "slurmd") is None
+
+
+def test_a_daemon_whose_address_does_not_come_says_so_and_is_started_again(tmp_path: Path) -> None:
+    text = drop_in("192.0.2.77")
+    [line] = [line for line in text.splitlines() if line.startswith("ExecStartPre=")]
+    assert "$" not in line and "%" not in line, "systemd would take it for its own"
+    words = shlex.split(line.removeprefix("ExecStartPre="))
+    assert words[:2] == ["/bin/sh", "-c"] and len(words) == 3
+    done = subprocess.run([*words[:2], words[2].replace("timeout 60", "timeout 1")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "192.0.2.77, where this daemon listens, is not an address of this host yet\n"
+    here = shlex.split(drop_in("127.0.0.1").splitlines()[5].removeprefix("ExecStartPre="))
+    assert subprocess.run(here, timeout=60).returncode == 0
+    assert "Restart=on-failure\n" in text and "StartLimitIntervalSec=0\n" in text
 
 
 def test_members_are_let_in_by_the_tailnet_alone() -> None:
@@ -180,8 +226,8 @@ def test_members_are_let_in_by_the_tailnet_alone() -> None:
 def findings(c1: Facts, n1: Facts | None = None) -> list[tuple[str, str, str, str]]:
     from shoal.roles.tailscale import TailscalePart
 
-    both = {"c1": c1, **({"n1": n1} if n1 else {})}
-    found = TailscalePart().findings(assemble(SPEC, both, {}))
+    hosts = {"c1": c1, **({"n1": n1} if n1 else {})}
+    found = TailscalePart().findings(assemble(SPEC, hosts, {}))
     return [(one.level, one.host or "", one.what, one.found) for one in found]
 
 
@@ -231,15 +277,18 @@ def test_a_new_key_of_its_own_is_asked_for_by_force() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "used"),
+    ("key", "passing", "used"),
     [
-        ("tskey-auth-abc", "tskey-auth-abc"),
-        ("tskey-client-abc", "tskey-client-abc?ephemeral=false&preauthorized=true"),
-        ("tskey-client-abc?ephemeral=true", "tskey-client-abc?ephemeral=true"),
-        ("8a7b6c", "8a7b6c"),
+        ("tskey-auth-abc", "true", "tskey-auth-abc"),
+        ("tskey-client-abc", "false", "tskey-client-abc?ephemeral=false&preauthorized=true"),
+        ("tskey-client-abc", "true", "tskey-client-abc?ephemeral=true&preauthorized=true"),
+        ("tskey-client-abc?ephemeral=true", "false", "tskey-client-abc?ephemeral=true"),
+        ("8a7b6c", "true", "8a7b6c"),
     ],
 )
-def test_the_secret_of_an_oauth_client_makes_hosts_that_stay(tmp_path: Path, key: str, used: str) -> None:
+def test_the_secret_of_an_oauth_client_makes_hosts_that_stay_and_rented_ones_that_do_not(
+    tmp_path: Path, key: str, passing: str, used: str
+) -> None:
     program = tmp_path / "bin/tailscale"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat "${2#--auth-key=file:}"\n')
@@ -247,7 +296,7 @@ def test_the_secret_of_an_oauth_client_makes_hosts_that_stay(tmp_path: Path, key
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(key)
-    line = ["sh", "-c", JOIN, "join", str(file), "--hostname=reef-n1", "--reset"]
+    line = ["sh", "-c", JOIN, "join", str(file), passing, "--hostname=reef-n1", "--reset"]
     done = subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
     words, secret = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
     assert words == ["up", f"--auth-key=file:{file}", "--hostname=reef-n1", "--reset"]

@@ -169,3 +169,6 @@ def test_another_network_takes_wireguard_away_and_only_where_it_was() -> None:
     was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}
     gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
     assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items(gone, "n1").keys()
+    assert {"command unreachable subnet", "command own name"} <= items(gone, "n1").keys()
+    tailnet = assemble(spec_of(TEXT.replace("wireguard", "tailscale")), was, {})
+    assert "command own name" not in items(tailnet, "n1"), "the other network wants the same of it"

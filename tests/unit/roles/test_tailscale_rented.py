@@ -1,0 +1,142 @@
+"""How rented machines get into the tailnet: what the controller has for them, and what they are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.network.test_tailscale_status import STATUS
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Command, File, Packages, SecretRef
+from shoal.agent.facts import Facts, FileFact, Package
+from shoal.roles.cluster import assemble
+from shoal.roles.documents import documents
+from shoal.roles.part import Kept
+from shoal.roles.parts import given_secrets, kept_secrets, part_files, part_findings, preparation
+from shoal.roles.stage import Stage
+from shoal.roles.tailscale import JOIN, KEY
+from shoal.roles.tailscale_rented import KEY_THERE, KEYRING, KEYRING_COPY, SOURCE, on_controller, rented_machines
+from shoal.spec.members import members, rented_members
+from shoal.spec.model import Spec
+
+TEXT = """
+cluster: reef
+network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}
+controller: {host: c1}
+nodesets:
+  cloud: {provider: lambda, type: gpu_1x_a10, max: 2}
+  pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}
+providers: {lambda: {key: env:K}, runpod: {key: env:R}}
+"""
+SPEC = spec_of(TEXT)
+ONLY_MACHINES = spec_of(
+    TEXT.replace("  pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}\n", "")
+)
+OUR_SOURCE = f"deb [signed-by={KEYRING}] https://packages.example.org/stable/debian bookworm main\n"
+CONTROLLER = replace(
+    host_facts("c1", "10.0.0.1", tun=True),
+    tailscale=STATUS,
+    files={SOURCE: FileFact(text=OUR_SOURCE)},
+    os_codename="bookworm",
+)
+
+
+def machine(**changes: object) -> Facts:
+    """A machine that has booted from its provider's image."""
+    found = replace(
+        host_facts("cloud1", "10.0.0.21", tun=True), os_id="ubuntu", os_version="22.04", os_codename="jammy"
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def prepared(facts: Facts, controller: Facts = CONTROLLER, spec: Spec = SPEC) -> dict[str, object]:
+    everyone = {"c1": controller, "cloud1": facts}
+    return {item.key: item for item in preparation(spec, rented_members(spec)[0], facts, everyone)}
+
+
+def key_on_controller(spec: Spec) -> File:
+    cluster = assemble(spec, {"c1": CONTROLLER}, {})
+    [found] = [i for i in documents(cluster, cluster.controller)[Stage.SERVICES] if i.key == f"file {KEY_THERE}"]
+    assert isinstance(found, File)
+    return found
+
+
+def test_the_controller_has_the_key_in_a_file_that_root_alone_reads() -> None:
+    file = key_on_controller(SPEC)
+    assert (file.content, file.mode, file.owner) == (SecretRef("network.auth_key"), 0o600, "root")
+    none_rented = spec_of(
+        "cluster: reef\nnetwork: {kind: tailscale, auth_key: env:TS_AUTHKEY}\ncontroller: {host: c1, compute: true}\n"
+    )
+    assert key_on_controller(none_rented).content is None
+
+
+def test_the_service_on_the_controller_takes_the_key_from_there() -> None:
+    there = on_controller(SPEC)
+    assert given_secrets(there)["network.auth_key"] == f"file:{KEY_THERE}"
+    assert there.nodesets == SPEC.nodesets and there.network.tags == ("tag:slurm",)
+    lan = spec_of(TEXT.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
+    assert on_controller(lan) is lan
+
+
+def test_a_machine_gets_the_package_from_where_the_controller_has_it_for_its_own_release() -> None:
+    assert part_files(SPEC)[SOURCE] == "text"
+    items = prepared(machine())
+    assert list(items)[:3] == [f"file {KEYRING}", f"file {SOURCE}", "packages tailscale"]
+    source, keyring = items[f"file {SOURCE}"], items[f"file {KEYRING}"]
+    assert isinstance(source, File) and isinstance(keyring, File)
+    assert source.content == OUR_SOURCE.replace("debian bookworm", "ubuntu jammy")
+    assert keyring.content == SecretRef(KEYRING_COPY)
+    assert kept_secrets(SPEC)[KEYRING_COPY] == Kept("c1", KEYRING, 0, text=False), "nobody makes one"
+
+
+def test_a_machine_that_has_the_program_or_can_get_it_gets_no_source() -> None:
+    assert f"file {SOURCE}" not in prepared(machine(packages={"tailscale": Package(candidate="1.80.2")}))
+    assert f"file {SOURCE}" not in prepared(machine(tailscale={**STATUS, "BackendState": "NeedsLogin"}))
+    without = prepared(machine(), replace(CONTROLLER, files={}))
+    assert f"file {SOURCE}" not in without
+    package = without["packages tailscale"]
+    assert isinstance(package, Packages) and package.fix.startswith("add Tailscale's package source to the host")
+
+
+def test_it_joins_as_one_that_vanishes_with_the_key_in_no_argument() -> None:
+    items = prepared(machine())
+    join = items["command join the tailnet"]
+    assert isinstance(join, Command)
+    assert join.argv[:6] == ("sh", "-c", JOIN, "join", KEY, "true")
+    assert "--hostname=reef-cloud1" in join.argv and "--advertise-tags=tag:slurm" in join.argv
+    assert prepared(machine(tailscale=STATUS)) == {}, "it is in already"
+
+
+def test_containers_do_not_join_and_want_no_key() -> None:
+    assert rented_machines(SPEC) == ("cloud1", "cloud2")
+    pods = spec_of(
+        TEXT.replace("  cloud: {provider: lambda, type: gpu_1x_a10, max: 2}\n", "").replace(
+            ", auth_key: env:TS_AUTHKEY", ""
+        )
+    )
+    assert rented_machines(pods) == ()
+    assert not [one for one in part_findings(assemble(pods, {"c1": CONTROLLER}, {})) if one.level == "error"]
+
+
+def test_machines_without_a_key_or_without_tun_are_errors() -> None:
+    keyless = spec_of(TEXT.replace(", auth_key: env:TS_AUTHKEY", ""))
+    [told] = [one for one in part_findings(assemble(keyless, {"c1": CONTROLLER}, {})) if one.level == "error"]
+    assert (told.what, told.found) == (
+        "rented machines cannot join the tailnet: nobody is there to log them in",
+        "cloud[1-2]",
+    )
+    userspace = machine(tailscale={**STATUS, "TUN": False, "TailscaleIPs": ["100.64.0.3"]})
+    cluster = assemble(SPEC, {"c1": CONTROLLER, "cloud1": userspace}, {})
+    assert "cloud1" in {one.host for one in part_findings(cluster) if one.level == "error" and "no TUN" in one.what}
+
+
+def test_a_rented_machine_is_known_and_let_in_by_its_address_in_the_tailnet() -> None:
+    there = machine(tailscale={**STATUS, "TailscaleIPs": ["100.64.0.3"]})
+    cluster = assemble(ONLY_MACHINES, {"c1": CONTROLLER, "cloud1": there}, {"cloud1": "203.0.113.9"})
+    assert cluster.addresses == {"c1": "100.64.0.1", "cloud1": "100.64.0.3"}
+    assert cluster.conf.one_address
+    own = documents(cluster, next(member for member in cluster.members if member.name == "cloud1"))
+    texts = {item.path: str(item.content) for part in own.values() for item in part if isinstance(item, File)}
+    assert "100.64.0.1, 100.64.0.3" in texts["/etc/shoal/firewall.nft"]
+    assert "address show to 100.64.0.3 " in texts["/etc/systemd/system/slurmd.service.d/shoal-address.conf"]
+    assert members(ONLY_MACHINES)[0].name == "c1"
