@@ -182,9 +182,14 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
         return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed)
     said = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{said}"
-    return Reason("script", text, first.rank, first.node, printed)
+    fix = _MODULE_FIX if last.startswith("ModuleNotFoundError:") else ""
+    return Reason("script", text, first.rank, first.node, printed, fix)
 
 
+_MODULE_FIX = (
+    "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
+    "and `shoal run --env NAME`. Your own: is it in the working tree?"
+)
 _START_FIX = "name a program that the nodes have: --python /path/to/python"
 _NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
 _LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"

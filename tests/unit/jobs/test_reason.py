@@ -123,6 +123,13 @@ def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
     assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
 
 
+def test_a_package_that_the_nodes_do_not_have_is_told_with_what_brings_it_there() -> None:
+    lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
+    assert reason is not None and "No module named 'torch'" in reason.text
+    assert "`shoal env build` and `shoal run --env NAME`" in reason.fix and "the working tree?" in reason.fix
+
+
 def test_of_a_requeued_job_the_last_turn_counts() -> None:
     lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
     ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
