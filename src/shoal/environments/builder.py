@@ -118,13 +118,9 @@ def fresh_venv(python: str, place: str, options: list[str]) -> None:
         [python, "-I", "-m", "venv", *options, place], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
     if done.returncode != 0:
-        said = last_lines(done.stdout)
-        fix = (
-            "run `shoal up`, which installs python3-venv"
-            if "ensurepip" in said
-            else "see what is wrong with its Python"
-        )
-        raise Failed("%s -m venv failed: %s" % (python, said), fix)
+        if b"ensurepip" in done.stdout:
+            raise Failed("%s has no venv" % python, "run `shoal up`, which installs python3-venv")
+        raise Failed("%s -m venv failed: %s" % (python, last_lines(done.stdout)), "see what is wrong with its Python")
 
 
 def gather(asked: dict[str, Any], source: str, tools: str) -> str:

@@ -141,6 +141,24 @@ def test_what_is_removed_is_gone_whole_and_its_wheels_with_it(place: Place) -> N
     place.run(sweep_command(str(place.shared), [other["source"]], []))
     assert not Path(made["path"]).exists() and Path(other["path"]).exists()
     assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
+def test_a_debian_without_venv_is_told_what_installs_it(place: Place, tmp_path: Path) -> None:
+    debian = (
+        "The virtual environment was not created successfully because ensurepip is not\n"
+        "available.  On Debian/Ubuntu systems, you need to install the python3-venv\n"
+        "package using the following command.\n\n    apt install python3.11-venv\n\n"
+        "You may need to use sudo with that command.  After installing the python3-venv\n"
+        "package, recreate your virtual environment.\n\nFailing command: python3"
+    )
+    python = tmp_path / "python3"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *"-m venv"*) echo "{debian}"; exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    told = place.build("herring", python=str(python), local=str(tmp_path / "local"), directory=str(tmp_path / "shared"))
+    assert (told["event"], told["what"]) == ("failed", f"{python} has no venv")
+    assert told["fix"] == "run `shoal up`, which installs python3-venv"
+
+
 
 
 def test_an_archive_goes_with_its_environment_and_nothing_while_somebody_builds(tmp_path: Path, place: Place) -> None:
