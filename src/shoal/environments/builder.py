@@ -56,6 +56,7 @@ def main() -> int:
 def build(asked: dict[str, Any]) -> dict[str, Any]:
     """Make what is missing, and say what there is now."""
     directory = asked["directory"]
+    refuse_planted(directory)
     for place in (directory, directory + "/wheels", directory + "/archives", directory + "/names", asked["local"]):
         os.makedirs(place, 0o755, exist_ok=True)
     with open(directory + "/.lock", "w") as lock:
@@ -81,6 +82,20 @@ def build(asked: dict[str, Any]) -> dict[str, Any]:
     with open(os.path.join(place, MARK)) as file:
         found: dict[str, Any] = json.load(file)
     return dict(found, path=place, source=source, made=made)
+
+
+def refuse_planted(directory: str) -> None:
+    """Where everybody may write, what somebody else put in the way is not built in: jobs would run what is there."""
+    try:
+        above, found = os.stat(os.path.dirname(directory)), os.lstat(directory)
+    except OSError:
+        return
+    foreign = found.st_uid not in (0, os.geteuid())
+    if above.st_mode & 0o002 and foreign:
+        raise Failed(
+            "%s is user %d's, and so would be all that jobs run from it" % (directory, found.st_uid),
+            "move it away, or name another `directory`",
+        )
 
 
 def took(lock: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.roles.part import How, Kept, Part
+from shoal.roles.shares import Served, shares
 from shoal.roles.stage import Stage
 from shoal.spec.member import Member
 from shoal.spec.members import members
@@ -40,15 +41,17 @@ class TrackingPart(Part):
         return {JOBS_SECRET: Kept(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)} if host else {}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
-        items: tuple[Item, ...] = ()
+        items: dict[Stage, tuple[Item, ...]] = {}
         server = server_of(cluster)
         if server and serves(cluster.spec, member):
-            items += _serving(cluster.spec, server)
+            # Shares of other hosts are mounted with the nodes.
+            stage = Stage.NODES if share_elsewhere(cluster.spec, server) else Stage.SERVICES
+            items[stage] = _serving(cluster.spec, server)
         elif _there(cluster, member, mlflow.UNIT):
-            items += without_server()
+            items[Stage.SERVICES] = without_server()
         if "controller" in member.roles:
-            items += _told(cluster, server)
-        return {Stage.SERVICES: items} if items else {}
+            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _told(cluster, server)
+        return {stage: some for stage, some in items.items() if some}
 
     def farewell(self) -> Document:
         """The accounts stay with what was recorded, and so does the password that opens them."""
@@ -75,6 +78,12 @@ def server_of(cluster: Cluster) -> Server | None:
     return Server(host, address, tracking.port, tracking.database, tracking.artifacts or f"{mlflow.STATE}/artifacts")
 
 
+def share_elsewhere(spec: Spec, server: Server) -> Served | None:
+    """The share of another host that the artifacts are in."""
+    inside = [share for share in shares(spec) if f"{server.artifacts}/".startswith(f"{share.where}/")]
+    return next((share for share in inside if share.server != server.name), None)
+
+
 def without_server() -> tuple[Item, ...]:
     """The service taken away. What jobs reported stays."""
     return (Service(mlflow.SERVICE, enabled=False, running=False), File(mlflow.UNIT))
@@ -92,7 +101,7 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
             unless=("id", "-u", mlflow.USER),
         ),
         Directory(mlflow.STATE, owner=mlflow.USER, group=mlflow.USER, mode=0o700),
-        Directory(server.artifacts, owner=mlflow.USER, group=mlflow.USER, mode=0o700),
+        _artifacts(spec, server),
         Directory("/etc/shoal"),
         Directory(mlflow.SETTINGS, group=mlflow.USER, mode=0o750),
         *(Secret(path, digits=PASSWORD_DIGITS) for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)),
@@ -128,6 +137,20 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
             stdin=mlflow.account_program(server),
             timeout=300.0,
         ),
+    )
+
+
+def _artifacts(spec: Spec, server: Server) -> Item:
+    """The directory for files. On a share of another host root is nobody, so there the server's own user makes it."""
+    share = share_elsewhere(spec, server)
+    if share is None:
+        return Directory(server.artifacts, owner=mlflow.USER, group=mlflow.USER, mode=0o700)
+    as_server = ("runuser", "-u", mlflow.USER, "--")
+    return Command(
+        f"make {server.artifacts}",
+        (*as_server, "mkdir", "-p", "-m", "0700", server.artifacts),
+        unless=(*as_server, "test", "-w", server.artifacts),
+        fix=f"let everybody write to {share.path} on {share.server}, or run the server there: `host: {share.server}`",
     )
 
 

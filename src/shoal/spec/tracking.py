@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 from shoal.spec.closed import Closed
 from shoal.spec.environments import HostDirectory
 from shoal.spec.problem import Problem, nearest
+from shoal.spec.storage import CONTROLLER
 from shoal.spec.words import Port, choice, host_name, refusal, show
 
 KINDS = ("mlflow",)
@@ -83,3 +84,21 @@ def tracking_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator
     if isinstance(host, str) and hosts and host not in hosts:
         fix = nearest(host, list(hosts))
         yield Problem(("tracking", "host"), "the server's host is none of the cluster", show(host), fix)
+    elif hosts:
+        yield from _artifacts(tracking, data.get("storage"), hosts[0])
+
+
+def _artifacts(tracking: Mapping[str, Any], shares: object, controller: str) -> Iterator[Problem]:
+    """The server can write to where its files go."""
+    artifacts, runs_on = tracking.get("artifacts"), tracking.get("host") or controller
+    if not isinstance(artifacts, str) or not isinstance(shares, Mapping):
+        return
+    for where, share in shares.items():
+        if not isinstance(share, Mapping) or not f"{artifacts}/".startswith(f"{where}/"):
+            continue
+        keeper = share.get("host", CONTROLLER)
+        keeper = controller if keeper == CONTROLLER else keeper
+        why = "read-only" if share.get("read_only") is True else "a copy" if share.get("kind") == "stage" else ""
+        if why and keeper != runs_on:
+            fix = f"name another directory, or `host: {keeper}`, which keeps it"
+            yield Problem(("tracking", "artifacts"), f"{where} is {why} on the server's host", show(artifacts), fix)

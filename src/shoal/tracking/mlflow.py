@@ -213,7 +213,8 @@ try:
     with (opener.open if sys.argv[2] == "ours" else opener.urlopen)(sys.argv[1] + "/health", timeout=5) as answer:
         print(answer.status)
 except Exception as error:
-    print(error)
+    reason = getattr(error, "reason", error)
+    print(getattr(reason, "strerror", None) or reason)
 """
 
 

@@ -212,6 +212,18 @@ async def test_a_block_without_its_end_fails_with_the_way_out(place: Place) -> N
     assert path.read_text() == "# BEGIN shoal b\nprecious\n"
 
 
+@needs_root
+async def test_a_users_link_in_the_place_of_a_directory_leads_nobody_astray(place: Place) -> None:
+    (Path(place.path("target")) / "in").mkdir(parents=True)
+    os.symlink(place.path("target"), place.path("planted"))
+    os.lchown(place.path("planted"), 2001, 2001)
+    wanted, planted = place.directory("planted/in", mode=0o700), place.path("planted")
+    (found,) = await place.apply(wanted)
+    assert found.detail == f"{planted} is a link that user 2001 made; remove it, or name another directory"
+    os.lchown(planted, 0, 0)  # the administrator's own: disks are often joined in that way
+    assert (await place.apply(wanted))[0].status == "changed"
+
+
 # Commands
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,17 @@ def test_an_environment_has_what_is_named_and_what_that_needs(place: Place) -> N
     assert made["path"] == f"{place.shared}/{made['id']}"
     assert says(made["path"]) == "herring 1.0"
     assert not list(Path(made["path"]).glob("lib/python*/site-packages/pip"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_nothing_is_built_in_a_directory_that_somebody_else_put_in_the_way(place: Place, tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    planted = tmp_path / "environments"
+    planted.mkdir()
+    os.chown(planted, 2001, 2001)
+    told = place.build("herring==1.0", directory=str(planted))
+    assert told["what"] == f"{planted} is user 2001's, and so would be all that jobs run from it"
+    assert told["fix"] == "move it away, or name another `directory`" and not list(planted.iterdir())
 
 
 def test_the_same_packages_are_the_same_environment_however_they_are_written(place: Place) -> None:
@@ -129,18 +141,6 @@ def test_a_python_that_is_not_there_is_named(place: Place) -> None:
     assert (told["event"], told["what"]) == ("failed", "there is no python3.99 here")
 
 
-def test_passwords_of_pips_own_configuration_are_not_told() -> None:
-    assert builder.hidden("https://me:hunter2@x.org/simple no") == "https://...@x.org/simple no"
-
-
-def test_what_is_removed_is_gone_whole_and_its_wheels_with_it(place: Place) -> None:
-    made, other = place.build("herring==1.1"), place.build("herring==1.0")
-    kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
-    assert made["id"] in kept and not kept[made["id"]].busy
-    place.run(remove_command(str(place.shared), [made["id"]]))
-    place.run(sweep_command(str(place.shared), [other["source"]], []))
-    assert not Path(made["path"]).exists() and Path(other["path"]).exists()
-    assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
 def test_a_debian_without_venv_is_told_what_installs_it(place: Place, tmp_path: Path) -> None:
     debian = (
         "The virtual environment was not created successfully because ensurepip is not\n"
@@ -159,6 +159,18 @@ def test_a_debian_without_venv_is_told_what_installs_it(place: Place, tmp_path: 
     assert told["fix"] == "run `shoal up`, which installs python3-venv"
 
 
+def test_passwords_of_pips_own_configuration_are_not_told() -> None:
+    assert builder.hidden("https://me:hunter2@x.org/simple no") == "https://...@x.org/simple no"
+
+
+def test_what_is_removed_is_gone_whole_and_its_wheels_with_it(place: Place) -> None:
+    made, other = place.build("herring==1.1"), place.build("herring==1.0")
+    kept = {one.id: one for one in parse_kept(place.run(kept_command(str(place.shared))))}
+    assert made["id"] in kept and not kept[made["id"]].busy
+    place.run(remove_command(str(place.shared), [made["id"]]))
+    place.run(sweep_command(str(place.shared), [other["source"]], []))
+    assert not Path(made["path"]).exists() and Path(other["path"]).exists()
+    assert [name.name for name in (place.shared / "wheels").iterdir()] == [other["source"]]
 
 
 def test_an_archive_goes_with_its_environment_and_nothing_while_somebody_builds(tmp_path: Path, place: Place) -> None:

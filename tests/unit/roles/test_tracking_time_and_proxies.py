@@ -108,6 +108,21 @@ def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_
     assert f"service {mlflow.SERVICE}" not in keys(document)
 
 
+def test_files_on_a_share_of_another_host_wait_for_its_mount_and_the_servers_user_makes_their_directory() -> None:
+    """Root of this host is nobody there, and what is made before the share is mounted would be hidden by it."""
+    share = "storage: {/data: {host: n1}}\n"
+    part, cluster = TrackingPart(), cluster_of(share + "tracking: {artifacts: /data/mlflow}\n")
+    assert not any("mlflow" in key for key in keys(asked(part, cluster, "c1")))
+    later = asked(part, cluster, "c1", Stage.NODES)
+    assert "directory /data/mlflow" not in keys(later) and f"service {mlflow.SERVICE}" in keys(later)
+    [make] = [item for item in later if item.key == "command make /data/mlflow"]
+    assert isinstance(make, Command)
+    assert make.argv == ("runuser", "-u", "shoal-mlflow", "--", "mkdir", "-p", "-m", "0700", "/data/mlflow")
+    assert make.fix == "let everybody write to /data on n1, or run the server there: `host: n1`"
+    near = cluster_of(share + "tracking: {host: n1, artifacts: /data/mlflow}\n")
+    assert "directory /data/mlflow" in keys(asked(part, near, "n1"))
+
+
 def test_a_server_that_is_there_already_is_only_told_to_jobs() -> None:
     document = asked(TrackingPart(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
     assert file(document, mlflow.ADDRESS).content == '{"uri": "https://t.example.org"}\n'

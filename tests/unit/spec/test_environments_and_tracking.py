@@ -11,6 +11,9 @@ from shoal.spec.model import Spec
 BASE = "cluster: reef\ncontroller: {host: desktop, compute: true}\n"
 
 
+LAB = "nodesets: {lab: {hosts: [n1]}}\n"
+
+
 def spec(text: str) -> Spec:
     return load_text(BASE + text, "shoal.yaml")
 
@@ -54,6 +57,14 @@ def test_a_version_of_python_names_the_program_of_that_name() -> None:
         (
             "tracking: {host: desktp}",
             'the server\'s host is none of the cluster, found "desktp", did you mean `desktop`?',
+        ),
+        (
+            LAB + "storage: {/apps: {host: n1, read_only: true}}\ntracking: {artifacts: /apps/mlflow}",
+            '/apps is read-only on the server\'s host, found "/apps/mlflow", name another directory, or `host: n1`',
+        ),
+        (
+            LAB + "storage: {/data: {kind: stage}}\ntracking: {host: n1, artifacts: /data}",
+            '/data is a copy on the server\'s host, found "/data", name another directory, or `host: desktop`',
         ),
         ("time: ntp", "unknown time service"),
     ],

@@ -174,10 +174,24 @@ def check_directory(item: Item, world: World) -> Change | None:
 def make_directory(item: Item, world: World) -> str:
     ids = owner_ids(item, world)
     assert ids
+    refuse_planted(item["path"])
     os.makedirs(item["path"], 0o755, exist_ok=True)
     os.chown(item["path"], *ids)
     os.chmod(item["path"], item["mode"])
     return ""
+
+
+def refuse_planted(path: str) -> None:
+    """Stop where a user's link leads root elsewhere: in a directory that is open to all, anybody can put one."""
+    place = ""
+    for name in path.strip("/").split("/"):
+        place += "/" + name
+        try:
+            found = os.lstat(place)
+        except OSError:
+            return
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            raise Failure(f"{place} is a link that user {found.st_uid} made; remove it, or name another directory")
 
 
 def check_block(item: Item, world: World) -> Change | None:
