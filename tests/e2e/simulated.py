@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import IMAGE, Cluster
 from tests.e2e.leftovers import TAG, noted
 
 CENT = 0.01
@@ -60,7 +60,8 @@ def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluste
 
 @contextmanager
 def _simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
-    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
+    image = ("--image", IMAGE) if IMAGE else ()
+    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, *image, "--json", *cloud.options]
     env = {**os.environ, TAG: cluster}
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     try:

@@ -22,6 +22,7 @@ def simulate(
         str,
         typer.Option(help="Make its machines sandbox hosts on the network of this cluster. Default: it has none."),
     ] = "",
+    image: Annotated[str, typer.Option(help="What these run: debian12, debian13 or sid.")] = "debian12",
     faults: Annotated[Path | None, typer.Option(help="What it does wrong, as a JSON list.")] = None,
     boot_seconds: Annotated[
         float | None, typer.Option(help="Until a machine is up. Default: what the provider, or the host, takes.", min=0)
@@ -61,6 +62,7 @@ def simulate(
                     opened,
                     port=port,
                     cluster=cluster,
+                    image=image,
                     faults=faults,
                     boot_seconds=boot_seconds,
                     limited=limits,

@@ -67,6 +67,7 @@ class SandboxGround:
 
         Raises ProviderError where another process has this cloud: its machines are not ours to touch.
         """
+        images.require(self.image)
         if os.geteuid() != 0:
             raise ProviderError("sandbox hosts take root", hint="run the command with sudo, or leave --cluster out")
         async with self.layout.locked():

@@ -39,6 +39,7 @@ async def simulate(
     *,
     port: int = 0,
     cluster: str = "",
+    image: str = "debian12",
     faults: Path | None = None,
     boot_seconds: float | None = None,
     limited: bool = True,
@@ -57,7 +58,7 @@ async def simulate(
         ) from None
     wanted = _read(faults) if faults else []
     made = cloud(kind)
-    hosts = sandbox_ground.SandboxGround(kind, cluster) if cluster else None
+    hosts = sandbox_ground.SandboxGround(kind, cluster, image=image) if cluster else None
     ground: Ground = hosts or Nowhere()
     address, warning, started = "127.0.0.1", "", False
     metadata: socket.socket | None = None

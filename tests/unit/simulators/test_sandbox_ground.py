@@ -68,6 +68,14 @@ async def test_one_who_never_opened_it_removes_nothing_when_it_closes(tmp_path: 
     assert ground.store.exists()
 
 
+async def test_an_image_that_nobody_can_build_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    ground = SandboxGround("lambda", "t-told", image="debian11", cache=tmp_path)
+    with pytest.raises(ProviderError, match="the sandbox has no image 'debian11'") as told:
+        await ground.open()
+    assert told.value.hint == "use one of: debian12, debian13, sid"
+    assert not ground.layout.dir.exists()
+
+
 def test_a_clouds_own_machines_on_the_clusters_bridge_are_answered_as_metadata_and_no_others(tmp_path: Path) -> None:
     layout = Layout(tmp_path, "reef")
     site = Site("a", 0, "10.64.1.0/24")

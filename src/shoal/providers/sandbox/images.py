@@ -131,10 +131,15 @@ STAGES = 14
 """About how many `I:` lines mmdebstrap prints; for the progress bar only."""
 
 
-async def ensure(cache: Path, image: str, progress: Progress) -> Path:
-    """The image's directory, built first if it is not in the cache. Two processes at once build it once."""
+def require(image: str) -> None:
+    """Raises ProviderError for an image that nobody knows how to build."""
     if image not in SUITES:
         raise ProviderError(f"the sandbox has no image {image!r}", hint=f"use one of: {', '.join(SUITES)}")
+
+
+async def ensure(cache: Path, image: str, progress: Progress) -> Path:
+    """The image's directory, built first if it is not in the cache. Two processes at once build it once."""
+    require(image)
     settings = await _apt_settings()
     room = cache / "images" / image
     place = room / _recipe_hash(image, settings)
