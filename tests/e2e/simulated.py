@@ -60,8 +60,9 @@ def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluste
 
 @contextmanager
 def _simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
-    image = ("--image", IMAGE) if IMAGE else ()
-    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, *image, "--json", *cloud.options]
+    line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
+    if IMAGE:
+        line += ["--image", IMAGE]
     env = {**os.environ, TAG: cluster}
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     try:
