@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shoal.spec.model import Spec
 
 DEFAULT_FILE = Path("shoal.yaml")
+NO_FILE = "sandbox"
+"""The cluster where there is no file, and no name for one either."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def open_context(file: Path | None = None, cluster: str | None = None, progress:
     progress = progress or Silence()
     file = _file(file, cluster)
     if file is None:
-        return Context(_sandbox(cluster or "sandbox"), progress=progress)
+        return Context(_sandbox(cluster or NO_FILE), progress=progress)
     from shoal.spec.load import load_all
 
     spec, warnings = load_all(file)
@@ -204,19 +206,35 @@ def recalled_hosts(file: Path | None = None, cluster: str | None = None) -> Cont
 def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:
     """What a spec is remembered by, and its text."""
     if file is None:
-        return f"sandbox {cluster or 'sandbox'}", ""
+        return f"sandbox {cluster or NO_FILE}", ""
     return str(file.absolute()), file.read_text(encoding="utf-8")
 
 
 def _file(file: Path | None, cluster: str | None) -> Path | None:
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
+    if file is None and cluster is None:
+        _refuse_to_guess()
     if file is not None and cluster is not None:
         raise UsageError(
             f"the cluster's name is in {file}; --cluster {cluster} names one that has no file",
             hint="leave out --cluster and unset SHOAL_CLUSTER, or run this where there is no shoal.yaml",
         )
     return file
+
+
+def _refuse_to_guess() -> None:
+    """Who is in a folder below that of the file means the file, and would get a sandbox."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # a folder that was removed
+        return
+    above = next((place / DEFAULT_FILE for place in here.parents if (place / DEFAULT_FILE).is_file()), None)
+    if above is not None:
+        raise UsageError(
+            f"there is no {DEFAULT_FILE} here, and one in {above.parent}",
+            hint=f"say -f {os.path.relpath(above)}, or --cluster {NO_FILE} for the sandbox",
+        )
 
 
 def _sandbox(cluster: str) -> Spec:
@@ -258,7 +276,10 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
     if member.name not in made:
         # What root made, only root sees.
         other = "" if os.geteuid() == 0 else "; if root made it, use sudo"
-        raise ProviderError(f"cluster {cluster}: host {member.name} is not there yet", hint=f"run `shoal up`{other}")
+        mine = f"; for hosts of yours, go to where their {DEFAULT_FILE} is" if cluster == NO_FILE else ""
+        raise ProviderError(
+            f"cluster {cluster}: host {member.name} is not there yet", hint=f"run `shoal up`{other}{mine}"
+        )
     return made[member.name][1].target
 
 

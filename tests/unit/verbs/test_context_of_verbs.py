@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,32 @@ def test_without_a_file_it_is_the_sandbox(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert open_context().spec == default_spec("sandbox")
     assert open_context(cluster="mine").cluster == "mine"
+
+
+def test_below_the_folder_of_a_file_nobody_gets_a_sandbox_by_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shoal.yaml").write_text(LAB)
+    below = tmp_path / "src/model"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    with pytest.raises(UsageError) as caught:
+        open_context()
+    assert str(caught.value) == (
+        f"there is no shoal.yaml here, and one in {tmp_path}\n"
+        "  fix: say -f ../../shoal.yaml, or --cluster sandbox for the sandbox"
+    )
+    assert open_context(Path("../../shoal.yaml")).cluster == "reef"
+    assert open_context(cluster="sandbox").spec == default_spec("sandbox")
+
+
+async def test_without_a_file_it_is_said_that_hosts_of_ones_own_need_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake = FakeProvider()
+    with pytest.raises(ProviderError, match=r"for hosts of yours, go to where their shoal\.yaml is"):
+        await replace(open_context(), providers=lambda name: fake).fleet()
 
 
 def test_the_file_here_is_taken_and_then_names_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
