@@ -88,6 +88,13 @@ def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines[first:][:_LINES] if len(lines) - first <= _LINES else [*lines[first:][: _LINES - 1], "..."])
 
 
+def _message(printed: Sequence[str]) -> str:
+    """What a traceback ends in: the first line of the error, whose text may have more. Without one, the last line."""
+    start = max((number for number, line in enumerate(printed) if _TRACEBACK in line), default=len(printed))
+    raised = (text for text in printed[start + 1 :] if text and not text[0].isspace())
+    return next(raised, None) or next((text.strip() for text in reversed(printed) if text.strip()), "")
+
+
 def _ended_by_others(end: RankEnd) -> bool:
     """Ended by a signal that it was sent from outside, or killed."""
     number = -end.status if end.status < 0 else end.status - 128
@@ -166,7 +173,7 @@ def _out_of_memory(
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
     own = [line.text for line in lines if line.rank == first.rank]
     printed = last_traceback(own)
-    last = next((text.strip() for text in reversed(printed) if text.strip()), "")
+    last = _message(printed)
     who = f"rank {first.rank} on {first.node}"
     if any(_RENDEZVOUS.search(text) for text in printed):
         text = f"the ranks did not find each other; {who} gave up first: {last[:300]}"

@@ -123,6 +123,22 @@ def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
     assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
 
 
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    lines = printed(
+        0,
+        *TRACEBACK[:3],
+        "shoal.train.errors.BindingError: ranks 0 and 1 are on the same GPU of fish1: GPU-7",
+        "  found: rank  node",
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
+    )
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    assert reason is not None and reason.text == (
+        "rank 0 on fish1 failed first, with exit status 1: shoal.train.errors.BindingError: ranks 0 and 1 are on the "
+        "same GPU of fish1: GPU-7"
+    )
+    assert reason.details[-1] == lines[-1].text
+
+
 def test_a_package_that_the_nodes_do_not_have_is_told_with_what_brings_it_there() -> None:
     lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
     reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
