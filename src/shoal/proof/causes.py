@@ -52,10 +52,10 @@ def likely_cause(one: RunRecord, many: RunRecord, found: Comparison, tolerance: 
 
 
 def _start(runs: Runs) -> str:
-    if runs.found.start.relative <= runs.tolerance:
+    if not runs.found.start:
         return ""
     return (
-        f"the parameters differ before the first step ({runs.found.start.where}): every run starts from another model;"
+        f"the parameters differ before the first step ({runs.found.start}): every run starts from another model;"
         " make it after init(), or set torch.manual_seed() before"
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
-from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.proof.records import RunRecord
+from shoal.proof.arithmetic import joined, largest_difference, largest_value
+from shoal.proof.records import RunRecord, Values
 from shoal.proof.samples import same_samples
 
 SMALL = 1e-3
@@ -34,8 +33,8 @@ class Comparison:
     """The norm of the first step's: an optimizer that takes no notice of its scale would hide a wrong one for long."""
     parameters: Difference
     """After the last step: the largest difference within a parameter, relative to the largest value in it."""
-    start: Difference
-    """The same before the first step."""
+    start: str
+    """A parameter that was another before the first step already; empty where none was."""
     steps: tuple[int, int]
     """Steps that one process took, and that many took."""
     losses_told: bool
@@ -61,7 +60,7 @@ def compare(one: RunRecord, many: RunRecord) -> Comparison:
         _losses(one, many),
         Difference(gradient, "step 1"),
         parameters(one.end, many.end),
-        parameters(one.start, many.start),
+        next((name for name, digest in one.start.items() if many.start.get(name) != digest), ""),
         (one.steps, many.steps),
         [loss.step for loss in one.losses] == [loss.step for loss in many.losses],
         many.apart is not None,
@@ -76,23 +75,19 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0
 
 
-def parameters(one: Mapping[str, array[float]], many: Mapping[str, array[float]]) -> Difference:
+def parameters(one: Mapping[str, Values], many: Mapping[str, Values]) -> Difference:
     """The parameter that differs most. One that is missing, or has another size, differs without bound."""
-    if odd := [name for name in (*one, *many) if len(one.get(name, ())) != len(many.get(name, ()))]:
-        return Difference(math.inf, odd[0])
-    # Bit for bit, as at the start, is several times quicker than number by number. What is no number never agrees.
-    odd = [name for name in one if one[name].tobytes() != many[name].tobytes() or not math.isfinite(sum(one[name]))]
-    if not odd:
-        return Difference(0.0)
-    largest = {name: _largest(values) for name, values in one.items()}
-    floor = SMALL * max(largest.values())
+    for name in (*one, *many):
+        if sum(map(len, one.get(name, ()))) != sum(map(len, many.get(name, ()))):
+            return Difference(math.inf, name)
+    largest = {name: largest_value(joined(values)) for name, values in one.items()}
+    floor = SMALL * max(largest.values(), default=0.0)
     worst = Difference(0.0)
-    for name in odd:
-        apart = _largest(map(operator.sub, one[name], many[name]))
-        scale = max(largest[name], floor)
-        amount = apart / scale if math.isfinite(apart) and scale else math.inf
-        if amount > worst.relative:
-            worst = Difference(amount, name)
+    for name, values in one.items():
+        if apart := largest_difference(joined(values), joined(many[name])):
+            scale = max(largest[name], floor)
+            amount = apart / scale if scale and math.isfinite(apart) else math.inf
+            worst = Difference(amount, name) if amount > worst.relative else worst
     return worst
 
 
@@ -103,12 +98,3 @@ def _losses(one: RunRecord, many: RunRecord) -> Difference:
         if amount > worst.relative:
             worst = Difference(amount, f"step {theirs.step}")
     return worst
-
-
-def _largest(values: Iterable[float]) -> float:
-    """The largest absolute value; infinite where one is no number, which `max` would pass over."""
-    found = 0.0
-    for value in map(abs, values):
-        if not value <= found:
-            found = value if value == value else math.inf
-    return found

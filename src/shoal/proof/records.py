@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,12 +40,18 @@ class Step:
     """A name for each sample, in the order the model got them."""
 
 
+Values = Sequence[memoryview]
+"""The elements of a parameter, in pieces that follow each other."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What a rank holds of a parameter."""
 
     sharded: bool
-    values: array[float]
+    digest: str
+    values: memoryview
+    """Empty where rank 0 has kept the same."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class RankRecord:
     steps: tuple[Step, ...] = ()
     losses: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
     """By who was told."""
-    start: Mapping[str, Held] = field(default_factory=dict)
+    start: Mapping[str, str] = field(default_factory=dict)
+    """The digest of each parameter before the first step, on rank 0."""
     end: Mapping[str, Held] = field(default_factory=dict)
 
 
@@ -107,13 +114,13 @@ class RunRecord:
         """The norm of the whole gradient of a step."""
         return math.sqrt(self.ranks[0].steps[step].whole + sum(rank.steps[step].sharded for rank in self.ranks))
 
-    @cached_property
-    def start(self) -> dict[str, array[float]]:
-        """The parameters before the first step."""
-        return _joined([rank.start for rank in self.ranks])
+    @property
+    def start(self) -> Mapping[str, str]:
+        """The digests of the parameters before the first step."""
+        return self.ranks[0].start
 
     @cached_property
-    def end(self) -> dict[str, array[float]]:
+    def end(self) -> dict[str, Values]:
         """The parameters after the last step."""
         return _joined([rank.end for rank in self.ranks])
 
@@ -124,7 +131,7 @@ class RunRecord:
         for name, held in first.end.items():
             for other in others:
                 theirs = other.end.get(name)
-                if theirs and not held.sharded and not theirs.sharded and theirs.values != held.values:
+                if theirs and not held.sharded and not theirs.sharded and theirs.digest != held.digest:
                     return name, other.rank
         return None
 
@@ -196,8 +203,8 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
         dropout=tuple(model.get("dropout", ())),
         steps=tuple(_step(line) for line in of_kind.get("step", [])),
         losses=losses,
-        start=_tensors(of_kind.get("tensors", []), "start", path.with_suffix(".start")),
-        end=_tensors(of_kind.get("tensors", []), "end", path.with_suffix(".end")),
+        start={name: digest for name, (digest,) in _parts(of_kind.get("begins", []))},
+        end=_held(of_kind.get("ends", []), path.with_suffix(".end")),
     )
 
 
@@ -206,31 +213,36 @@ def _step(line: dict[str, Any]) -> Step:
     return Step(float.fromhex(line["lr"]), whole, sharded, tuple(line["samples"]))
 
 
-def _tensors(lines: list[dict[str, Any]], moment: str, path: Path) -> dict[str, Held]:
+def _held(lines: list[dict[str, Any]], path: Path) -> dict[str, Held]:
     found: dict[str, Held] = {}
-    data = path.read_bytes() if path.exists() else b""
-    at = 0
-    for model, line in enumerate(line for line in lines if line["moment"] == moment):
-        for name, sharded, count in line["parts"]:
-            values = array("d")
-            values.frombytes(data[at : at + 8 * count])
-            at += 8 * count
-            # A script may train several models; their parameters may have the same names.
-            found[f"model {model + 1}: {name}" if model else name] = Held(sharded, values)
+    data, at = _mapped(path), 0
+    for name, (digest, sharded, size) in _parts(lines):
+        found[name] = Held(sharded, digest, data[at : at + size].cast(lines[0]["type"]))
+        at += size
     return found
 
 
-def _joined(held: list[Mapping[str, Held]]) -> dict[str, array[float]]:
+def _parts(lines: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """The parameters of all models that a script trains; those of two may have the same names."""
+    for model, line in enumerate(lines, 1):
+        for name, *rest in line["parts"]:
+            yield (name if model == 1 else f"model {model}: {name}"), rest
+
+
+def _mapped(path: Path) -> memoryview:
+    """The bytes of a file, read when they are looked at: those of all ranks may be more than fits into memory."""
+    if not path.exists() or not path.stat().st_size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def _joined(held: list[Mapping[str, Held]]) -> dict[str, Values]:
     """The whole parameters: a shard of each rank after that of the rank before, or rank 0's."""
-    whole: dict[str, array[float]] = {}
-    for name, first in held[0].items() if held else ():
-        values = first.values[:]
-        if first.sharded:
-            for other in held[1:]:
-                if name in other:
-                    values.extend(other[name].values)
-        whole[name] = values
-    return whole
+    return {
+        name: [other[name].values for other in held if name in other] if first.sharded else [first.values]
+        for name, first in (held[0].items() if held else ())
+    }
 
 
 def _mean(losses: tuple[Loss, ...]) -> Loss:

@@ -4,8 +4,8 @@
 that does less than it should: that is one of the mistakes a proof is there to find. In the proof's directory it leaves
 
     rank-R.jsonl     a line for each thing that happened
-    rank-R.start     its part of the parameters before the first step, as float64, one after the other
-    rank-R.end       the same after the last one
+    rank-R.end       its part of the parameters after the last step, one after the other, in the proof's precision;
+                     of those that every rank has whole, only rank 0 keeps more than the digest
 
 The lines, by `kind`:
 
@@ -13,19 +13,21 @@ The lines, by `kind`:
     model   parallel, batch_norm, dropout: how it is spread, and the layers whose result depends on how it is
     step    one step of the optimizer: its number, lr, gradients (squares summed: of whole tensors, of shards), samples
     loss    source, step, loss, samples: what the script said, and how many samples it had seen since the last one
-    tensors what is in rank-R.start or rank-R.end: name, sharded, count
+    begins  the parameters of rank 0 before the first step: for each its name and digest
+    ends    those of this rank after the last one: type, and for each its name, digest, sharded, bytes in rank-R.end
 
 Numbers that are compared are written as `float.hex` does, which loses no bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shoal.train.contract import (
     SHOAL_JOB_DIR,
@@ -36,10 +38,11 @@ from shoal.train.contract import (
 )
 from shoal.train.env import Env, read_env
 
+TYPES = {"float64": "d", "float32": "f"}
+"""What the standard library's struct and array call the numbers of each precision."""
+
 LOSS_NAMES = ("loss", "train_loss", "train/loss")
 """What a script may call the metric that is the loss."""
-
-Moment = Literal["start", "end"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class Part:
     sharded: bool
     """The parts of all ranks, one after the other, are the parameter; otherwise each rank has all of it."""
     values: bytes
-    """float64, in the order of the parameter's elements."""
+    """Its elements, in the proof's precision."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.values, digest_size=16).hexdigest()
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
@@ -152,14 +159,20 @@ class Recorder:
         if name is not None:
             self.loss("tracker", step, metrics[name])
 
-    def tensors(self, moment: Moment, parts: Iterable[Part]) -> None:
-        """Keep this rank's part of the parameters. A second call for the same moment adds those of another model."""
+    def begins(self, parts: Iterable[Part]) -> None:
+        """The model's parameters, before it is spread over the ranks: they all start from rank 0's."""
+        if self.rank == 0:
+            self._line("begins", parts=[[part.name, part.digest] for part in parts])
+
+    def ends(self, parts: Iterable[Part]) -> None:
+        """Keep this rank's part of the parameters. A second call adds those of another model."""
         described = []
-        with (self.settings.directory / f"rank-{self.rank}.{moment}").open("ab") as file:
+        with (self.settings.directory / f"rank-{self.rank}.end").open("ab") as file:
             for part in parts:
-                file.write(part.values)
-                described.append([part.name, part.sharded, len(part.values) // 8])
-        self._line("tensors", moment=moment, parts=described)
+                # Parameters are large, and those that every rank has are the same: a digest tells whether they are.
+                kept = file.write(part.values) if part.sharded or self.rank == 0 else 0
+                described.append([part.name, part.digest, part.sharded, kept])
+        self._line("ends", type=TYPES[self.settings.dtype], parts=described)
 
     def _line(self, kind: str, **values: Any) -> None:
         with self._path.open("a") as file:

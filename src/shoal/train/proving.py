@@ -69,6 +69,7 @@ class Watch:
         self._handles: list[Any] = [model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)]
         self._optimizer: torch.optim.Optimizer | None = None
         self._ended = False
+        found.begins(self._parts())
 
     def kind(self, asked: Literal["ddp", "fsdp"]) -> Literal["ddp", "fsdp"]:
         """How to spread the model: as the proof wants it, else as the script does."""
@@ -76,12 +77,11 @@ class Watch:
         return "ddp" if wanted == "ddp" else "fsdp" if wanted == "fsdp" else asked
 
     def parallelized(self, kind: str) -> None:
-        """The model has been spread: what it is now is where training begins."""
+        """The model has been spread: what follows is training."""
         named = list(self._model.named_modules())
         norms = [name for name, part in named if type(part) in _BATCH_NORMS]
         drops = [name for name, part in named if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0]
         self._recorder.model(kind, norms, drops)
-        self._recorder.tensors("start", self._parts())
         self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -92,7 +92,7 @@ class Watch:
         """Keep the parameters as they are now, unless that is done."""
         if not self._ended:
             self._ended = True
-            self._recorder.tensors("end", self._parts())
+            self._recorder.ends(self._parts())
 
     def close(self) -> None:
         """Let go of torch. A script never calls this; its process ends."""
@@ -138,7 +138,7 @@ class Watch:
         for name, parameter in self._model.named_parameters():
             local, sharded = _local(parameter)
             plain = name.replace("_checkpoint_wrapped_module.", "")
-            yield Part(plain, sharded, _bytes(local.double()))
+            yield Part(plain, sharded, _bytes(local.to(self._dtype)))
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -28,7 +28,7 @@ from shoal.verbs.run import run
 CLUSTER_LAUNCHERS = tuple(name for name in LAUNCHER_NAMES if name != "python")
 RECORDS = "proof"
 """The directory of the records, below the job's own."""
-_FILE = re.compile(r"rank-[0-9]+\.(jsonl|start|end)")
+_FILE = re.compile(r"rank-[0-9]+\.(jsonl|end)")
 
 
 class ClusterRunner:

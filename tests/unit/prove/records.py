@@ -32,8 +32,8 @@ def rank(
         dropout,
         tuple(Step(lr, square, 0.0, tuple(seen)) for square, seen in zip(gradients, samples, strict=True)),
         {"progress": tuple(Loss(at + 1, value, len(samples[0])) for at, value in enumerate(losses))} if losses else {},
-        {"w": Held(False, array("d", start))},
-        {"w": Held(False, array("d", end))},
+        {"w": repr(start)},
+        {"w": Held(False, repr(end), memoryview(array("d", end)))},
     )
 
 

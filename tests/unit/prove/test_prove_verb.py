@@ -44,11 +44,11 @@ class FakeRunner:
         }
         record = Recorder(Settings(directory), read_env(environ))
         record.model(trial.parallel, [], [])
-        record.tensors("start", [Part("w", False, array("d", [1.0]).tobytes())])
+        record.begins([Part("w", False, array("d", [1.0]).tobytes())])
         record.saw(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])
         record.step(0.1, 1.0, 0.0)
         record.loss("progress", 1, 0.25)
-        record.tensors("end", [Part("w", False, array("d", [2.0]).tobytes())])
+        record.ends([Part("w", False, array("d", [2.0]).tobytes())])
 
 
 ASKED = Asked("train.py", processes=4, launchers=("torchrun", "spawn"))

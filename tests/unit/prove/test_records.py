@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tests.unit.prove.records import many
 
-from shoal.proof.compare import parameters, relative
+from shoal.proof import arithmetic
+from shoal.proof.arithmetic import joined
+from shoal.proof.compare import Difference, parameters, relative
 from shoal.proof.records import RunRecord, read_run, what_is_missing
 from shoal.train.env import read_env
 from shoal.train.proof import Part, Recorder, Settings, recorder, settings
@@ -39,19 +41,21 @@ def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
     for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
         made = recording(tmp_path, rank, 2)
         made.model("fsdp", ["norm"], [])
-        made.tensors("start", [Part("w", True, values(*shard)), Part("b", False, values(0.5))])
+        made.begins([Part("w", False, values(1.0, 2.0, rank)), Part("b", False, values(0.5))])
         made.saw(samples)
         made.step(0.1, 1.0, 4.0)
         made.loss("progress", 1, loss)
         made.metrics({"accuracy": 1.0, "train_loss": 9.0}, 1)
-        made.tensors("end", [Part("w", True, values(*shard)), Part("b", False, values(0.5))])
+        made.ends([Part("w", True, values(*shard)), Part("b", False, values(0.5))])
     run = read_run(tmp_path)
     assert what_is_missing(run, 2) is None
     assert (run.world_size, run.steps, run.source, run.tellers) == (2, 1, "progress", (0, 1))
     assert run.losses[0].value == (1.0 * 2 + third * 4) / 6, "weighted by samples"
     assert run.samples(0) == (("a", "b"), ("c", "d", "e", "f"))
     assert run.gradient(0) == 3.0, "the whole ones once, the shards of every rank"
-    assert run.end == {"w": array("d", [1.0, 2.0, third]), "b": array("d", [0.5])}
+    assert {name: list(joined(pieces)) for name, pieces in run.end.items()} == {"w": [1.0, 2.0, third], "b": [0.5]}
+    assert (tmp_path / "rank-1.end").stat().st_size == 8, "what rank 0 has as well is kept once"
+    assert list(run.start) == ["w", "b"] and run.start["w"] == Part("w", False, values(1.0, 2.0, 0)).digest
     assert run.apart is None
     assert run.ranks[1].batch_norm == ("norm",)
 
@@ -107,14 +111,49 @@ def test_ranks_that_took_no_step_are_named() -> None:
     assert missing is not None and missing[0] == "rank 1, 2, 3 took no step: its optimizer never ran"
 
 
+def held(*numbers: float, type: str = "d") -> list[memoryview]:
+    return [memoryview(array(type, numbers))]
+
+
+def test_a_parameter_that_one_rank_holds_otherwise_is_found_by_its_digest(tmp_path: Path) -> None:
+    for rank, value in enumerate((0.5, 0.5, 0.25)):
+        recording(tmp_path, rank, 3).ends([Part("w", False, values(1.0)), Part("b", False, values(value))])
+    assert read_run(tmp_path).apart == ("b", 2)
+
+
 def test_numbers_that_are_not_finite_differ_without_bound() -> None:
     assert relative(1.0, math.nan) == relative(math.inf, math.inf) == math.inf
-    assert parameters({"w": array("d", [1.0])}, {"w": array("d", [math.nan])}).relative == math.inf
-    assert parameters({"w": array("d", [1.0])}, {"w": array("d", [1.0, 2.0])}).where == "w"
-    assert parameters({"w": array("d", [1.0])}, {}).relative == math.inf
+    for odd in (math.nan, math.inf):
+        for one, other in ((1.0, odd), (odd, 1.0), (odd, odd)):
+            assert parameters({"w": held(one)}, {"w": held(other)}) == Difference(math.inf, "w")
+    assert parameters({"w": held(1.0)}, {"w": held(1.0, 2.0)}) == Difference(math.inf, "w")
+    assert parameters({"w": held(1.0)}, {}).relative == parameters({}, {"w": held(1.0)}).relative == math.inf
+    assert parameters({}, {}) == parameters({"w": held(0.0)}, {"w": held(-0.0)}) == Difference(0.0)
 
 
 def test_a_parameter_is_compared_with_its_own_largest_value_and_not_with_noise() -> None:
-    one = {"large": array("d", [100.0, 1e-9]), "small": array("d", [0.5]), "zero": array("d", [1e-17])}
-    found = parameters(one, {**one, "small": array("d", [0.5000005]), "zero": array("d", [-1e-17])})
+    one = {"large": held(100.0, 1e-9), "small": held(0.5), "zero": held(1e-17)}
+    found = parameters(one, {**one, "small": held(0.5000005), "zero": held(-1e-17)})
     assert found.where == "small" and found.relative == pytest.approx(1e-6)
+
+
+def test_a_parameter_in_pieces_is_compared_with_the_whole() -> None:
+    pieces = [*held(1.0, 2.0), *held(), *held(4.5)]
+    assert parameters({"w": held(1.0, 2.0, 4.5)}, {"w": pieces}) == Difference(0.0)
+    assert parameters({"w": held(1.0, 2.0, 4.0)}, {"w": pieces}) == Difference(0.125, "w")
+
+
+@pytest.mark.parametrize("type", ["d", "f"])
+@pytest.mark.parametrize("odd", [-3.5, math.nan, -math.inf])
+def test_torch_and_python_find_the_same_in_parameters_of_any_size(type: str, odd: float) -> None:
+    """Where this Python has torch, it compares what is large."""
+    size = arithmetic.MANY + 1
+    one, other = array(type, [0.5, -0.25]) * (size // 2), array(type, [0.5, -0.125]) * (size // 2)
+    assert len(one) >= arithmetic.MANY > len(one[: size // 2])
+    other[-1] = odd
+    for largest in (lambda a, b: arithmetic.largest_value(b), arithmetic.largest_difference):
+        quick = largest(memoryview(one), memoryview(other))
+        assert quick == max(
+            largest(memoryview(one)[at:][:70], memoryview(other)[at:][:70]) for at in (0, len(one) - 70)
+        )
+        assert quick in (3.5, 3.25, math.inf)
