@@ -6,8 +6,8 @@ from datetime import datetime
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from shoal.cli.columns import Columns
 from shoal.cli.say import show_failures
 from shoal.hostlist import compress
 from shoal.slurm.usage import UsageRow
@@ -25,12 +25,8 @@ def show_usage(console: Console, result: UsageResult) -> None:
         return
     costs = any(row.cost is not None for row in result.rows)
     detailed = result.by == "job"
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(result.by, overflow="fold")
-    for title in (*(() if detailed else ("jobs",)), "CPU hours", "GPU hours", *(("cost",) if costs else ())):
-        table.add_column(title, justify="right")
-    if detailed:
-        table.add_column("what", overflow="fold")
+    numbers = (*(() if detailed else ("jobs",)), "CPU hours", "GPU hours", *(("cost",) if costs else ()))
+    table = Columns(result.by, *numbers, *(("what",) if detailed else ()), right=numbers, wraps=(result.by, "what"))
     for row in result.rows:
         table.add_row(*_cells(row, costs, detailed))
     if len(result.rows) > 1:
@@ -45,13 +41,12 @@ def show_restore(console: Console, result: RestoreResult) -> None:
     if result.restored:
         console.print(f"[green]✓[/] {result.cluster}: restored {result.restored} on {result.host}", highlight=False)
         console.print(f"  what was there until now is in {result.before}", highlight=False)
+        console.print("  accounts and limits are those of that time; `shoal up` brings them to what the file says")
         return
     if not result.backups:
         console.print("no backups yet: one is made every night, and before every change")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("backup", "made", "size"):
-        table.add_column(title, overflow="fold")
+    table = Columns("backup", "made", "size", wraps=("backup", "made"))
     for backup in result.backups:
         table.add_row(backup.name, _minute(backup.made), _size(backup.size))
     console.print(table)

@@ -87,10 +87,9 @@ def accounting_line(accounting: AccountingHealth) -> str:
     """`accounting: on c1; newest backup 2026-11-15 03:12`, and what is wrong with it."""
     when = accounting.last_backup
     backup = "no backup yet" if when is None else f"newest backup {datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"
+    if accounting.backup_is_old:
+        backup = f"[yellow]{backup}[/]"
     if accounting.well:
         return f"accounting: [green]works[/], on {accounting.host}; {backup}"
-    daemons = (("MariaDB", accounting.mariadb), ("slurmdbd", accounting.slurmdbd))
-    down = [f"{name} is {escape(printable(state))}" for name, state in daemons if state != "active"]
-    return (
-        f"accounting: [red]{escape(printable(accounting.error)) or ', '.join(down)}[/], on {accounting.host}; {backup}"
-    )
+    wrong = escape(printable(accounting.error or accounting.down))
+    return f"accounting: [red]{wrong}[/], on {accounting.host}; {backup}"

@@ -186,12 +186,17 @@ def without_database() -> Document:
     return tuple(items)
 
 
+def has_records(facts: Facts) -> bool:
+    """Whether an earlier run made the database on this host."""
+    return _has(facts, SACCTMGR_CONF)
+
+
 def left_records(spec: Spec, facts: Mapping[str, Facts]) -> Finding | None:
     """That the database is to be on another host than it is, where it begins empty."""
     new = database_host(spec)
-    if new is None or new not in facts or _has(facts[new], SACCTMGR_CONF):
+    if new is None or new not in facts or has_records(facts[new]):
         return None
-    old = next((name for name, found in facts.items() if _has(found, SACCTMGR_CONF)), None)
+    old = next((name for name, found in facts.items() if has_records(found)), None)
     if old is None:
         return None
     last = f"{text.BACKUPS}/{text.DATABASE}-*-last.sql.gz"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
+from shoal.agent.facts import Facts
 from shoal.errors import HostError
 from shoal.plan.connections import Connections
-from shoal.roles.accounting import database_host
+from shoal.roles.accounting import database_host, has_records
 from shoal.slurm.accounting import BACKUPS
+from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
 
 PATIENCE = 15.0
+OLD = 2 * 86400
+"""Seconds after which a backup that is made every night should have a successor."""
 COMMAND = (
     "sh",
     "-c",
@@ -35,6 +42,16 @@ class AccountingHealth:
     def well(self) -> bool:
         return self.mariadb == self.slurmdbd == "active"
 
+    @property
+    def down(self) -> str:
+        """`MariaDB is failed, slurmdbd is inactive`; empty where both run."""
+        daemons = (("MariaDB", self.mariadb), ("slurmdbd", self.slurmdbd))
+        return ", ".join(f"{name} is {state}" for name, state in daemons if state != "active")
+
+    @property
+    def backup_is_old(self) -> bool:
+        return self.last_backup is not None and time.time() - self.last_backup > OLD
+
 
 async def accounting_health(fleet: Connections, spec: Spec) -> AccountingHealth | None:
     """None where the spec asks for no accounting. A host that does not answer is told of, and stops nothing."""
@@ -49,6 +66,27 @@ async def accounting_health(fleet: Connections, spec: Spec) -> AccountingHealth 
         return AccountingHealth(name, "unknown", "unknown", error=error.cause)
     said = [*result.text.split(), "unknown", "unknown"]
     return AccountingHealth(name, said[0], said[1], _number(said[2]))
+
+
+async def accounting_findings(fleet: Connections, spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
+    """What is wrong with a database that an earlier `up` made; before that there is nothing to say."""
+    name = database_host(spec)
+    if name is None or name not in facts or not has_records(facts[name]):
+        return []
+    health = await accounting_health(fleet, spec)
+    if health is None or health.error:
+        return []  # what is wrong with the host is said elsewhere
+    findings = []
+    if not health.well:
+        what = "accounting does not work: jobs run on, and slurmctld keeps their records until it does"
+        fix = f"run `shoal up`; `shoal ssh {name} journalctl -u mariadb -u slurmdbd` shows why"
+        findings.append(Finding("error", what, health.down, fix, host=name))
+    if health.backup_is_old and health.last_backup is not None:
+        made = f"the newest is of {datetime.fromtimestamp(health.last_backup):%Y-%m-%d %H:%M}"
+        fix = f"`shoal ssh {name} journalctl -u shoal-backup` shows why; is the disk full?"
+        what = "the accounting database was not backed up last night"
+        findings.append(Finding("warning", what, made, fix, host=name))
+    return findings
 
 
 def _number(text: str) -> float | None:

@@ -19,6 +19,7 @@ from shoal.slurm.preemption import breaches, partition_findings
 from shoal.slurm.read import is_ours
 from shoal.slurm.state import CONFIG_COMMAND, PARTITIONS_COMMAND, parse_config, parse_partitions
 from shoal.spec.finding import Finding
+from shoal.verbs.accounting_health import accounting_findings
 from shoal.verbs.context import Context, requests
 from shoal.verbs.env import environment_states
 from shoal.verbs.health import tracking_health
@@ -64,6 +65,7 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
     if context.spec.storage:
         findings += share_ways(context.spec, observed.facts)
         findings += await share_probes(context.spec, observed.facts, fleet)
+    findings += await accounting_findings(fleet, context.spec, observed.facts)
     if plan.changes:
         hosts = compress({change.host for change in plan.changes})
         findings.append(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests.unit.plan.fake_world import LAB, World, lab
+from tests.unit.plan.fake_world import LAB, World, host_facts, lab
 from tests.unit.verbs.test_verbs import AT_ONCE
 from tests.unit.verbs.test_verbs import context_of as context_for
 
@@ -20,7 +21,7 @@ from shoal.hosts.fake import Call
 from shoal.jobs.history import jobcomp_command, sacct_command
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.usage import UsageRow
-from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_health
+from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_findings, accounting_health
 from shoal.verbs.context import Context
 from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
@@ -204,7 +205,25 @@ async def test_status_asks_the_host_of_the_database() -> None:
         told = await accounting_health(fleet, made.spec)
     assert told == AccountingHealth("n2", "active", "failed", 1000.5)
     assert not told.well
-    assert accounting_line(told).startswith("accounting: [red]slurmdbd is failed[/], on n2; newest backup ")
+    assert accounting_line(told).startswith("accounting: [red]slurmdbd is failed[/], on n2; [yellow]newest backup ")
+
+
+async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old() -> None:
+    made = world(LAB + "accounting: {host: n2}\n")
+    facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
+    async with made.fleet() as fleet:
+        assert await accounting_findings(fleet, made.spec, {"n2": host_facts("n2", "10.0.0.12")}) == []  # no `up` yet
+        answer(made, *COMMAND, with_=f"active\nactive\n{time.time() - 86400}\n".encode(), host="n2")
+        assert await accounting_findings(fleet, made.spec, {"n2": facts}) == []
+        answer(made, *COMMAND, with_=b"inactive\nfailed\n86400\n", host="n2")
+        down, old = await accounting_findings(fleet, made.spec, {"n2": facts})
+    assert str(down) == (
+        "n2: accounting does not work: jobs run on, and slurmctld keeps their records until it does, found MariaDB is "
+        "inactive, slurmdbd is failed, run `shoal up`; `shoal ssh n2 journalctl -u mariadb -u slurmdbd` shows why"
+    )
+    assert (down.level, old.level) == ("error", "warning")
+    assert str(old).startswith("n2: the accounting database was not backed up last night, found the newest is of 1970-")
+    assert "; [yellow]newest backup 1970-" in accounting_line(AccountingHealth("n2", "active", "active", 86400.0))
 
 
 async def test_a_host_that_does_not_answer_stops_no_status() -> None:
