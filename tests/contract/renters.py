@@ -41,8 +41,8 @@ class Case:
     kind: str
     offer: Offer
     """Something that its simulator has plenty of."""
-    required: tuple[str, ...]
-    """Fields of a list's answer without which a machine cannot be told; each is taken away and asked for by name."""
+    required: Mapping[str, tuple[str, ...]]
+    """By call: fields of its answers without which it cannot do. Each is taken away, and must be asked for by name."""
     settings: Mapping[str, str] = field(default_factory=dict)
     maps: frozenset[str] = frozenset()
     """Fields whose value is an object with names that are data: no unknown field is put there."""
@@ -58,18 +58,33 @@ CASES = {
         Case(
             kind="lambda",
             offer=Offer("acme", "gpu_1x_a10", "us-west-1", usd_hour=1.29),
-            required=("id", "status"),
+            required={
+                "offers": ("data", "instance_type", "specs", "name", "price_cents_per_hour", "vcpus", "memory_gib"),
+                "create": ("data", "instance_ids"),
+                "rented": ("data", "id", "status"),
+                "delete": ("data", "terminated_instances", "id"),
+                "ensure_key": ("data", "name", "public_key"),
+            },
             maps=frozenset({"data"}),
         ),
         Case(
             kind="sandbox",
             offer=Offer("acme", "gpu-2", "sandbox", "sandbox-a", "spot", usd_hour=0.40),
-            required=("machines", "id", "state"),
+            required={
+                "offers": ("region", "types", "name", "zones", "usd_hour", "cpus", "memory_gb", "free"),
+                "create": ("machines", "token", "id"),
+                "rented": ("machines", "id", "state"),
+                "delete": ("deleted", "unknown"),
+            },
         ),
         Case(
             kind="gcp",
             offer=Offer("acme", "a3-highgpu-1g", "us-central1", "us-central1-b", "spot", usd_hour=6.571),
-            required=("name", "status", "zone", "machineType"),
+            required={
+                "offers": ("kind", "name", "zone", "guestCpus", "memoryMb"),
+                "create": ("name", "status"),
+                "rented": ("kind", "name", "status", "zone", "machineType"),
+            },
             settings={"project": "reefs"},
             dead_state="stopped",
             price_from="nowhere",
@@ -77,14 +92,22 @@ CASES = {
         Case(
             kind="runpod",
             offer=Offer("acme", "NVIDIA A40", "EU-RO-1", usd_hour=0.44),
-            required=("pods", "id", "status"),
+            required={
+                "offers": ("gpus", "id", "name", "memory", "maxCount", "price"),
+                "create": ("id",),
+                "rented": ("pods", "id", "status"),
+            },
             maps=frozenset({"env"}),
             price_from="create",
         ),
         Case(
             kind="paperspace",
             offer=Offer("acme", "A4000", "NY2", usd_hour=0.76),
-            required=("id", "name", "state"),
+            required={
+                "offers": ("available",),
+                "create": ("data", "event", "id"),
+                "rented": ("items", "hasMore", "id", "name", "state"),
+            },
             dead_state="stopped",
         ),
     )
@@ -146,12 +169,18 @@ async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
     kind = cloud(case.kind)
     market = Market(kind.profile, kind.types, Nowhere(), clock=clock)
     simulation = Simulation(kind(market), limited=limited)
-    async with serving(simulation) as url:
-        rents = renter(account(case, url))
-        try:
-            yield Trial(case, rents, simulation, clock, url)
-        finally:
-            await rents.close()
+    async with serving(simulation) as url, renting(case, url) as rents:
+        yield Trial(case, rents, simulation, clock, url)
+
+
+@asynccontextmanager
+async def renting(case: Case, url: str) -> AsyncIterator[Renter]:
+    """A renter of the case's, which asks at that address."""
+    rents = renter(account(case, url))
+    try:
+        yield rents
+    finally:
+        await rents.close()
 
 
 def account(case: Case, url: str, **settings: str) -> Account:
@@ -232,3 +261,5 @@ BAD_ANSWERS = {
     "redirect": b"HTTP/1.1 301 Moved Permanently\r\nLocation: http://192.0.2.1/\r\nContent-Length: 0\r\n\r\n",
 }
 """What comes where an answer should."""
+JSON_ANSWERS = ("null", "number", "empty object", "empty list", "list of nulls", "wrong types")
+"""Those that are whole and no error: where nothing of an answer is needed, it may be anything."""

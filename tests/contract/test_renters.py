@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.contract.recorded import RECORDED, written
 from tests.contract.renters import (
     BAD_ANSWERS,
     CASES,
     CLUSTER,
+    JSON_ANSWERS,
     KEY,
     PUBLIC_KEY,
     REFUSALS,
     Case,
     Trial,
     account,
+    http,
+    renting,
     saying,
     trial,
     with_key,
@@ -337,29 +342,49 @@ async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: C
 
 
 @pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
-async def test_a_bad_answer_to_a_list_is_an_error_that_says_so(case: Case, answer: str) -> None:
-    async with saying(BAD_ANSWERS[answer]) as url:
-        bad = renter(account(case, url))
-        try:
+async def test_a_bad_answer_to_a_question_is_an_error_that_says_so(case: Case, answer: str) -> None:
+    async with saying(BAD_ANSWERS[answer]) as url, renting(case, url) as bad:
+        asked = [lambda: bad.rented(CLUSTER), lambda: bad.offers(Query())]
+        asked += [lambda: bad.ensure_key(CLUSTER, PUBLIC_KEY)] if "ensure_key" in case.required else []
+        for ask in asked:
             with pytest.raises(ProviderError, match=r"^acme: ") as caught:
-                await bad.rented(CLUSTER)
-        finally:
-            await bad.close()
-    assert "s3cret-of-theirs" not in str(caught.value)
-    assert KEY not in str(caught.value)
+                await ask()
+            assert "s3cret-of-theirs" not in str(caught.value)
+            assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", sorted(set(BAD_ANSWERS) - {"redirect"}))
 async def test_a_bad_answer_to_an_order_leaves_open_whether_a_machine_was_made(it: Trial, answer: str) -> None:
     order = await it.order()
-    async with saying(BAD_ANSWERS[answer], it.simulation.cloud.creating, it.url) as url:
-        bad = renter(account(it.case, url))
-        try:
-            [outcome] = await bad.create([order])
-        finally:
-            await bad.close()
+    creating = it.simulation.cloud.creating
+    async with saying(BAD_ANSWERS[answer], creating, it.url) as url, renting(it.case, url) as bad:
+        [outcome] = await bad.create([order])
     assert outcome.trouble is Trouble.AMBIGUOUS, outcome
     assert outcome.message.startswith("acme: ")
+
+
+@pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
+async def test_a_bad_answer_to_a_delete_is_an_outcome_and_lists_tell_what_is_still_there(
+    it: Trial, answer: str
+) -> None:
+    await it.create()
+    it.boot()
+    found = await it.listed()
+    async with saying(BAD_ANSWERS[answer]) as url, renting(it.case, url) as bad:
+        [outcome] = await bad.delete(found)
+    assert outcome.ok or outcome.message.startswith("acme: "), outcome
+    assert not outcome.ok or answer in JSON_ANSWERS, "what is no answer of an API cannot say that it is done"
+    assert [one.id for one in await it.listed()] == [one.id for one in found]
+
+
+async def test_what_providers_were_seen_to_refuse_with_is_understood(it: Trial) -> None:
+    order, creating = await it.order(), it.simulation.cloud.creating
+    for status, body, trouble in RECORDED.get(it.case.kind, ()):
+        async with saying(http(status, written(body)), creating, it.url) as url, renting(it.case, url) as refused:
+            [outcome] = await refused.create([order])
+        assert outcome.trouble is trouble, (status, body, outcome)
+        assert outcome.message.startswith("acme: ")
+    assert it.made == 0
 
 
 async def test_fields_that_nobody_knows_are_tolerated(it: Trial) -> None:
@@ -370,16 +395,39 @@ async def test_fields_that_nobody_knows_are_tolerated(it: Trial) -> None:
     [found] = await it.listed()
     assert found.state == "up"
     assert await it.renter.offers(Query())
+    assert await it.renter.ensure_key(CLUSTER, PUBLIC_KEY) == await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
     assert (await it.renter.delete([found]))[0].ok
 
 
 async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
     await it.create()
     it.boot()
-    for name in it.case.required:
-        it.simulation.rewrite = lambda line, data, name=name: _without(data, name)
-        with pytest.raises(ProviderError, match=rf"lacks .*\b{name}\b"):
-            await it.listed()
+    found = await it.listed()
+    order = await it.order("gpu2", "t0ken2")
+
+    async def asked(call: str) -> str:
+        """What the call complains of."""
+        if call in ("create", "delete"):
+            [outcome] = await (it.renter.create([order]) if call == "create" else it.renter.delete(found))
+            assert outcome.trouble is (Trouble.AMBIGUOUS if call == "create" else Trouble.TRANSIENT), outcome
+            return outcome.message
+        with pytest.raises(ProviderError) as caught:
+            if call == "offers":
+                await it.renter.offers(Query(types=(it.case.offer.type,)))
+            elif call == "ensure_key":
+                await it.renter.ensure_key(CLUSTER, PUBLIC_KEY)
+            else:
+                await it.listed()
+        return caught.value.message
+
+    creating = re.compile(it.simulation.cloud.creating)
+    for call, names in it.case.required.items():
+        for name in names:
+            it.simulation.rewrite = lambda line, data, name=name, call=call: (
+                data if call == "create" and not creating.fullmatch(line) else _without(data, name)
+            )
+            assert re.search(rf"lacks .*\b{name}\b", await asked(call)), (call, name)
+    it.simulation.rewrite = None
 
 
 async def test_a_provider_that_cannot_be_reached_made_nothing(case: Case) -> None:

@@ -75,7 +75,6 @@ class Abilities:
     """Its machines are containers without systemd, TUN, mounts or UDP; else whole virtual machines."""
     user: str = "root"
     """Whom to log in as."""
-    spot: bool = False
     notice_seconds: int = 0
     """How long before the end a spot machine is told."""
     idempotent: Literal["token", "name", "none"] = "none"
@@ -84,10 +83,6 @@ class Abilities:
     """So many machines in one call of the API."""
     create_interval: float = 0.0
     """Seconds between two creates that the provider asks for. Whoever orders waits."""
-    deadline: bool = False
-    """The provider itself ends a machine at `Order.lifetime`."""
-    stopped_bills: bool = True
-    """A machine that shut itself down goes on costing money until it is deleted."""
     billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
     """How our boot script gets there. With `none` nothing but the service ends a machine that never became a node."""
@@ -174,7 +169,7 @@ class Order:
     """The provider's name of the system; empty takes the one that suits."""
     disk_gb: int = 100
     lifetime: int = 0
-    """Seconds after which the provider ends it, where it has that ability; 0 is never."""
+    """Seconds after which the provider itself ends it, where it does such a thing; 0 is never."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,6 @@ class Rented:
     """Where SSH answers; empty while the provider does not know."""
     port: int = 22
     user: str = "root"
-    private_address: str = ""
     type: str = ""
     region: str = ""
     zone: str = ""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from shoal.providers.prices import Prices, shipped
-from shoal.providers.rented.gcp_words import GPUS
 from shoal.simulators.machines import MachineType
 
 ZONES = ("us-central1-a", "us-central1-b", "us-central1-c", "us-east1-b", "us-west1-b", "europe-west4-b")
 REGION = "us-central1"
 MANY = 1000
+GPUS = {
+    ("L4", 24): "nvidia-l4",
+    ("A100", 40): "nvidia-tesla-a100",
+    ("A100", 80): "nvidia-a100-80gb",
+    ("H100", 80): "nvidia-h100-80gb",
+    ("H200", 141): "nvidia-h200-141gb",
+    ("B200", 180): "nvidia-b200",
+}
+"""A GPU and its memory -> Google's name of it."""
 UNPRICED = 1.0
 """What a machine costs here whose price the table does not know."""
 
@@ -16,14 +24,13 @@ UNPRICED = 1.0
 def _types() -> tuple[MachineType, ...]:
     table = Prices(shipped())
     rows = {row.type: row for row in table if row.kind == "gcp"}
-    google = {usual: name for name, usual in reversed(GPUS.items())}
     made = []
     for name, row in rows.items():
         asked, spot = table.find("gcp", name, REGION, "on-demand"), table.find("gcp", name, REGION, "spot")
         made.append(
             MachineType(
                 name,
-                google.get((row.gpu, row.gpu_memory_gb), row.gpu),
+                GPUS[row.gpu, row.gpu_memory_gb],
                 row.gpus,
                 row.gpu_memory_gb,
                 row.cpus,

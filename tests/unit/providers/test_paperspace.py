@@ -13,7 +13,7 @@ from tests.contract.renters import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Tria
 
 from shoal.providers.rental import Offer, Order, Query, Trouble
 from shoal.providers.rented import paperspace, renter
-from shoal.providers.rented.http import Refusal
+from shoal.providers.rented.refusals import Refusal, understood
 
 CASE = CASES["paperspace"]
 ORDER = Order("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
@@ -86,7 +86,7 @@ def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
     ],
 )
 def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: Trouble, scope: str) -> None:
-    refusal = paperspace.understand(status, data)
+    refusal = understood(paperspace.understand, status, data)
     assert refusal is not None
     assert (refusal.trouble, refusal.scope) == (trouble, scope)
     assert data["message"] in refusal.message
@@ -94,7 +94,7 @@ def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: T
 
 @pytest.mark.parametrize("data", [None, [], {}, {"message": 7}])
 def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
-    assert paperspace.understand(500, data) is None
+    assert understood(paperspace.understand, 500, data) == Refusal()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,9 @@ def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> Non
 def test_an_error_whose_words_say_no_more_is_told_in_them_and_left_to_its_status(
     status: int, data: dict[str, str]
 ) -> None:
-    assert paperspace.understand(status, data) == Refusal(None, message=f"{data['code']}: {data['message']}")
+    assert understood(paperspace.understand, status, data) == Refusal(
+        None, message=f"{data['code']}: {data['message']}"
+    )
 
 
 # What is ordered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from tests.contract.renters import http, saying
 
 from shoal.providers.rental import Account, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+from shoal.providers.rented.body import ApiError, Body, without_none
+from shoal.providers.rented.http import Api, each
+from shoal.providers.rented.refusals import Refusal, by_code, by_words
 
 ACCOUNT = Account("acme", "example", "sk-very-secret", settings={"timeout": "5"})
 
@@ -52,8 +55,8 @@ async def test_a_status_decides_where_the_body_says_nothing(
 
 
 async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
-    def understand(status: int, data: Any) -> Refusal | None:
-        return Refusal(Trouble.CAPACITY, "zone", data["why"]) if isinstance(data, dict) else None
+    def understand(status: int, answer: Body) -> Refusal | None:
+        return Refusal(Trouble.CAPACITY, "zone", answer.text("why"))
 
     error = await failure(http("400 Bad Request", b'{"why": "sold out"}'), understand=understand)
     assert (error.trouble, error.scope) == (Trouble.CAPACITY, "zone")
@@ -106,6 +109,8 @@ def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
     assert first.piece("in").text("x", "y") == "y"
     assert [name for name, _ in first.piece("in").items()] == ["x"]
     assert second.rows_or_none("tags") == []
+    assert (body.first("items").text("id"), second.first("tags").text("x", "none")) == ("a", "none")
+    assert Body({"zone": "https://reef.test/zones/a-1"}).last_part("zone") == "a-1"
     wrong = {
         "the answer lacks items[1].name": lambda: second.text("name"),
         "items[1].id is not text": lambda: second.text("id"),
@@ -178,7 +183,7 @@ async def test_an_order_is_followed_until_it_is_done_or_time_is_over() -> None:
 
 
 async def test_a_provider_may_tell_the_words_and_leave_their_meaning_to_the_status() -> None:
-    error = await failure(http("402 Pay", b"{}"), understand=lambda status, data: Refusal(message="no money"))
+    error = await failure(http("402 Pay", b"{}"), understand=lambda status, answer: Refusal(message="no money"))
     assert (error.trouble, error.scope) == (Trouble.BALANCE, "provider")
     assert error.message == "acme: POST /machines: 402: no money"
 
@@ -191,3 +196,45 @@ async def test_a_key_that_no_header_takes_is_refused_without_showing_it(key: str
     await api.close()
     assert str(caught.value) == "acme: POST /machines: the key has characters that no key has"
     assert caught.value.trouble is Trouble.AUTH
+
+
+def test_of_several_codes_that_counts_which_stands_first_in_the_table() -> None:
+    table = {"sold-out none-left": Refusal(Trouble.CAPACITY), "no": Refusal(Trouble.INVALID, hint="ask for another")}
+    assert by_code(table, [("no", "not so"), ("none-left", "all gone")]) == Refusal(
+        Trouble.CAPACITY, message="none-left: all gone"
+    )
+    assert by_code(table, [("no", "not so")]) == Refusal(Trouble.INVALID, message="no: not so", hint="ask for another")
+    assert by_code(table, [("none", "a part of a code is none"), ("", "")]) is None
+
+
+def test_where_there_are_no_codes_words_count_in_any_case() -> None:
+    table = {r"sold out|none left": Refusal(Trouble.CAPACITY), r"limit": Refusal(Trouble.QUOTA, "provider")}
+    found = by_words(table, "Your Limit is reached")
+    assert found == Refusal(Trouble.QUOTA, "provider", "Your Limit is reached")
+    assert found.outcome().message == "Your Limit is reached"
+    assert by_words(table, "something else") is None
+
+
+def test_an_order_leaves_out_what_it_does_not_say() -> None:
+    wanted = {"name": "n1", "network": None, "disks": [{"size": 0, "image": None}], "env": {"A": ""}}
+    assert without_none(wanted) == {"name": "n1", "disks": [{"size": 0}], "env": {"A": ""}}
+
+
+async def test_several_calls_are_made_beside_each_other_and_bring_their_results_in_order() -> None:
+    under_way, most = 0, 0
+
+    async def work(number: int) -> int:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01 * (3 - number % 3))
+        under_way -= 1
+        if number == 99:
+            raise ApiError("99 is broken", Trouble.TRANSIENT)
+        return number
+
+    assert await each(work, range(20)) == list(range(20))
+    assert 1 < most <= 8
+    with pytest.raises(ApiError, match="99 is broken"):
+        await each(work, [1, 99, 2])
+    assert under_way == 0

@@ -19,6 +19,7 @@ from tests.contract.renters import CASES, Trial, account, http, saying, trial
 from shoal.errors import ProviderError
 from shoal.providers.rental import Query, Trouble
 from shoal.providers.rented import renter
+from shoal.providers.rented.refusals import Refusal, understood
 from shoal.providers.rented.runpod import BOOT, ENDS, WAIT, boot_args, joined_type, split_type, understand
 
 CASE = CASES["runpod"]
@@ -46,7 +47,7 @@ def problem(detail: str, **more: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_an_error_means_what_its_status_and_text_say(status: int, detail: str, trouble: Trouble, scope: str) -> None:
-    found = understand(status, problem(detail))
+    found = understood(understand, status, problem(detail))
     assert found is not None
     assert (found.trouble, found.scope) == (trouble, scope)
     assert status == 410 or detail in found.message
@@ -56,15 +57,17 @@ def test_an_error_means_what_its_status_and_text_say(status: int, detail: str, t
     ("status", "data"), [(500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7)]
 )
 def test_what_the_text_does_not_decide_is_left_to_the_status(status: int, data: Any) -> None:
-    assert understand(status, data) is None
+    assert understood(understand, status, data) == Refusal()
 
 
 def test_a_key_that_may_not_do_it_is_not_taken_for_a_closed_pool() -> None:
-    assert understand(403, problem("access denied")) is None  # then it is AUTH, as every 403
+    assert understood(understand, 403, problem("access denied")) == Refusal()  # then it is AUTH, as every 403
 
 
 def test_the_parts_of_an_order_that_were_wrong_are_named() -> None:
-    found = understand(422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"]))
+    found = understood(
+        understand, 422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"])
+    )
     assert found is not None
     assert found.message == "Request validation failed.; $: additional properties 'x' not allowed"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, overload
@@ -31,9 +33,23 @@ class ApiError(ProviderError):
     def outcome(self, id: str = "") -> Outcome:
         return Outcome(id, self.trouble, self.scope, self.retry_after, self.message)
 
-    def left_open(self) -> ApiError:
-        """The same in the course of an order that was taken: there may be a machine, whatever this says."""
-        return ApiError(self.message, Trouble.AMBIGUOUS, retry_after=self.retry_after)
+
+@contextmanager
+def order_taken() -> Iterator[None]:
+    """The course of an order that was taken: whatever goes wrong in it leaves open whether there is a machine."""
+    try:
+        yield
+    except ApiError as error:
+        raise ApiError(error.message, Trouble.AMBIGUOUS, retry_after=error.retry_after) from error
+
+
+def without_none(fields: Any) -> Any:
+    """What an order says: the same without fields that are None, at any depth."""
+    if isinstance(fields, list):
+        return [without_none(one) for one in fields]
+    if isinstance(fields, dict):
+        return {name: without_none(value) for name, value in fields.items() if value is not None}
+    return fields
 
 
 _REQUIRED: Any = object()
@@ -49,8 +65,8 @@ class Body:
     """What it means if a field is missing: AMBIGUOUS in the answer to a create."""
     path: str = ""
 
-    def wrong(self, problem: str) -> ApiError:
-        return ApiError(f"{self.where}: {problem}", self.trouble, hint="the provider's API may have changed")
+    def wrong(self, problem: str, hint: str = "the provider's API may have changed") -> ApiError:
+        return ApiError(f"{self.where}: {problem}", self.trouble, hint=hint)
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
@@ -62,6 +78,10 @@ class Body:
     def text(self, name: str, otherwise: str) -> str: ...
     def text(self, name: str, otherwise: Any = _REQUIRED) -> str:
         return str(self._field(name, (str,), "text", otherwise))
+
+    def last_part(self, name: str) -> str:
+        """Of a field that is an address: `us-east1-b` of `https://…/zones/us-east1-b`."""
+        return self.text(name).rpartition("/")[2]
 
     def number(self, name: str, otherwise: float = _REQUIRED) -> float:
         return float(self._field(name, (int, float), "a number", otherwise))
@@ -96,6 +116,10 @@ class Body:
 
     def rows_or_none(self, name: str) -> list[Body]:
         return self.rows(name) if self.has(name) else []
+
+    def first(self, name: str) -> Body:
+        """The first item of a list; an empty object where there is none."""
+        return next(iter(self.rows_or_none(name)), self._at(name, {}))
 
     def items(self) -> list[tuple[str, Body]]:
         """The fields of an object whose names are data."""

@@ -9,7 +9,7 @@
         return error.outcome()                                       # CAPACITY, RATE, AMBIGUOUS ...
 
     async for page in api.pages("/instances", "after", lambda page: page.text("next", "")): ...
-    return await api.remove("/instances/i-1", "i-1")                 # one that is gone already is well
+    return await each(lambda id: api.remove(f"/instances/{id}", id), ids)   # one that is gone already is well
 
 A call with `creates=True` whose answer got lost, is an error of theirs or cannot be read is AMBIGUOUS. One that never
 reached the provider is TRANSIENT: nothing was made. Nothing is ever asked twice here.
@@ -21,18 +21,22 @@ import asyncio
 import json as json_module
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from shoal.providers.rental import Account, Outcome, Scope, Trouble
-from shoal.providers.rented.body import ApiError, Body
+from shoal.providers.rented.body import ApiError, Body, order_taken
+from shoal.providers.rented.refusals import Understand, by_status, understood
 
-__all__ = ["Api", "ApiError", "Body", "Refusal"]
+__all__ = ["Api", "ApiError", "ApiRenter", "each", "until_next_minute"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 TIMEOUT = 30.0
 CREATE_TIMEOUT = 90.0
@@ -40,25 +44,11 @@ CREATE_TIMEOUT = 90.0
 CONNECT_TIMEOUT = 10.0
 FIRST_LOOK, LONGEST_LOOK = 0.1, 2.0
 """Seconds until an order that was taken is looked at, which double each time."""
+AT_ONCE = 8
+"""So many calls of `each` are under way at a time."""
 EXCERPT = 200
 """So much of a body that nobody can make sense of is quoted."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """What an answer with an error status means."""
-
-    trouble: Trouble | None = None
-    """None leaves it to the status."""
-    scope: Scope = "offer"
-    message: str = ""
-    """The provider's own words."""
-    hint: str = ""
-
-
-Understand = Callable[[int, Any], Refusal | None]
-"""A provider's own reading of a status and a body; None where the body says nothing that it knows."""
 
 
 class Api:
@@ -69,7 +59,7 @@ class Api:
         account: Account,
         base: str,
         *,
-        understand: Understand = lambda status, data: None,
+        understand: Understand = lambda status, answer: None,
         bearer: Callable[[], Awaitable[str]] | None = None,
         interval: float = 0.0,
         retry_after: Callable[[], float] = lambda: 10.0,
@@ -142,13 +132,11 @@ class Api:
     async def followed(self, answer: Body, path: str, done: Callable[[Body], bool], seconds: float) -> Body:
         """What an order that was taken has come to: asked for until it is done, or so many seconds are over."""
         pause, ends = FIRST_LOOK, time.monotonic() + seconds
-        try:
+        with order_taken():
             while not done(answer) and time.monotonic() < ends:
                 await asyncio.sleep(pause)
                 pause = min(LONGEST_LOOK, 2 * pause)
                 answer = await self.ask("GET", path)
-        except ApiError as error:
-            raise error.left_open() from error
         return answer
 
     async def remove(self, path: str, id: str = "") -> Outcome:
@@ -165,8 +153,8 @@ class Api:
 
     def _refused(self, where: str, response: httpx.Response, data: Any, unknown: Trouble) -> ApiError:
         status = response.status_code
-        told, usual = self._understand(status, data) or Refusal(), _by_status(status, unknown)
-        found = told if told.trouble else usual
+        told = understood(self._understand, status, data)
+        found = told if told.trouble else by_status(status, unknown)
         trouble = found.trouble or unknown
         words = told.message or _excerpt(self._hidden(response.text)) or response.reason_phrase
         error = self._failed(f"{where}: {status}: {words}", trouble, found.scope, status)
@@ -183,6 +171,39 @@ class Api:
         return text.replace(self.account.secret, "***") if self.account.secret else text
 
 
+class ApiRenter:
+    """What a renter over HTTP has anyway. One whose provider must know keys beforehand has its own `ensure_key`."""
+
+    def __init__(self, account: Account, api: Api) -> None:
+        self._account, self._api = account, api
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        return ""  # it travels with each order
+
+    async def close(self) -> None:
+        await self._api.close()
+
+
+async def each(work: Callable[[T], Awaitable[R]], items: Iterable[T]) -> list[R]:
+    """What the work brings for each item, in their order; a few are done at a time. Raises what the first raised."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(item: T) -> R:
+        async with room:
+            return await work(item)
+
+    done = await asyncio.gather(*(one(item) for item in items), return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if not isinstance(result, BaseException)]
+
+
+def until_next_minute() -> float:
+    """How long to wait where calls are counted by the minute."""
+    return 60 - time.time() % 60
+
+
 def _address(given: str, usual: str) -> str:
     """Where the API is. An address without a path has the API at its usual path."""
     parts = urlsplit(given or usual)
@@ -194,21 +215,6 @@ def _address(given: str, usual: str) -> str:
 def _certificates() -> ssl.SSLContext:
     """Whom to believe; reading it takes a tenth of a second, so it is read once."""
     return httpx.create_ssl_context()
-
-
-def _by_status(status: int, unknown: Trouble) -> Refusal:
-    """What a status says where the body says nothing that we know."""
-    if status in (401, 403):
-        return Refusal(Trouble.AUTH, "provider", hint="see that the key is right and may do this")
-    if status == 402:
-        return Refusal(Trouble.BALANCE, "provider")
-    if status == 409:
-        return Refusal(Trouble.CONFLICT)
-    if status == 429:
-        return Refusal(Trouble.RATE, "provider")
-    if status == 408 or status >= 500:
-        return Refusal(unknown)
-    return Refusal(Trouble.INVALID)
 
 
 def _told(error: Exception) -> str:

@@ -11,10 +11,12 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from shoal.providers.gpus import usual_gpu
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+from shoal.providers.rented.body import ApiError, Body, without_none
+from shoal.providers.rented.http import Api, ApiRenter
+from shoal.providers.rented.refusals import Refusal, by_code
 
 BASE = "https://cloud.lambda.ai/api/v1"
 IMAGE = "lambda-stack-24-04"
@@ -45,7 +47,7 @@ LAUNCH_SECONDS = 12.0
 """Lambda asks for so long between two launches."""
 
 
-class LambdaCloud:
+class LambdaCloud(ApiRenter):
     """Implements `shoal.providers.rental.Renter`."""
 
     abilities = Abilities(
@@ -53,7 +55,6 @@ class LambdaCloud:
         idempotent="none",
         at_once=1,
         create_interval=LAUNCH_SECONDS,
-        stopped_bills=True,
         billing=Billing(step=60, from_up=True),
         boots_with="user_data",
         boot_seconds=1800,
@@ -61,10 +62,10 @@ class LambdaCloud:
     )
 
     def __init__(self, account: Account) -> None:
-        self._account = account
         apart = float(account.settings.get("create_interval", self.abilities.create_interval))
         self.abilities = replace(self.abilities, create_interval=apart)
-        self._api = Api(account, BASE, understand=understand, interval=1.0, retry_after=lambda: LAUNCH_SECONDS)
+        api = Api(account, BASE, understand=understand, interval=1.0, retry_after=lambda: LAUNCH_SECONDS)
+        super().__init__(account, api)
 
     async def offers(self, query: Query) -> list[Offer]:
         body = await self._api.ask("GET", "/instance-types")
@@ -107,9 +108,6 @@ class LambdaCloud:
             return known  # another of us was faster
         return name
 
-    async def close(self) -> None:
-        await self._api.close()
-
     async def _key_name(self, material: str) -> str:
         for key in (await self._api.ask("GET", "/ssh-keys")).rows("data"):
             if " ".join(key.text("public_key").split()[:2]) == material:
@@ -121,20 +119,19 @@ class LambdaCloud:
             return Outcome(trouble=Trouble.INVALID, message="Lambda takes an order only with the name of an SSH key")
         name = f"{order.cluster}--{order.node}--{order.token}"
         marks = {CLUSTER: order.cluster, NODE: order.node, TOKEN: order.token, EPOCH: str(int(time.time()))}
-        wanted: dict[str, Any] = {
+        wanted = {
             "region_name": order.offer.region,
             "instance_type_name": order.offer.type,
             "ssh_key_names": [order.key_name],
             "name": name[:NAME_LENGTH],
             "image": {"family": order.image or IMAGE},
             "tags": [{"key": key, "value": value} for key, value in marks.items()],
+            "user_data": order.user_data or None,
+            "hostname": order.node if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node) else None,
         }
-        if order.user_data:
-            wanted["user_data"] = order.user_data
-        if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node):
-            wanted["hostname"] = order.node
         try:
-            body = await self._api.ask("POST", "/instance-operations/launch", json=wanted, creates=True)
+            launch = without_none(wanted)
+            body = await self._api.ask("POST", "/instance-operations/launch", json=launch, creates=True)
             ids = body.piece("data").rows("instance_ids")
             if len(ids) != 1 or not isinstance(ids[0].value, str):
                 raise body.wrong(f"data.instance_ids has {len(ids)} ids, not the one that was ordered")
@@ -156,17 +153,17 @@ class LambdaCloud:
         return Outcome(ids[0])
 
     def _offer(self, kind: Body, region: str, available: bool) -> Offer:
-        specs, description = kind.piece("specs"), kind.text("gpu_description", "")
-        memory = re.search(r"(\d+) GB", description)
+        specs = kind.piece("specs")
         gpus = int(specs.number("gpus", 0))
+        gpu, memory = usual_gpu(kind.text("gpu_description", "")) if gpus else ("", 0)
         return Offer(
             provider=self._account.name,
             type=kind.text("name"),
             region=region,
             usd_hour=kind.number("price_cents_per_hour") / 100,
-            gpu=description.split(" (")[0] if gpus else "",
+            gpu=gpu,
             gpus=gpus,
-            gpu_memory_gb=int(memory[1]) if memory and gpus else 0,
+            gpu_memory_gb=memory,
             cpus=int(specs.number("vcpus")),
             memory_gb=int(specs.number("memory_gib")),
             arch=kind.text("architecture", "x86_64"),
@@ -174,18 +171,13 @@ class LambdaCloud:
         )
 
 
-def understand(status: int, data: Any) -> Refusal | None:
+def understand(status: int, answer: Body) -> Refusal | None:
     """What an error of Lambda's means: its code decides, never its text."""
-    error = data.get("error") if isinstance(data, dict) else None
-    if not isinstance(error, dict) or not isinstance(code := error.get("code"), str):
-        return None
-    words = f"{code}: {error.get('message', '')}"
-    if code in REFUSALS:
-        known = REFUSALS[code]
-        return Refusal(known.trouble, known.scope, words, known.hint)
+    error = answer.piece("error")
+    code, message = error.text("code"), error.text("message", "")
     if code.startswith("provider/") and status < 500:
-        return Refusal(Trouble.TRANSIENT, message=words)
-    return None
+        return Refusal(Trouble.TRANSIENT, message=f"{code}: {message}")
+    return by_code(REFUSALS, [(code, message)])
 
 
 def _rented(one: Body) -> Rented:
@@ -204,7 +196,6 @@ def _rented(one: Body) -> Rented:
         raw_state=status,
         host=one.text("ip", ""),
         user=LambdaCloud.abilities.user,
-        private_address=one.text("private_ip", ""),
         type=kind.text("name", ""),
         region=one.piece_or_empty("region").text("name", ""),
         usd_hour=None if cents is None else cents / 100,

@@ -16,7 +16,9 @@ from typing import Any
 
 from shoal.providers.prices import prices
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+from shoal.providers.rented.body import ApiError, Body, without_none
+from shoal.providers.rented.http import Api, ApiRenter, each
+from shoal.providers.rented.refusals import Refusal, by_words
 
 BASE = "https://api.paperspace.com/v1"
 USER = "paperspace"
@@ -49,14 +51,13 @@ WORDS = {
 """What Paperspace says where it has no code of its own for it."""
 
 
-class Paperspace:
+class Paperspace(ApiRenter):
     """Implements `shoal.providers.rental.Renter`."""
 
     abilities = Abilities(
         user=USER,
         idempotent="none",
         at_once=1,
-        stopped_bills=False,  # its disk does, until it is deleted
         billing=Billing(step=3600),
         boots_with="script",
         boot_seconds=1200,
@@ -64,8 +65,7 @@ class Paperspace:
     )
 
     def __init__(self, account: Account) -> None:
-        self._account = account
-        self._api = Api(account, BASE, understand=understand)
+        super().__init__(account, Api(account, BASE, understand=understand))
 
     async def offers(self, query: Query) -> list[Offer]:
         """What our table knows of Paperspace's machines, and which of them it has now: it lists none itself."""
@@ -74,7 +74,7 @@ class Paperspace:
         types = sorted(set(query.types) or {row.type for row in prices() if row.kind == self._account.kind})
         blank = [Offer(self._account.name, name, region) for name in types for region in regions]
         wanted = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
-        return [await self._with_availability(offer) for offer in wanted]
+        return await each(self._with_availability, wanted)
 
     async def create(self, orders: Sequence[Order]) -> list[Outcome]:
         return [await self._create(order) for order in orders]
@@ -94,12 +94,6 @@ class Paperspace:
             with contextlib.suppress(ApiError):  # a script costs nothing; the next delete sweeps again
                 await self._sweep(cluster, {one.token for one, done in zip(rented, outcomes, strict=True) if done.ok})
         return outcomes
-
-    async def ensure_key(self, cluster: str, public_key: str) -> str:
-        return ""
-
-    async def close(self) -> None:
-        await self._api.close()
 
     async def _create(self, order: Order) -> Outcome:
         if "--" in order.node or "--" in order.token:
@@ -131,8 +125,8 @@ class Paperspace:
         if event.text("state") in FAILED:
             await self._api.remove(f"/machines/{id}")
             message = event.text("error", "") or f"the order ended as {event.text('state')}"
-            found = _by_words(message) or Refusal(Trouble.AMBIGUOUS)
-            return Outcome("", found.trouble, found.scope, message=f"{self._account.name}: {message}")
+            found = by_words(WORDS, message) or Refusal(Trouble.AMBIGUOUS)
+            return replace(found, message=f"{self._account.name}: {message}").outcome()
         return Outcome(id, usd_hour=usd_hour)
 
     async def _failures(self, machines: Sequence[Rented]) -> dict[str, str]:
@@ -173,9 +167,9 @@ class Paperspace:
                 yield one
 
 
-def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str, str]) -> dict[str, Any]:
+def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str, str]) -> Any:
     """The body that orders a machine."""
-    return {
+    wanted = {
         "name": name,
         "machineType": order.offer.type,
         "templateId": order.image or settings.get("template") or template_of(order.offer),
@@ -186,8 +180,9 @@ def machine_order(order: Order, name: str, script_id: str, settings: Mapping[str
         "startOnCreate": True,
         "emailPassword": False,
         "takeInitialSnapshot": False,
-        **({"networkId": settings["network"]} if "network" in settings else {}),
+        "networkId": settings.get("network"),
     }
+    return without_none(wanted)
 
 
 def startup_script(order: Order) -> str:
@@ -223,17 +218,11 @@ def read_name(name: str) -> tuple[str, str, str, float | None]:
     return (found[1], found[2], found[4], float(found[3])) if found else ("", "", "", None)
 
 
-def understand(status: int, data: Any) -> Refusal | None:
+def understand(status: int, answer: Body) -> Refusal | None:
     """What an error of Paperspace's means: by its words where its status says too little, else by its status."""
-    if not isinstance(data, dict) or not isinstance(data.get("message"), str):
-        return None
-    code, message = str(data.get("code", "")), data["message"]
-    found = _by_words(message) if status < 500 and status not in (401, 429) else None
+    code, message = answer.text("code", ""), answer.text("message")
+    found = by_words(WORDS, message) if status < 500 and status not in (401, 429) else None
     return replace(found or Refusal(), message=f"{code}: {message}" if code else message)
-
-
-def _by_words(message: str) -> Refusal | None:
-    return next((refusal for words, refusal in WORDS.items() if re.search(words, message.lower())), None)
 
 
 def _next_page(page: Body) -> str:
@@ -252,7 +241,6 @@ def _rented(one: Body) -> Rented:
         raw_state=state,
         host=one.text("publicIp", ""),
         user=USER,
-        private_address=one.text("privateIp", ""),
         type=one.text("machineType", ""),
         region=code_of(one.text("region", "")),
         usd_hour=one.maybe_number("usageRate"),

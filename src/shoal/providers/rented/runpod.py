@@ -12,10 +12,12 @@ import base64
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+from shoal.providers.rented.body import ApiError, Body, without_none
+from shoal.providers.rented.http import Api, ApiRenter, each
+from shoal.providers.rented.refusals import Refusal, by_words
 
 BASE = "https://api.runpod.io/v2"
 IMAGE = "debian:12"
@@ -35,12 +37,14 @@ STATES: dict[str, State] = {
 }
 GONE = "TERMINATED"
 AVAILABLE = {"NONE": "no", "LOW": "low", "MEDIUM": "yes", "HIGH": "yes"}
-NO_CAPACITY = re.compile(
+WORDS = {
     r"no longer any instances available|does not have the resources|no instances|no (gpu|machine)s? available|"
-    r"(out of|insufficient|not enough) (capacity|stock|resources)",
-    re.IGNORECASE,
-)
-OVER_LIMIT = re.compile(r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number", re.IGNORECASE)
+    r"(out of|insufficient|not enough) (capacity|stock|resources)": Refusal(Trouble.CAPACITY),
+    r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number": Refusal(
+        Trouble.QUOTA, "provider", hint="raise the limit in RunPod's console"
+    ),
+}
+"""What a 400 says that is not about the order itself."""
 ENDS = "trap exit TERM\n"
 """`kill 1` inside ends the container, as its watchdog may: the first process hears only what it has a trap for."""
 BOOT = """\
@@ -65,7 +69,7 @@ WAIT = "while :; do sleep 3600 & wait $!; done\n"
 """And then, until it is told to end."""
 
 
-class RunPod:
+class RunPod(ApiRenter):
     """Implements `shoal.providers.rental.Renter`."""
 
     abilities = Abilities(
@@ -73,7 +77,6 @@ class RunPod:
         user="root",
         idempotent="none",
         at_once=1,
-        stopped_bills=True,
         boots_with="args",
         boot_seconds=1200,
         grace_seconds=300,
@@ -81,8 +84,7 @@ class RunPod:
     )
 
     def __init__(self, account: Account) -> None:
-        self._account = account
-        self._api = Api(account, BASE, understand=understand, interval=0.5)
+        super().__init__(account, Api(account, BASE, understand=understand, interval=0.5))
         self._cloud = account.settings.get("cloud", "SECURE").upper()
 
     async def offers(self, query: Query) -> list[Offer]:
@@ -105,17 +107,11 @@ class RunPod:
         return [one for one in (_rented(pod) for pod in pods if pod.text("status") != GONE) if one.cluster == cluster]
 
     async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
-        return [await self._api.remove(f"/pods/{one.id}", one.id) for one in rented]
-
-    async def ensure_key(self, cluster: str, public_key: str) -> str:
-        return ""  # it travels with each order
-
-    async def close(self) -> None:
-        await self._api.close()
+        return await each(lambda one: self._api.remove(f"/pods/{one.id}", one.id), rented)
 
     async def _order(self, order: Order) -> Outcome:
         gpu, count = split_type(order.offer.type)
-        wanted: dict[str, Any] = {
+        wanted = {
             "name": f"{order.cluster}--{order.node}--{order.token}",
             "image": order.image or self._account.settings.get("image", IMAGE),
             "gpu": {"id": gpu, "count": count},
@@ -129,11 +125,10 @@ class RunPod:
                 "PUBLIC_KEY": order.public_key.strip(),
             },
             "args": boot_args(order.user_data),
+            "dataCenterIds": None if order.offer.region in ("", ANYWHERE) else [order.offer.region],
         }
-        if order.offer.region not in ("", ANYWHERE):
-            wanted["dataCenterIds"] = [order.offer.region]
         try:
-            body = await self._api.ask("POST", "/pods", json=wanted, creates=True)
+            body = await self._api.ask("POST", "/pods", json=without_none(wanted), creates=True)
             return Outcome(body.text("id"), usd_hour=body.maybe_number("cost") or None)  # 0 is no price
         except ApiError as error:
             return error.outcome()
@@ -180,28 +175,22 @@ def boot_args(user_data: str) -> str:
     return shlex.join(["bash", "-c", f"echo {script} | base64 -d > /run/shoal-boot; exec bash /run/shoal-boot"])
 
 
-def understand(status: int, data: Any) -> Refusal | None:
+def understand(status: int, answer: Body) -> Refusal | None:
     """What an error of RunPod's means: `application/problem+json`, without any code of a machine's."""
     if status == 410:
         gone = "RunPod has retired this version of its API"
         return Refusal(Trouble.INVALID, "provider", gone, "install a newer Shoal")
-    if not isinstance(data, dict) or not isinstance(detail := data.get("detail"), str):
-        return None
-    errors = data.get("errors")
-    words = "; ".join([detail, *(str(one) for one in errors)]) if isinstance(errors, list) else detail
+    detail = answer.text("detail")
+    words = "; ".join([detail, *(str(one.value) for one in answer.rows_or_none("errors"))])
     if status == 401:
         return Refusal(Trouble.AUTH, "provider", words, "make a key in RunPod's console")
     if status == 402:
         return Refusal(Trouble.BALANCE, "provider", words, "add credit in RunPod's console")
     if status == 403 and "access denied" not in detail:
         return Refusal(Trouble.QUOTA, message=words)  # this pool is not for us; others may be
-    if status == 400 and NO_CAPACITY.search(detail):
-        return Refusal(Trouble.CAPACITY, message=words)
-    if status == 400 and OVER_LIMIT.search(detail):
-        return Refusal(Trouble.QUOTA, "provider", words, "raise the limit in RunPod's console")
-    if status in (400, 404, 422):
-        return Refusal(Trouble.INVALID, message=words)
-    return None
+    if status == 400 and (known := by_words(WORDS, detail)):
+        return replace(known, message=words)
+    return Refusal(Trouble.INVALID, message=words) if status in (400, 404, 422) else None
 
 
 def _next_page(page: Body) -> str:

@@ -7,7 +7,9 @@ from typing import Any, get_args
 
 from shoal.errors import ProviderError
 from shoal.providers.rental import Abilities, Account, Market, Offer, Order, Outcome, Query, Rented, State, Trouble
-from shoal.providers.rented.http import Api, ApiError, Body, Refusal
+from shoal.providers.rented.body import ApiError, Body
+from shoal.providers.rented.http import Api, ApiRenter
+from shoal.providers.rented.refusals import Refusal, by_code
 
 STATES: dict[str, State] = {
     "booting": "pending",
@@ -26,16 +28,14 @@ TROUBLES = {
 }
 
 
-class ElasticSandbox:
+class ElasticSandbox(ApiRenter):
     """Implements `shoal.providers.rental.Renter`."""
 
     abilities = Abilities(
         user="root",
-        spot=True,
         notice_seconds=30,
         idempotent="token",
         at_once=100,
-        deadline=True,
         boots_with="user_data",
         boot_seconds=300,
         grace_seconds=30,
@@ -46,8 +46,8 @@ class ElasticSandbox:
             raise ProviderError(
                 f"account {account.name} has no address", hint="start `shoal simulate sandbox`, and give its `url`"
             )
-        self._account = account
-        self._api = Api(account, "http://localhost/v1", understand=understand, retry_after=lambda: 1.0)
+        api = Api(account, "http://localhost/v1", understand=understand, retry_after=lambda: 1.0)
+        super().__init__(account, api)
 
     async def offers(self, query: Query) -> list[Offer]:
         body = await self._api.ask("GET", "/types")
@@ -89,12 +89,6 @@ class ElasticSandbox:
         missed = Outcome(trouble=Trouble.TRANSIENT, message="the answer says nothing of this machine")
         return [Outcome(one.id) if one.id in done else missed for one in rented]
 
-    async def ensure_key(self, cluster: str, public_key: str) -> str:
-        return ""  # keys travel with an order
-
-    async def close(self) -> None:
-        await self._api.close()
-
     def _offer(self, kind: Body, region: str, zone: Body, market: Market) -> Offer:
         return Offer(
             provider=self._account.name,
@@ -112,12 +106,12 @@ class ElasticSandbox:
         )
 
 
-def understand(status: int, data: Any) -> Refusal | None:
-    error = data.get("error") if isinstance(data, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    if not isinstance(error, dict) or not isinstance(code, str) or code not in TROUBLES:
-        return None
-    return Refusal(TROUBLES[code].trouble, TROUBLES[code].scope, f"{code}: {error.get('message', '')}")
+def understand(status: int, answer: Body) -> Refusal | None:
+    return _meaning(answer.piece("error"))
+
+
+def _meaning(error: Body) -> Refusal | None:
+    return by_code(TROUBLES, [(error.text("code"), error.text("message", ""))])
 
 
 def _wanted(order: Order) -> dict[str, Any]:
@@ -137,9 +131,8 @@ def _wanted(order: Order) -> dict[str, Any]:
 def _outcome(one: Body) -> Outcome:
     if not one.has("error"):
         return Outcome(one.text("id"), usd_hour=one.maybe_number("usd_hour"))
-    error = one.piece("error")
-    known = TROUBLES.get(error.text("code"), Refusal(Trouble.AMBIGUOUS))
-    return Outcome(trouble=known.trouble, scope=known.scope, message=error.text("message", error.text("code")))
+    known = _meaning(one.piece("error"))
+    return (known or Refusal(Trouble.AMBIGUOUS, message=one.piece("error").text("code"))).outcome()
 
 
 def _rented(one: Body) -> Rented:
@@ -154,7 +147,6 @@ def _rented(one: Body) -> Rented:
         host=one.text("address", ""),
         port=int(one.number("port", 22)),
         user=one.text("user", "root"),
-        private_address=one.text("address", ""),
         type=one.text("type", ""),
         region="sandbox",
         zone=one.text("zone", ""),
