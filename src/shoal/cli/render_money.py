@@ -49,8 +49,11 @@ def show_offers(console: Console, result: OffersResult) -> None:
     console.print(table)
     if len(result.offers) > ROWS:
         console.print(f"\nand {len(result.offers) - ROWS} more; --json shows all", highlight=False)
+    if any(offer.usd_hour is None for offer in result.offers[:ROWS]):
+        console.print(f"\n{UNPRICED}", highlight=False, soft_wrap=True)
 
 
+UNPRICED = "?: neither the provider nor Shoal's table knows the price. Under a budget or a max_price it is not rented."
 AVAILABLE = {"yes": "there", "low": "few left", "no": "none left", "unknown": "not told"}
 
 

@@ -332,6 +332,26 @@ async def test_a_job_whom_the_budget_keeps_from_another_place_says_what_was_wron
         assert job.state == "COMPLETED"
 
 
+@pytest.mark.parametrize("limits", [{"budget": Budget(per_hour=1000.0)}, {"max_price": 1000.0}, {}])
+async def test_a_machine_of_google_s_whose_price_nobody_knows_is_rented_only_where_money_has_no_limit(
+    tmp_path: Path, limits: dict[str, Any]
+) -> None:
+    unpriced = choice(CASES["gcp"], type="g2-standard-8", market="on-demand")
+    async with scene(tmp_path, "gcp", sets=(rented_set("burst", 4, unpriced, **limits),)) as it:
+        job = it.slurm.submit("1", 1)
+        if not limits:
+            await running(it, "1")
+            await settled(it)
+            return
+        await it.passes(900)
+        assert it.market().bill() == []
+        assert job.comments[0].startswith(
+            "nobody knows what gcp us-central1-b asks for g2-standard-8, so no budget can hold it"
+            if "budget" in limits
+            else "gcp us-central1-b g2-standard-8 tells no price, and max_price is $1000.00"
+        )
+
+
 async def test_a_machine_dearer_than_the_most_that_may_be_paid_is_given_back(tmp_path: Path) -> None:
     sets = (rented_set("burst", 4, WEST, EAST, max_price=2.0),)
     async with scene(tmp_path, "lambda", sets=sets) as it:

@@ -66,6 +66,18 @@ async def test_what_cannot_be_had_now_comes_last_and_what_has_no_price_before_it
     ]
 
 
+async def test_where_there_is_no_price_the_table_says_that_no_budget_rents_it() -> None:
+    unpriced = Offer("cloud", "g2-standard-8", "us-central1", "us-central1-a", gpu="L4", gpus=1, available="unknown")
+    both = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter([unpriced])})
+    shown = text_of(await offers(context(), Query(), opened=both))
+    assert shown.splitlines()[2].split()[-2:] == ["?", "?"]
+    assert shown.endswith(
+        "\n?: neither the provider nor Shoal's table knows the price. Under a budget or a max_price it is not rented."
+    )
+    priced = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter()})
+    assert "?" not in text_of(await offers(context(), Query(), opened=priced))
+
+
 async def test_a_provider_that_is_down_is_told_and_hides_nobody() -> None:
     lambda_, cloud = FakeRenter([H100]), FakeRenter(down=True)
     result = await offers(context(), Query(), opened=opener(**{"lambda": lambda_, "cloud": cloud}))

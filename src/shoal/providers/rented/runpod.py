@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shoal.providers.gpus import usual_gpu
 from shoal.providers.rental import Abilities, Account, Billing, Offer, Order, Outcome, Query, Rented, State, Trouble
 from shoal.providers.rented.body import ApiError, Body, without_none
 from shoal.providers.rented.http import Api, ApiRenter, each
@@ -145,7 +146,7 @@ class RunPod(ApiRenter):
                 type=joined_type(gpu.text("id"), count),
                 region=place,
                 usd_hour=round(price * count, 4) if price else None,
-                gpu=gpu.text("name"),
+                gpu=usual_gpu(gpu.text("name"))[0],
                 gpus=count,
                 gpu_memory_gb=int(gpu.number("memory")),
                 cpus=CPUS_AT_LEAST * count,
