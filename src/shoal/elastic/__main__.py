@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.elastic.clock import SystemClock
 from shoal.elastic.fleet import Fleet
@@ -19,11 +20,13 @@ from shoal.elastic.slurm import LiveSlurm
 from shoal.elastic.source import Source, Unusable
 from shoal.elastic.starts import Starts
 from shoal.elastic.status import STATUS
+from shoal.elastic.tenure import Tenure
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
 from shoal.providers.rental import Account, Rented, Renter
 from shoal.providers.rented import renter
+from shoal.roles.elastic import SUCCEEDED
 from shoal.spec.members import members
 from shoal.spec.rented import rented_sets
 
@@ -56,6 +59,7 @@ def service(settings: Settings, ledger: Ledger) -> Service:
         clock=clock,
         public_key=settings.public_key,
         budget=spec.budget,
+        tenure=Tenure(settings.since, Path(SUCCEEDED)),
     )
     return Service(fleet, inbox=Inbox(), status_file=STATUS)
 

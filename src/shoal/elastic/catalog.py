@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from shoal.elastic import choose
 from shoal.elastic.fleet import Fleet, log
 from shoal.elastic.rentals import Block
-from shoal.elastic.source import told
+from shoal.elastic.source import PATIENCE, SILENT_SECONDS, told
 from shoal.providers.rental import Offer, Outcome, Query, Trouble
 from shoal.providers.rented.http import ApiError
 from shoal.spec.rented import OfferChoice, RentedSet
 
 KEPT_SECONDS = 60.0
 AGAIN_SECONDS = 5.0
-PATIENCE = 3
-SILENT_SECONDS = 60.0
-"""A provider that could not be asked PATIENCE times in a row is left alone for so long."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from shoal.elastic.ledger import Ledger
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import Job, Slurm
 from shoal.elastic.source import Source
+from shoal.elastic.tenure import Tenure
 from shoal.errors import SlurmError
 from shoal.providers.rental import Rented
 from shoal.slurm.state import NodeState
@@ -68,6 +69,8 @@ class Fleet:
     budget: Budget | None = None
     patience: float = PATIENCE
     """Seconds that a step waits for calls to providers before it goes on beside them."""
+    tenure: Tenure = field(default_factory=Tenure)
+    """Whether it is for us to act."""
     said: dict[str, str] = field(default_factory=dict)
     """What was last said on each job."""
     set_by_node: dict[str, RentedSet] = field(init=False)

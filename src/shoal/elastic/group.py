@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,10 +46,10 @@ class Group:
         begun = {one.offer.identity for one in self.coming}
         return sorted(offers, key=lambda offer: offer.identity not in begun)
 
-    def rental(self, node: str, offer: Offer, source: Source, now: float) -> Rental:
+    def rental(self, token: str, node: str, offer: Offer, source: Source, now: float) -> Rental:
         """An order for one of its nodes, as it is written down."""
         return Rental(
-            token=secrets.token_hex(8),
+            token=token,
             node=node,
             nodeset=self.nodeset.name,
             account=source.name,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ LIVE = ("intended", "made", "joined", "releasing")
 LATE_SECONDS = 86400.0
 """So long after it was given up on, a machine of an order whose answer got lost is still told of."""
 PATIENCE = 30.0
+SERVICE = "shoal-elastic"
 WHY = "no list of its provider's shows it: told by `shoal reap` or `shoal down`"
 
 _HELD = """
@@ -43,14 +45,14 @@ def main(argv: list[str]) -> int:
         if ended:
             strike(database, ended, time.time())
             forget(status, {*ended})
-        print(json.dumps({"machines": held(database, time.time())}))
+        print(json.dumps({"machines": held(database, time.time(), started(time.time()))}))
     finally:
         database.close()
     return 0
 
 
-def held(database: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
-    """Each machine, with the seconds that its provider has had to list it.
+def held(database: sqlite3.Connection, now: float, began: float = float("inf")) -> list[dict[str, Any]]:
+    """Each machine, with the seconds that its provider has had to list it, and whether the service of now ordered it.
 
     One that should be there has had none: where no list shows it, that is the list's fault until it has had its time.
     """
@@ -61,8 +63,22 @@ def held(database: sqlite3.Connection, now: float) -> list[dict[str, Any]]:
             age = LATE_SECONDS  # its provider has taken our delete, and knows it
         else:
             age = 0.0 if state in LIVE else max(0.0, now - intended_at)
-        found.append({"token": token, "node": node, "account": account, "id": id, "state": state, "age": age})
+        known = {"token": token, "node": node, "account": account, "id": id, "state": state, "age": age}
+        found.append({**known, "of_now": intended_at >= began})
     return found
+
+
+def started(now: float) -> float:
+    """When the service began that runs now; never, where none runs or systemd does not say."""
+    ask = ["systemctl", "show", SERVICE, "-p", "ExecMainStartTimestampMonotonic", "-p", "MainPID"]
+    try:
+        said = subprocess.run(ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PATIENCE).stdout.decode()
+        told = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+        if int(told["MainPID"]):
+            return now - (time.monotonic() - int(told["ExecMainStartTimestampMonotonic"]) / 1e6)
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        pass
+    return float("inf")
 
 
 def strike(database: sqlite3.Connection, ended: dict[str, list[Any]], now: float) -> None:

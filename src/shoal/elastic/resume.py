@@ -17,14 +17,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 from shoal.elastic import choose
 from shoal.elastic.beside import Beside
-from shoal.elastic.catalog import PATIENCE, SILENT_SECONDS, Catalog
+from shoal.elastic.catalog import Catalog
 from shoal.elastic.fleet import Fleet, World, all_of, log
 from shoal.elastic.group import Group
 from shoal.elastic.inbox import Request
 from shoal.elastic.purse import Purse
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
-from shoal.elastic.source import Source, told
+from shoal.elastic.source import PATIENCE, SILENT_SECONDS, Source, told
 from shoal.elastic.unclaimed import boot_script
 from shoal.providers.rental import Offer, Order, Outcome, Trouble
 from shoal.spec.rented import RentedSet
@@ -131,6 +131,8 @@ class Resume:
         world = self._world
         world.read(self._fleet.ledger)
         group.kept = {node: rental for node in group.nodes for rental in world.kept(node)[:1]}
+        if self._fleet.tenure.ended:
+            return False
         return bool(group.wanting) and all(
             node in world.nodes
             and wants_machine(world.nodes[node])
@@ -216,8 +218,11 @@ class Resume:
 
     def _reserve(self, group: Group, offer: Offer, source: Source) -> None:
         """What a group still lacks counts as ordered for the others."""
-        now = self._fleet.clock.now()
-        self._purse.reserve(group.key, [group.rental(node, offer, source, now) for node in group.wanting])
+        self._purse.reserve(group.key, self._rentals(group, group.wanting, offer, source))
+
+    def _rentals(self, group: Group, nodes: Sequence[str], offer: Offer, source: Source) -> list[Rental]:
+        now, tenure = self._fleet.clock.now(), self._fleet.tenure
+        return [group.rental(tenure.token(), node, offer, source, now) for node in nodes]
 
     async def _key_name(self, source: Source) -> str | None:
         try:
@@ -232,7 +237,7 @@ class Resume:
         fleet, able = self._fleet, source.abilities
         now = fleet.clock.now()
         nodes = group.wanting[: able.at_once * (1 if able.create_interval else SIDE_BY_SIDE)]
-        rentals = [group.rental(node, offer, source, now) for node in nodes]
+        rentals = self._rentals(group, nodes, offer, source)
         fleet.ledger.paced(source.name, now)
         fleet.ledger.intend(*rentals)
         group.kept.update({rental.node: rental for rental in rentals})

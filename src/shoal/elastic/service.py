@@ -76,10 +76,12 @@ class Service:
     async def step(self, requests: Sequence[Request] = ()) -> float:
         """Do what is due. Returns the seconds after which to come again, at the latest."""
         fleet = self.fleet
-        rentals = fleet.ledger.live()
-        # What comes and goes is awaited, and so is the notice of what may be taken away.
-        awaited = {one.account for one in rentals if one.state != "joined" or one.offer.market == "spot"}
-        await self._look(awaited)
+        if not fleet.tenure.ended:
+            await self._look()
+        if fleet.tenure.ended:
+            self._problem = fleet.tenure.ended
+            self._report(None)
+            return RECONCILE_SECONDS
         world = await self._world()
         try:
             if world is None:
@@ -128,16 +130,20 @@ class Service:
         for source in self.fleet.sources.values():
             await source.renter.close()
 
-    async def _look(self, awaited: set[str]) -> None:
-        now = self.fleet.clock.now()
+    async def _look(self) -> None:
+        """Ask providers what there is, each as often as something is awaited from it."""
+        fleet, now = self.fleet, self.fleet.clock.now()
+        # What comes and goes is awaited, and so is the notice of what may be taken away.
+        awaited = {one.account for one in fleet.ledger.live() if one.state != "joined" or one.offer.market == "spot"}
 
         def due(source: Source) -> bool:
             return now >= source.due(LOOK_SECONDS if source.name in awaited else RECONCILE_SECONDS)
 
-        for source in self.fleet.sources.values():
+        for source in fleet.sources.values():
             if source.name not in self._looks.running and due(source):
                 self._looks.start(source.name, source.look())
         await self._looks.wait()
+        fleet.tenure.look(fleet.sources.values(), lambda token: fleet.ledger.get(token) is not None)
 
     async def _world(self) -> World | None:
         slurm, busy = self.fleet.slurm, self._resume.busy

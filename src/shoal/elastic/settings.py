@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shoal.elastic.carry import in_charge_since
 from shoal.errors import UsageError
 from shoal.providers.rental import Account
-from shoal.roles.elastic import SETTINGS, STATE
+from shoal.roles.elastic import SETTINGS, SINCE, STATE
 from shoal.spec.model import Spec
 
 KNOWN_HOSTS = Path(STATE) / "known_hosts"
@@ -28,6 +29,8 @@ class Settings:
     """The line that lets the controller into machines it rented."""
     identity: Path
     """The private half of it."""
+    since: int = 0
+    """When `shoal up` put this service in charge."""
 
 
 def read_settings(directory: Path = Path(SETTINGS)) -> Settings:
@@ -48,7 +51,8 @@ def read_settings(directory: Path = Path(SETTINGS)) -> Settings:
         except (KeyError, TypeError, AttributeError):
             raise _broken(directory / "accounts.json", f"account {name} is not complete") from None
     identity = directory / "id_ed25519"
-    return Settings(known, accounts, _text(identity.with_suffix(".pub")), identity)
+    since = in_charge_since(directory / Path(SINCE).name)
+    return Settings(known, accounts, _text(identity.with_suffix(".pub")), identity, since)
 
 
 def _json(path: Path) -> object:

@@ -24,6 +24,9 @@ ABSENCES = 2
 """A machine that was there is gone when so many lists in a row do not show it."""
 AGAIN_SECONDS = 30.0
 """A machine that is still listed is deleted again after so long."""
+PATIENCE = 3
+SILENT_SECONDS = 60.0
+"""A provider that could not be asked PATIENCE times in a row is left alone for so long."""
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 60.0
 
 
@@ -87,28 +90,32 @@ class Source:
     async def look(self) -> None:
         """Ask what there is."""
         self._asked_at = self.clock.now()
+        machines: dict[str, tuple[Rented, ...]] = {}
         try:
-            listed = await self.renter.rented(self.cluster)
+            for machine in await self.renter.rented(self.cluster):
+                if machine.cluster == self.cluster and machine.token:  # what has no mark of ours is not ours
+                    machines[machine.token] = (*machines.get(machine.token, ()), machine)
         except Exception as error:  # whatever it is: one provider's client must not hold up the others
-            self._failures += 1
-            said = told(error)
-            if not self.problem:
-                log.warning("%s cannot be asked what there is: %s", self.name, said)
-            self.problem = said
+            self._not_listed(told(error))
             return
         if self.problem:
             log.info("%s answers again", self.name)
         self._failures, self.problem = 0, ""
-        machines: dict[str, tuple[Rented, ...]] = {}
-        for machine in listed:
-            if machine.cluster == self.cluster and machine.token:  # what has no mark of ours is not ours
-                machines[machine.token] = (*machines.get(machine.token, ()), machine)
         self.seen = Seen(self._asked_at, machines)
         for token in machines:
             self._first_seen.setdefault(token, self._asked_at)
             self._absences[token] = 0
         for token in self._absences.keys() - machines.keys():
             self._absences[token] += 1
+
+    def _not_listed(self, why: str) -> None:
+        self._failures += 1
+        if not self.problem:
+            log.warning("%s cannot be asked what there is: %s", self.name, why)
+        self.problem = why
+        if self.seen is None and self._failures >= PATIENCE:
+            until = self.clock.now() + SILENT_SECONDS
+            self.ledger.block(self.name, "", "", "", until, f"{self.name} cannot be asked what there is")
 
     def machine(self, rental: Rental) -> Rented | None:
         """The machine of a rental, as it was last listed."""
@@ -136,7 +143,9 @@ class Source:
     # ---- what we do there
 
     def free_at(self) -> float:
-        """When the next order may go out."""
+        """When the next order may go out: not before a list has come, which shows whether it is for us to order."""
+        if self.seen is None:
+            return float("inf")
         paced = self.ledger.last_rate(self.name) + self.abilities.create_interval
         return max(self.not_before, paced if self.abilities.create_interval else 0.0)
 
@@ -151,7 +160,8 @@ class Source:
         tokens = {order.token for order in orders}
         self.ordering |= tokens
         try:
-            outcomes = await self.renter.create(orders)
+            outcomes = _whole(await self.renter.create(orders), len(orders))
+            outcomes = [_NAMELESS if one.ok and not one.id else one for one in outcomes]
         except Exception as error:
             # It may have raised before anything was sent or after: we look, which is always right.
             outcomes = [Outcome(trouble=Trouble.AMBIGUOUS, message=told(error))] * len(orders)
@@ -175,9 +185,19 @@ class Source:
     async def give_back(self, machines: Sequence[Rented]) -> list[Outcome]:
         """Delete machines. What could not be done shows in the outcomes, and is tried again later."""
         try:
-            return await self.renter.delete(machines)
+            return _whole(await self.renter.delete(machines), len(machines))
         except Exception as error:
             return [Outcome(one.id, Trouble.TRANSIENT, message=told(error)) for one in machines]
+
+
+_NAMELESS = Outcome(trouble=Trouble.AMBIGUOUS, message="it was made, and its client does not say which machine it is")
+
+
+def _whole(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
+    """What a client says of so many machines. One outcome too few or too many, and nobody knows whose is which."""
+    if len(outcomes) != count or not all(isinstance(one, Outcome) for one in outcomes):
+        raise ProviderError(f"its client told {len(outcomes)} outcomes of {count}")
+    return list(outcomes)
 
 
 class Unusable:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts
-from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten, forgotten_finding
+from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten, forgotten_finding, machines_on
 from shoal.roles.own_wheel import OWN_WHEEL, own_wheel
 from shoal.roles.part import How, Part
 from shoal.roles.rented import PROGRAMS
@@ -34,7 +34,11 @@ SPEC = f"{SETTINGS}/spec.json"
 KEYS = f"{SETTINGS}/keys"
 IDENTITY = f"{SETTINGS}/id_ed25519"
 """With this the controller logs in to machines that it rented."""
+SINCE = f"{SETTINGS}/since"
+"""Since when the service here is in charge: of two for one cluster, the later one is."""
 STATE = "/var/lib/shoal/elastic"
+SUCCEEDED = f"{STATE}/succeeded"
+"""Where it is, the service has seen that another one is in charge, and touches nothing."""
 REQUESTS = f"{STATE}/requests"
 STARTS = f"{STATE}/starts"
 """Where jobs wait for nodes that are being woken."""
@@ -57,6 +61,8 @@ python3 -m venv "$place"
 touch "$place/.complete"
 """
 """A venv counts once its mark is there: what a failed run left without one is made anew. No service runs from that."""
+
+IN_CHARGE = 'date +%s > "$1" && rm -f "$2"'
 
 FORGET = r"""
 for old in "$1"/shoal-* "$2"/*; do
@@ -85,10 +91,9 @@ class Elastic(Part):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if _rents(cluster.spec, member):
             return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running(cluster.spec)}
-        unit = cluster.facts[member.name].files.get(UNIT)
         # slurmctld runs its programs until it has read that there are none.
         gone = {Stage.SERVICES: without_service(), Stage.NODES: without_programs()}
-        return gone if unit and unit.there else {}
+        return gone if has_service(cluster.facts[member.name]) else {}
 
     def farewell(self) -> Document:
         return (*without_service(), *without_programs())
@@ -98,7 +103,11 @@ class Elastic(Part):
         name = cluster.controller.name
         facts = cluster.facts.get(name)
         left = forgotten(cluster.spec, facts)
-        told = (forgotten_finding(cluster.spec, left, name),) if left else ()
+        others = [(host, found) for host, found in cluster.facts.items() if host != name and has_service(found)]
+        told = (
+            *((forgotten_finding(cluster.spec, left, name),) if left else ()),
+            *(_moving(host, found, name) for host, found in others),
+        )
         if facts is None or not _rents(cluster.spec, cluster.controller) or _new_enough(facts.python):
             return told
         return (
@@ -116,6 +125,22 @@ class Elastic(Part):
 def secret_name(account: str) -> str:
     """The name of an account's key among secrets, as messages about it say it."""
     return f"providers.{account}.key"
+
+
+def has_service(facts: Facts) -> bool:
+    """Whether what rents is installed on a host."""
+    unit = facts.files.get(UNIT)
+    return unit is not None and unit.there
+
+
+def _moving(host: str, facts: Facts, controller: str) -> Finding:
+    """That another host rented for the cluster so far, and what becomes of that."""
+    what = f"what rents moves from here to {controller}, with its ledger"
+    machines = ", ".join(map(str, machines_on(facts)))
+    if not machines:
+        return Finding("info", what, host=host)
+    fix = "wait until they have gone; `shoal up --allow-job-loss` gives them back at once"
+    return Finding("error", f"{what}; jobs on machines that are rented would end", machines, fix, host=host)
 
 
 def prefix(spec: Spec) -> str:
@@ -173,7 +198,7 @@ def start_program() -> str:
 
 def without_service() -> Document:
     """The service taken away, with its keys. The ledger stays: it says what was rented and what it cost."""
-    away = (SETTINGS, REQUESTS, STATUS)
+    away = (SETTINGS, REQUESTS, STATUS, SUCCEEDED)
     gone = " && ".join(f"! test -e {path}" for path in away)
     return (
         Service(SERVICE, enabled=False, running=False),
@@ -210,6 +235,12 @@ def _made(spec: Spec) -> Document:
         Directory(KEYS, mode=0o700),
         Directory("/var/lib/shoal"),
         Directory(STATE),
+        Command(
+            "put its service in charge",
+            ("sh", "-c", IN_CHARGE, "sh", SINCE, SUCCEEDED),
+            unless=("sh", "-c", 'test -s "$1" && ! test -e "$2"', "sh", SINCE, SUCCEEDED),
+            restarts=restarts,
+        ),
         Directory(REQUESTS, owner="slurm", group="slurm", mode=0o700),
         Directory(STARTS, owner="slurm", group="slurm", mode=0o700),
         Directory(PROGRAMS),

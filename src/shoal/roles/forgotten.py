@@ -46,7 +46,12 @@ def strangers(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
 
 def forgotten(spec: Spec, controller: Facts | None) -> tuple[Forgotten, ...]:
     """The machines that nobody gives back once this file is in force: where it rents nothing, all there are."""
-    return strangers(spec, controller) if rented_sets(spec) else _machines(controller, lambda account: True)
+    return strangers(spec, controller) if rented_sets(spec) else machines_on(controller)
+
+
+def machines_on(host: Facts | None) -> tuple[Forgotten, ...]:
+    """All that the service on a host has rented, as it last said."""
+    return _machines(host, lambda account: True)
 
 
 def given_up(spec: Spec, controller: Facts | None) -> frozenset[str]:

@@ -29,6 +29,8 @@ class Held:
     """As in the ledger; `failed` where an order was given up on whose answer got lost."""
     age: float
     """Seconds that its provider has had to list it; 0 where it should be there: a list that lacks it may lag."""
+    of_now: bool = False
+    """It was ordered by the service that runs now, with the accounts that this one has."""
 
     @property
     def live(self) -> bool:
@@ -44,9 +46,14 @@ async def held(context: Context) -> tuple[Held, ...] | None:
     """All that the ledger holds. None where nobody can say: no controller, no ledger."""
     try:
         async with await context.connections([context.controller]) as fleet:
-            return await _told(await fleet.host(context.controller.name), {})
+            return await held_on(await fleet.host(context.controller.name))
     except ShoalError:
         return None
+
+
+async def held_on(host: Host) -> tuple[Held, ...] | None:
+    """The same of a host that may be the controller no longer. Raises HostError where it does not answer."""
+    return await _told(host, {})
 
 
 async def strike_off(context: Context, ended: Mapping[Held, float]) -> None:

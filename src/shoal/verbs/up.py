@@ -24,6 +24,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
 from shoal.verbs.context import Context, cannot_make, computing, telling
 from shoal.verbs.held import Held, held, strike_off
+from shoal.verbs.succession import note, predecessor, succeed
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ async def up(
         observed = await _look(context, fleet)
         left = _forgotten(context, observed, leave_rented)
         _refuse_left_records(context, observed, leave_records)
+        former, alone = await predecessor(context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented)
         await _refuse_wanting(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
         if prepared:
@@ -108,8 +110,11 @@ async def up(
                 context.spec, observed, fleet, reached_addresses(fleet), stock.orphans, on_done=ending(phase)
             )
         _refuse_job_loss(planned, allow_job_loss)
+        if former:
+            await succeed(context, fleet, former)
         nodes, patience = computing(context), patience or Patience()
         applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience)
+        note(context, fleet)
         await strike_off(context, left)
         meanwhile = await _ordered_meanwhile(context, observed)
         lost = await _unconnected(context, fleet, observed) if applied.changed else []
@@ -122,7 +127,7 @@ async def up(
             staying=applied.staying,
             unready=applied.unready,
             failures=dict(fleet.failures),
-            findings=(*context.warnings, *stock.findings, *planned.findings, *meanwhile, *lost),
+            findings=(*context.warnings, *stock.findings, *planned.findings, *alone, *meanwhile, *lost),
         )
 
 
@@ -151,13 +156,16 @@ def _refuse_left_records(context: Context, observed: Observed, allowed: bool) ->
 
 
 async def _ordered_meanwhile(context: Context, observed: Observed) -> list[Finding]:
-    """Machines that the service ordered after it was looked at, with an account that it no longer has as it was."""
+    """Machines that the service ordered after it was looked at, with an account that it no longer has as it was.
+
+    What it ordered since it was started again is of the account as it is.
+    """
     name, named = context.controller.name, context.spec.providers
     lost = given_up(context.spec, observed.facts.get(name))
     if not lost:
         return []
     kept = named.keys() - lost if rented_sets(context.spec) else frozenset()
-    known = [one for one in await held(context) or () if one.live and one.account not in kept]
+    known = [one for one in await held(context) or () if one.live and not one.of_now and one.account not in kept]
     machines = [Forgotten(one.token, one.node, one.account, one.id, one.state) for one in known]
     return [forgotten_finding(context.spec, machines, name)] if machines else []
 

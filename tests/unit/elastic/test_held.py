@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.unit.elastic.rentals import rental
 
 from shoal.elastic import held, status
@@ -58,10 +59,30 @@ def test_it_tells_what_is_there_or_may_be_with_the_time_that_lists_had(tmp_path:
     assert set(found) == {*LIVE, "taken", "late"}
     assert found["joined"] == {
         "token": "joined", "node": "joined", "account": "lambda", "id": "i-joined", "state": "joined", "age": 0.0,
+        "of_now": False,
     }  # fmt: skip
     assert {one["age"] for token, one in found.items() if token in LIVE} == {0.0}
     assert found["taken"]["age"] == held.LATE_SECONDS
     assert 500 <= found["late"]["age"] < held.LATE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("pid", "began", "of_now"),
+    [(1, 300, {"late"}), (1, 3000, {"early", "late"}), (0, 300, set()), (1, None, set())],
+    ids=["between them", "before both", "none runs", "systemd does not say"],
+)
+def test_it_tells_which_machines_the_service_that_runs_now_has_ordered(
+    pid: int, began: float | None, of_now: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        ledger.intend(rental("early", intended_at=now - 1000), rental("late", "burst2", intended_at=now - 100))
+    since = "" if began is None else int((time.monotonic() - began) * 1e6)
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\necho MainPID={pid}\necho ExecMainStartTimestampMonotonic={since}\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert {token for token, one in told(tmp_path / "ledger.db").items() if one["of_now"]} == of_now
 
 
 def test_it_reads_beside_the_service_and_what_it_strikes_off_the_service_sees(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from shoal.elastic.fleet import all_of
 from shoal.elastic.inbox import Inbox
 from shoal.elastic.service import Service
 from shoal.elastic.source import LOOK_SECONDS
+from shoal.providers.rental import Outcome
 from shoal.spec.rented import Budget
 
 FIRST = rented_set("first", 4, choice(CASES["lambda"]))
 SECOND = rented_set("second", 4, choice(CASES["runpod"]))
+ALIKE = rented_set("alike", 4, choice(CASES["sandbox"]))
 
 
 async def started(it: Scene) -> None:
@@ -102,6 +105,74 @@ async def test_an_order_in_which_the_client_fails_is_looked_for_and_not_repeated
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.state == "COMPLETED")
         assert len(it.market().bill()) == 1
+
+
+TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES = "too few", "too many", "without an id", "of another kind"
+
+
+def garbled(outcomes: list[Outcome], how: str) -> Any:
+    """What a client with a bug makes of the right outcomes."""
+    return {
+        TOO_FEW: outcomes[1:],
+        TOO_MANY: [*outcomes, Outcome("i-nobody")],
+        NAMELESS: [replace(one, id="") for one in outcomes],
+        NO_OUTCOMES: [None for _ in outcomes],
+    }[how]
+
+
+@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES])
+async def test_orders_whose_client_tells_the_wrong_outcomes_are_looked_for_and_nothing_is_made_twice_or_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
+        renter = it.fleet.sources["sandbox"].renter
+        create = renter.create
+
+        async def miscounted(orders: Any) -> Any:
+            return garbled(await create(orders), how)
+
+        monkeypatch.setattr(renter, "create", miscounted)
+        jobs = [it.slurm.submit("1", 3, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
+        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
+        await it.until(lambda: not it.ledger.live())
+        assert {one["id"] for one in it.market("sandbox").bill()} == {
+            one.id for one in it.rentals() if one.account == "sandbox"
+        }
+        assert len(it.market("sandbox").bill()) == 3 and it.machines("sandbox") == []
+        assert "could not be served" not in caplog.text
+
+
+@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NO_OUTCOMES])
+async def test_deletes_whose_client_tells_the_wrong_outcomes_are_tried_again_until_no_list_shows_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
+        renter = it.fleet.sources["sandbox"].renter
+        delete = renter.delete
+
+        async def miscounted(machines: Any) -> Any:
+            return garbled(await delete(machines), how)
+
+        monkeypatch.setattr(renter, "delete", miscounted)
+        jobs = [it.slurm.submit("1", 2, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
+        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
+        await it.until(lambda: not it.ledger.live())
+        assert it.machines("sandbox") == [] and it.machines("runpod") == []
+
+
+async def test_a_list_that_is_none_is_an_error_and_no_empty_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+
+        async def nothing(cluster: str) -> Any:
+            return None
+
+        monkeypatch.setattr(it.fleet.sources["sandbox"].renter, "rented", nothing)
+        await it.passes(600)
+        assert it.fleet.sources["sandbox"].problem == "its client failed: TypeError"
+        assert [one.state for one in it.rentals()] == ["joined"]
 
 
 async def test_a_delete_in_which_the_client_fails_is_told_of_and_tried_again(

@@ -297,6 +297,16 @@ async def test_what_is_ordered_while_up_moves_the_account_is_told() -> None:
     ]
 
 
+async def test_what_the_service_orders_once_it_has_the_moved_account_is_fine() -> None:
+    world, before = lab(), rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = Held("t1", "cloud1", "acme", "i-1", "made", 0.0, of_now=True)
+    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [asdict(ordered)]}).encode()}
+    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
+    assert "cost money" not in str(result.findings)
+
+
 async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
     world = lab()
     await raised(world)
