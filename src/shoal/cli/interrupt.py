@@ -39,7 +39,10 @@ async def _watched(work: Coroutine[Any, Any, T], said: str) -> T:
         asked += 1
         if asked > 1:
             # Agents notice that nobody listens any more and stop after the item in hand.
-            print(f"\nleft; {AGAIN}" if said else "", file=sys.stderr, flush=True)
+            from shoal.verbs.last_words import spoken
+
+            for line in ("", *spoken(), *((f"left; {AGAIN}",) if said else ())):
+                print(line, file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
         print(f"\n{said}" if said else "", file=sys.stderr)
         task.cancel()

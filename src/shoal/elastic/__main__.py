@@ -26,7 +26,7 @@ from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
 from shoal.providers.rental import Account, Rented, Renter
 from shoal.providers.rented import renter
-from shoal.roles.elastic import SUCCEEDED
+from shoal.roles.elastic import HOLD, SUCCEEDED
 from shoal.spec.members import members
 from shoal.spec.rented import rented_sets
 
@@ -60,6 +60,7 @@ def service(settings: Settings, ledger: Ledger) -> Service:
         public_key=settings.public_key,
         budget=spec.budget,
         tenure=Tenure(settings.since, Path(SUCCEEDED)),
+        hold=Path(HOLD),
     )
     return Service(fleet, inbox=Inbox(), status_file=STATUS)
 
@@ -104,7 +105,8 @@ async def settle(running: Service) -> None:
     while True:
         await asyncio.sleep(SETTLE_SECONDS)
         try:
-            await joiner.settle()
+            if not running.fleet.held:
+                await joiner.settle()
             problem = ""
         except Exception as error:  # the next time may be better, and nothing else waits for it
             if problem != str(error):

@@ -51,7 +51,7 @@ class Boot:
             if machine is None or rental.token in running or world.now < self._retry_at.get(rental.token, 0.0):
                 continue
             ready[rental.node], tokens[rental.node] = machine, rental.token
-        if ready:
+        if ready and not self.fleet.held:
             task = asyncio.create_task(_join(self.fleet, ready))
             task.add_done_callback(lambda _: self.wake())
             self._joins[task] = tokens

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shoal.elastic.beside import PATIENCE
@@ -18,6 +19,7 @@ from shoal.elastic.source import Source
 from shoal.elastic.tenure import Tenure
 from shoal.errors import SlurmError
 from shoal.providers.rental import Rented
+from shoal.roles.elastic import HOLD_SECONDS
 from shoal.slurm.state import NodeState
 from shoal.spec.rented import Budget, RentedSet
 
@@ -71,12 +73,22 @@ class Fleet:
     """Seconds that a step waits for calls to providers before it goes on beside them."""
     tenure: Tenure = field(default_factory=Tenure)
     """Whether it is for us to act."""
+    hold: Path | None = None
+    """A file that says that no machine is to become a node now."""
     said: dict[str, str] = field(default_factory=dict)
     """What was last said on each job."""
     set_by_node: dict[str, RentedSet] = field(init=False)
 
     def __post_init__(self) -> None:
         self.set_by_node = {node: nodeset for nodeset in self.sets.values() for node in nodeset.nodes}
+
+    @property
+    def held(self) -> bool:
+        """Whether machines that are up are to wait: keys are being changed, and they would get the old ones."""
+        try:
+            return self.hold is not None and abs(self.clock.now() - self.hold.stat().st_mtime) < HOLD_SECONDS
+        except OSError:
+            return False
 
     def release(self, rental: Rental, why: str) -> None:
         """Note that a machine is to go; the next step gives it back."""

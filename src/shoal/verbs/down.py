@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from shoal.agent.client import Ask, Report
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
+from shoal.hosts.api import Host
 from shoal.plan.apply import ending
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
@@ -20,13 +20,11 @@ from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten_finding, strangers
 from shoal.roles.in_force import SLURM_CONF
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
+from shoal.verbs import renting
 from shoal.verbs.context import Context, Holdings, state_directory, telling
+from shoal.verbs.last_words import last_words
 from shoal.verbs.reap import Pace, reap
-
-T = TypeVar("T")
-
-NOT_LOADED = 5
-"""What systemctl ends with where there is no such service."""
+from shoal.verbs.renting import to_its_end
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,11 @@ async def _give_back(
     if not context.spec.providers:
         return (), told
     try:
-        told += await _stopped(context, force) if switched_on else ()
-        result = await reap(context, pace=pace)
+        async with _without_renting(context, force, switched_on) as unstopped:
+            told += unstopped
+            result = await reap(context, pace=pace)
     except BaseException:  # Ctrl-C above all: what is rented still needs somebody who gives it back
-        await _to_its_end(_service(context, "start"))
+        await to_its_end(_service(context, renting.start))
         raise
     gone = tuple(f"{holding.machine.node} ({holding.account} {holding.machine.id})" for holding in result.gone)
     if result.clean:
@@ -84,7 +83,7 @@ async def _give_back(
     fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
     if force:
         return gone, (*told, Finding("error", f"rented machines may be left: {causes}", left, fix))
-    wrong = await _to_its_end(_service(context, "start"))
+    wrong = await to_its_end(_service(context, renting.start))
     goes_on = f"start {SERVICE} on the controller, {wrong}" if wrong else "the controller goes on giving them back"
     raise ProviderError(
         f"rented machines may be left ({left}): {causes}",
@@ -114,9 +113,26 @@ async def _strangers(context: Context, force: bool) -> tuple[Finding, ...]:
     return (finding,)
 
 
+@asynccontextmanager
+async def _without_renting(context: Context, force: bool, switched_on: bool) -> AsyncIterator[tuple[Finding, ...]]:
+    """What rents is stopped meanwhile. Left at once, by a second Ctrl-C or a kill, the controller starts it again."""
+    if not switched_on:
+        yield ()
+        return
+    name = context.controller.name
+    async with AsyncExitStack() as stack:
+        watched = False
+        with contextlib.suppress(ShoalError):  # a controller that was never made, or is away, has none to start
+            fleet = await stack.enter_async_context(await context.connections([context.controller]))
+            watched = await stack.enter_async_context(renting.started_again(await fleet.host(name)))
+        goes_on = f"{name} starts {SERVICE} again by itself" if watched else f"on {name}: systemctl start {SERVICE}"
+        with last_words(lambda: f"{goes_on}, which gives back what is left; then run `shoal down` again"):
+            yield await _stopped(context, force)
+
+
 async def _stopped(context: Context, force: bool) -> tuple[Finding, ...]:
     """Stop what rents: it would rent again what jobs in the queue ask for."""
-    wrong = await _service(context, "stop")
+    wrong = await _service(context, renting.stop)
     if not wrong:
         return ()
     if not force:
@@ -129,28 +145,15 @@ async def _stopped(context: Context, force: bool) -> tuple[Finding, ...]:
     return (Finding("error", what, wrong, fix, host=context.controller.name),)
 
 
-async def _service(context: Context, verb: str) -> str:
+async def _service(context: Context, control: Callable[[Host], Awaitable[str]]) -> str:
     """Stop or start what rents on the controller; what went wrong. A controller that was never made has none."""
     try:
         async with await context.connections([context.controller]) as fleet:
-            host = await fleet.host(context.controller.name)
-            result = await host.run(("systemctl", verb, SERVICE), timeout=120)
+            return await control(await fleet.host(context.controller.name))
     except ProviderError:
         return ""
     except ShoalError as error:
         return error.message
-    if result.status in (0, NOT_LOADED):
-        return ""
-    return result.error_text.strip() or f"systemctl {verb} ended with status {result.status}"
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Do it whole, whoever cancels us meanwhile."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
-    return task.result()
 
 
 async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
@@ -14,6 +15,7 @@ from shoal.plan.rotating import Rotating
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
+from shoal.verbs.renting import joins_held
 
 ALL = "all"
 WOKEN = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
@@ -49,14 +51,17 @@ async def rotate(context: Context, what: str, *, leave_unreachable: bool = False
     chosen = _chosen(context, what)
     async with await context.fleet() as fleet:
         await _meet(context, fleet, leave_unreachable)
-        if any(ROTATIONS[name].cuts_off for name in chosen):
-            await _refuse_rented(context, fleet)
         left = dict(fleet.failures)
         rotated = []
-        for name in chosen:
-            fleet.failures.clear()
-            fleet.failures.update(left)
-            rotated.append(await _rotate(context, fleet, name))
+        async with AsyncExitStack() as stack:
+            if any(ROTATIONS[name].cuts_off for name in chosen):
+                if rented_members(context.spec):  # before it is asked who is up, so that nobody joins after that
+                    await stack.enter_async_context(joins_held(await fleet.host(context.controller.name)))
+                await _refuse_rented(context, fleet)
+            for name in chosen:
+                fleet.failures.clear()
+                fleet.failures.update(left)
+                rotated.append(await _rotate(context, fleet, name))
     return KeysResult(context.cluster, tuple(rotated), left)
 
 

@@ -22,6 +22,7 @@ from shoal.spec.rented import accounts as accounts_of
 from shoal.verbs.accounts import Accounts, Open, ask_all, open_accounts
 from shoal.verbs.context import Context
 from shoal.verbs.held import Held, held, strike_off
+from shoal.verbs.last_words import last_words
 
 CLEAN_LOOKS = 2
 """A provider is clean when so many lists in a row show nothing."""
@@ -132,8 +133,24 @@ async def _swept(context: Context, opened: Open, pace: Pace | None, *, touch: bo
         for account in accounts.usable
     }
     title = "providers cleared" if touch else "providers asked"
-    failures = await _sweep_all(context, accounts, sweeps, opened, title)
+    with last_words(lambda: _not_proved(sweeps)):
+        failures = await _sweep_all(context, accounts, sweeps, opened, title)
     return _Swept(context.cluster, sweeps, failures, _strangers(context, known or ()))
+
+
+def _not_proved(sweeps: Mapping[str, _Sweep]) -> str:
+    """What is still to go, as far as it is known, for who leaves in the middle."""
+    found = _holdings((name, sweep.left.values()) for name, sweep in sweeps.items())
+    named = [f"{one.machine.node} ({one.account} {one.machine.id})" for one in found]
+    known = {one.id for sweep in sweeps.values() for one in sweep.seen.values()}
+    more = [
+        f"{one.node} ({one.account} {one.id or 'on order'})"
+        for sweep in sweeps.values()
+        for one in sweep.known or ()
+        if one.live and one.id not in known
+    ]
+    left = ", ".join([*named, *more]) or "no list showed a machine so far"
+    return f"not proved gone: {left}; `shoal reap` goes on until all are"
 
 
 def _strangers(context: Context, known: Iterable[Held]) -> tuple[Finding, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shoal.elastic.inbox import Inbox
 from shoal.elastic.service import Service
 from shoal.elastic.source import LOOK_SECONDS
 from shoal.providers.rental import Outcome
+from shoal.roles.elastic import HOLD_SECONDS
 from shoal.spec.rented import Budget
 
 FIRST = rented_set("first", 4, choice(CASES["lambda"]))
@@ -277,3 +279,32 @@ def test_a_directory_among_the_requests_ends_nothing(tmp_path: Path, caplog: pyt
     assert "request note makes no sense" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
     assert not Inbox(tmp_path).waiting()
+
+
+async def test_while_keys_are_changed_no_machine_becomes_a_node_and_then_it_does(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        hold = it.fleet.hold = tmp_path / "hold"
+        job = it.slurm.submit("1", 1)
+
+        def touched() -> bool:
+            hold.touch()
+            os.utime(hold, (it.clock.now(), it.clock.now()))
+            return bool(it.machines())
+
+        await it.until(touched)
+        for _ in range(15):
+            touched()
+            await it.passes(10)
+        assert it.joiner.joined == [] and [one.state for one in it.rentals()] == ["made"]
+        hold.unlink()
+        await it.until(lambda: job.state == "COMPLETED")
+        assert len(it.market().bill()) == 1
+
+
+async def test_who_changed_keys_and_was_killed_keeps_nobody_waiting_for_long(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        hold = it.fleet.hold = tmp_path / "hold"
+        hold.touch()
+        os.utime(hold, (it.clock.now(), it.clock.now()))
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.state == "RUNNING", seconds=2 * HOLD_SECONDS)

@@ -23,10 +23,12 @@ from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
 from shoal.plan.rotate_wireguard import MAKE_NEXT, MARK, PUT_IN_PLACE
 from shoal.roles.auth import KEY, NEXT
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
+from shoal.roles.elastic import HOLD
 from shoal.slurm.auth import JWKS
 from shoal.slurm.state import NODES_COMMAND
 from shoal.verbs.context import Context
 from shoal.verbs.keys import rotate
+from shoal.verbs.renting import TOUCH
 
 
 class KeyAgent(FakeAgent):
@@ -179,12 +181,16 @@ CLOUD = "  cloud: {provider: lambda, type: gpu_1x_a10, max: 3}\n"
 RENTING = LAB.replace("partitions:", CLOUD + "partitions:") + "providers: {lambda: {key: env:LAMBDA_API_KEY}}\n"
 
 
+HELD, RELEASED = ("sh", "-c", TOUCH, "sh", HOLD), ("rm", "-f", HOLD)
+
+
 def renting(*states: str, text: str = RENTING) -> World:
     """A lab with nodes cloud1, cloud2 … which Slurm has in these states."""
     world = cluster(text=text)
     lines = [f"NodeName=cloud{number} CPUTot=1 State={state}\n" for number, state in enumerate(states, 1)]
     answer = "".join(("NodeName=n1 CPUTot=4 State=ALLOCATED\n", *lines)).encode()
-    world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: answer}
+    held = {HELD: b"", RELEASED: b""}
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: answer, **held}
     return world
 
 
@@ -220,6 +226,34 @@ async def test_rented_nodes_without_a_machine_keep_nobody_from_a_new_key() -> No
     [key] = (await rotate(context_of(world), "munge")).rotated
     assert key.hosts == ("c1", "n1", "n2")
     assert len(keys_of(world)) == 1 and keys_of(world) != {b"old"}
+
+
+async def test_machines_that_come_up_meanwhile_wait_until_the_keys_are_changed() -> None:
+    """Before it is asked which nodes are up, so that none joins between the two."""
+    world = renting("IDLE+CLOUD+POWERED_DOWN")
+    await rotate(context_of(world), "munge")
+    did = [argv for argv in world.hosts["c1"].argvs if argv in (HELD, NODES_COMMAND, RELEASED)]
+    assert (did[:2], did[-1], did.count(RELEASED)) == ([HELD, NODES_COMMAND], RELEASED, 1)
+
+
+async def test_a_rotation_that_is_refused_lets_machines_join_again() -> None:
+    world = renting("IDLE+CLOUD")
+    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+        await rotate(context_of(world), "munge")
+    assert world.hosts["c1"].argvs[-1] == RELEASED
+
+
+async def test_a_controller_that_cannot_hold_machines_back_keeps_its_keys() -> None:
+    world = renting("IDLE+CLOUD+POWERED_DOWN")
+    full = Result(1, stderr=b"touch: cannot touch: No space left on device\n")
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, HELD: full}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "munge")
+    assert str(caught.value) == (
+        "c1: nodes that are woken meanwhile cannot be made to wait: touch: cannot touch: No space left on device\n"
+        "  fix: mend that first; nothing was changed"
+    )
+    assert keys_of(world) == {b"old"}
 
 
 async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the_rotation() -> None:

@@ -1,0 +1,39 @@
+"""A second Ctrl-C leaves at once: what the verb had in hand is said, with the way to go on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+WORK = """
+import asyncio
+from shoal.cli.interrupt import run
+from shoal.verbs.last_words import last_words
+
+async def work():
+    with last_words(lambda: "left: cloud1; run `shoal down` again"):
+        print("begun", flush=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            print("told to stop", flush=True)
+            await asyncio.Event().wait()
+
+run(work())
+"""
+
+
+def test_the_second_one_says_what_is_left_and_ends_with_the_status_of_an_interrupt() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WORK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in ("begun\n", "told to stop\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == (
+        "\nstopping: each host finishes the step it is at; Ctrl-C again leaves at once\n"
+        "\nleft: cloud1; run `shoal down` again\n"
+        "left; run the same command again to go on from here\n"
+    )
