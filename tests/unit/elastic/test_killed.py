@@ -2,7 +2,8 @@
 
 The service runs in a process of its own, against a simulated cloud in another and a Slurm that keeps its state in a
 file. It is killed before and after every call that writes to the ledger or changes something at the provider or in
-Slurm, one call after the other, each time in a world made anew. A rehearsal that nobody kills tells how many there are.
+Slurm, one call after the other, each time in a world made anew. Where an order takes several requests over HTTP, as
+with Paperspace, also before and after each of these. A rehearsal that nobody kills tells how many there are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.contract.renters import CASES, PUBLIC_KEY, account
 from tests.unit.elastic.scene import CLUSTER, NO_PAUSE, PATIENCE, choice, rented_set
@@ -58,6 +60,8 @@ class Story:
     faults: tuple[Fault, ...] = ()
     machines: tuple[int, ...] = (2,)
     """So many are made in all, wherever it is killed."""
+    requests: bool = False
+    """Whether it is killed at single requests, too."""
     elsewhere: str = ""
     """A second region, where the first one is out."""
 
@@ -74,8 +78,12 @@ STORIES = {
     "the first place is out": Story(faults=(Fault("stockout", -1, region="us-west-1"),), elsewhere="us-east-1"),
     # Where the other machine of the job works already one is replaced, else both go elsewhere.
     "a bad GPU": Story(faults=(Fault("bad-gpu", 1),), machines=(3, 4), elsewhere="us-east-1"),
-    **{f"all is well at {kind}": Story(kind) for kind in CASES if kind != "lambda"},
-    **{f"the answer to an order gets lost at {kind}": Story(kind, LOST) for kind in CASES if kind != "lambda"},
+    **{f"all is well at {kind}": Story(kind, requests=True) for kind in CASES if kind != "lambda"},
+    **{
+        f"the answer to an order gets lost at {kind}": Story(kind, LOST, requests=True)
+        for kind in CASES
+        if kind != "lambda"
+    },
 }
 
 
@@ -108,6 +116,23 @@ class Fate:
     def over(self, what: Any, names: tuple[str, ...]) -> Any:
         """The same object, deadly before and after the calls of these names."""
         return _Deadly(what, names, self)
+
+    @contextmanager
+    def over_requests(self) -> Iterator[None]:
+        """Deadly before and after every request that changes something."""
+        send = httpx.AsyncHTTPTransport.handle_async_request
+
+        async def sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+            if request.method == "GET":
+                return await send(transport, request)
+            self.strike()
+            response = await send(transport, request)
+            self.strike()
+            return response
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(httpx.AsyncHTTPTransport, "handle_async_request", sent)
+            yield
 
 
 class _Deadly:
@@ -167,6 +192,8 @@ class World:
         """The same in this process."""
         async with AsyncExitStack() as stack:
             ledger = stack.enter_context(closing(Ledger.open(self.directory / "ledger.db")))
+            if self.story.requests:
+                stack.enter_context(fate.over_requests())
             return await self._serve(fate, ledger, stack)
 
     async def _serve(self, fate: Fate, opened: Ledger, stack: AsyncExitStack) -> int:

@@ -1,0 +1,126 @@
+"""Rented machines that nobody looks after switch themselves off, on real hosts and with no clock but their own.
+
+What takes an hour is made short where it is ordered (the script that a machine boots with), or by setting back the time
+since when the controller is silent. All of it by hand (`-m matrix`): it waits for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster
+from tests.e2e.leftovers import noted
+from tests.e2e.simulated import Cloud, bill, ended, printed, renting, submit
+
+from shoal.elastic.unclaimed import container_script, machine_script
+from shoal.providers.rental import Account
+from shoal.providers.rented import renter
+from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.roles.watchdog import SILENT_SECONDS
+from shoal.simulators.machines import MachineType, Profile, Wanted
+from shoal.simulators.market import Market
+from shoal.simulators.sandbox_ground import SandboxGround
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
+
+TYPES = (MachineType("cpu", "", 0, 0, 1, 1, 1.0, places={"here": 9}),)
+OFF = "el-off"
+SOON = 30
+"""Seconds from its boot until a machine that nobody has joined goes."""
+ENOUGH = 300.0
+
+
+@pytest.mark.parametrize("container", [False, True], ids=["machine", "container"])
+def test_a_machine_that_nobody_joins_switches_itself_off(container: bool) -> None:
+    script = container_script(SOON) if container else machine_script(SOON)
+    profile = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0, container=container)
+    with noted(OFF):
+        assert asyncio.run(_phases(profile, script)) == ["up", "error"]
+
+
+async def _phases(profile: Profile, script: str) -> list[str]:
+    """What becomes of a machine that is ordered with such a script, and of which nobody hears any more."""
+    ground = SandboxGround("lambda", OFF)
+    await SandboxProvider().destroy(OFF, _quiet)
+    await ground.open()
+    try:
+        market = Market(profile, TYPES, ground)
+        one = market.order(Wanted("n1", "cpu", "here", user_data=script), "m1")
+        seen: list[str] = []
+        async with asyncio.timeout(ENOUGH):
+            while "error" not in seen:
+                await asyncio.sleep(0.2)
+                market.look()
+                if one.phase in ("up", "error") and one.phase not in seen:
+                    seen.append(one.phase)
+        return seen
+    finally:
+        await ground.close()
+        await SandboxProvider().destroy(OFF, _quiet)
+
+
+NAME = "el-dead"
+KEY = "sk-e2e-0123456789abcdef"
+SPEC = f"""\
+cluster: {NAME}
+controller: {{provider: sandbox, memory: 1G}}
+providers:
+  acme: {{kind: sandbox, url: "URL-OF-sandbox", key: "env:SANDBOX_KEY"}}
+nodesets:
+  short: {{provider: acme, type: cpu, max: 1, idle: 10s, cpus: 1, memory: 1G, lifetime: 8m}}
+  long: {{provider: acme, type: cpu, max: 1, idle: 10s, cpus: 1, memory: 1G}}
+"""
+ON_NODE = "ssh -q -i /etc/shoal/elastic/id_ed25519 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+
+
+@pytest.fixture(scope="module")
+def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+    with renting(tmp_path_factory.mktemp("dead"), SPEC, Cloud("sandbox", KEY)) as (cluster, urls):
+        yield cluster, urls["sandbox"]
+
+
+def off(url: str) -> set[str]:
+    """The nodes whose machines are switched off, as their cloud has it."""
+
+    async def ask() -> set[str]:
+        at = renter(Account("acme", "sandbox", KEY, url))
+        try:
+            return {one.node for one in await at.rented(NAME) if one.state in ("stopped", "error")}
+        finally:
+            await at.close()
+
+    return asyncio.run(ask())
+
+
+def test_nodes_of_a_controller_that_is_dead_go_at_their_time_or_when_it_was_silent_for_long(
+    rented: tuple[Cluster, str],
+) -> None:
+    cluster, url = rented
+    jobs = [submit(cluster, node, "hostname; sleep 3600") for node in ("short1", "long1")]
+    cluster.wait("both run", lambda: all(printed(cluster, job) for job in jobs), seconds=400)
+    cluster.on("controller", "systemctl", "stop", "shoal-elastic", "slurmctld")
+
+    def on_node(command: str) -> str:
+        return cluster.ssh("controller", f"{ON_NODE} root@long1 '{command}'").stdout.strip()
+
+    cluster.wait("the silence is noted", lambda: on_node("cat /run/shoal-watchdog/silent").isdigit(), seconds=300)
+    assert off(url) == set()
+    on_node(f"echo $(($(date +%s) - {SILENT_SECONDS})) > /run/shoal-watchdog/silent")
+    cluster.wait("the node goes that heard nothing for an hour", lambda: "long1" in off(url), seconds=300)
+    cluster.wait("the node goes whose time is over", lambda: "short1" in off(url), seconds=700)
+    assert not ended(url) and len(bill(url)["machines"]) == 2
+
+    # The controller comes back: what is switched off is given back, too.
+    cluster.on("controller", "systemctl", "start", "slurmctld", "shoal-elastic")
+    cluster.wait("both are given back", lambda: _ended(url, 2), seconds=300)
+
+
+def _ended(url: str, count: int) -> bool:
+    """Whether the first machines have ended: their jobs may have others by now."""
+    machines = sorted(bill(url)["machines"], key=lambda one: float(one["started"] or 0.0))
+    return all(one["ended"] for one in machines[:count])
+
+
+def _quiet(text: str, part: float) -> None: ...
