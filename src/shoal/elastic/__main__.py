@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.elastic.clock import SystemClock
+from shoal.elastic.couriers import couriers
 from shoal.elastic.fleet import Fleet
 from shoal.elastic.inbox import Inbox
 from shoal.elastic.join import LiveJoiner
@@ -81,10 +82,11 @@ async def run() -> None:
 
 async def _run() -> None:
     ledger = Ledger.open()
-    running = service(read_settings(), ledger)
+    settings, here = read_settings(), LocalHost(Target("controller"))
+    running = service(settings, ledger)
     work = asyncio.ensure_future(running.run())
-    starts = Starts(LocalHost(Target("controller")))
-    beside = [asyncio.ensure_future(settle(running)), asyncio.ensure_future(starts.run())]
+    carrying = couriers(settings.spec, ledger, here)
+    beside = [asyncio.ensure_future(one) for one in (settle(running), Starts(here).run(), carrying.run())]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:

@@ -227,7 +227,9 @@ class ResolvedJob:
     exclude: tuple[str, ...] = ()
     """Nodes that are down now and cannot get it, and rented ones that would not have it."""
     rented: tuple[str, ...] = ()
-    """Nodes beside `hosts` that are rented when a job needs them. They find the code where all hosts share it."""
+    """Machines beside `hosts` that are rented when a job needs them. They find the code where all hosts share it."""
+    containers: tuple[str, ...] = ()
+    """Containers that are rented then. The controller sends them the code, and fetches what the job writes."""
 
     @property
     def world_size(self) -> int:
@@ -251,6 +253,8 @@ class Shipped:
     """The directory of its Python environment; empty where it uses none."""
     copies: bool = False
     """Whether nodes may have copies of shares instead of the shares themselves."""
+    staged: bool = False
+    """Whether the job may run in a rented container, where it waits for its code."""
 
 
 @dataclass(frozen=True)

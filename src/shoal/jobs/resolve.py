@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
@@ -19,13 +19,21 @@ _AWAY = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
 _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
-def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState]) -> ResolvedJob:
-    """The job with every number known. Raises UsageError where Slurm would refuse it, or let it wait for ever."""
+def resolve(
+    job: JobSpec,
+    nodes: Sequence[NodeState],
+    partitions: Sequence[PartitionState],
+    containers: Collection[str] = (),
+) -> ResolvedJob:
+    """The job with every number known. Raises UsageError where Slurm would refuse it, or let it wait for ever.
+
+    `containers` are the nodes that would be rented containers.
+    """
     launcher = LAUNCHERS[job.launcher]
     _check_profile(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
-    candidates = [node for node in inside if _can_have(job, node)]
+    candidates = [node for node in inside if node.name in containers or _can_have(job, node)]
     lacking = [node for node in inside if node not in candidates]
     wanted = _node_count(job, launcher, partition, candidates, lacking)
     chosen, gpus = _gpus_per_node(job, wanted, candidates)
@@ -34,9 +42,10 @@ def resolve(job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[Parti
     _check_memory(job, chosen)
     _check_time(job, partition)
     hosts = tuple(node.name for node in candidates if not node.cloud)
-    rented = tuple(node.name for node in candidates if node.cloud)
+    rented = tuple(node.name for node in candidates if node.cloud and node.name not in containers)
     exclude = tuple(node.name for node in lacking)
-    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, hosts, exclude, rented)
+    boxes = tuple(node.name for node in candidates if node.name in containers)
+    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, hosts, exclude, rented, boxes)
 
 
 def gpus_of(node: NodeState) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from shoal.hostlist import compress
 from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
 from shoal.jobs.model import Note, ResolvedJob, Shipped
+from shoal.jobs.staging import waiting
 from shoal.storage.stage import PROGRAM
 from shoal.train import contract
 
@@ -52,6 +53,9 @@ def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
     launcher = LAUNCHERS[job.spec.launcher]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
+    lines += _names(job, shipped)
+    if shipped.staged:
+        lines += waiting(shlex.quote(shipped.root))
     lines += _environment(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
     return "\n".join(lines) + "\n" + _NOTHING_RAN + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
@@ -90,7 +94,8 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
         yield f"--error={spec.error}"
 
 
-def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+def _names(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+    """Which job it is, and where its files are."""
     root, spec = shlex.quote(shipped.root), job.spec
     yield "SHOAL_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
     yield "export SHOAL_JOB=${SHOAL_JOB:-$SLURM_JOB_ID}"
@@ -99,7 +104,12 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     # A cluster that is built again counts its jobs from 1 again; what `shoal run` hands to sbatch tells them apart.
     yield f"export {contract.SHOAL_RUN_ID}={shlex.quote(shipped.cluster)}-$SHOAL_JOB${{{SUBMISSION}:+-${SUBMISSION}}}"
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
-    yield f"export SHOAL_CODE={root}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
+
+
+def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+    """What its ranks find in their environment."""
+    sent, spec = _sent(shipped), job.spec
+    yield f"export SHOAL_CODE={sent}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_ECHO={int(spec.output is not None)}"
     yield f'export {contract.SHOAL_NODE_ADDRS}=$(scontrol -o show node "$SLURM_JOB_NODELIST" |'
@@ -124,7 +134,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
         yield f"export VIRTUAL_ENV={shipped.environment} PATH={shipped.environment}/bin:$PATH"
     for name, value in spec.env.items():
         yield f"export {name}={shlex.quote(value)}"
-    yield f"export PYTHONPATH={root}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
+    yield f"export PYTHONPATH={sent}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
     # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
     yield f"export SRUN_CPUS_PER_TASK={_cpus_per_task(job, LAUNCHERS[spec.launcher])}"
     yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
@@ -140,7 +150,7 @@ def _copies(way: str, shipped: Shipped) -> Iterator[str]:
 
 def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
     spec = job.spec
-    runner = Raw(f"{shlex.quote(shipped.root)}/lib/{shipped.runtime}/start.py")
+    runner = Raw(f"{_sent(shipped)}/lib/{shipped.runtime}/start.py")
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
     launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:
@@ -152,6 +162,11 @@ def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[
     yield " ".join(srun) + " \\"
     words = launcher.command(launch)
     yield "    " + " ".join(word.text if isinstance(word, Raw) else shlex.quote(word) for word in words)
+
+
+def _sent(shipped: Shipped) -> str:
+    """Where the code is, in the shell's words."""
+    return "$SHOAL_SENT" if shipped.staged else shlex.quote(shipped.root)
 
 
 def _cpus_per_task(job: ResolvedJob, launcher: Launcher) -> int:

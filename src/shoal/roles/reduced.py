@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from shoal.agent.document import Block, Command, Directory, Document, File, Item, Service
 from shoal.agent.facts import Facts
+from shoal.jobs.model import JOBS_DIRECTORY
+from shoal.jobs.staging import END_PROGRAM, job_end
 from shoal.network.tunnel import (
     AUTHORIZED,
     BLOCK,
@@ -194,8 +196,11 @@ def reduced_compute(cluster: Cluster, member: Member) -> Document:
     # A rented container has another name, and its kernel started long before Slurm asked for the node.
     rented = ("-b", "-N", member.name) if member.rented else ()
     conf = reduced_conf(cluster.conf, node)
+    if member.rented:
+        conf = replace(conf, options={**conf.options, "Epilog": END_PROGRAM})
     restarts = ("slurmd",)
     return (
+        *(_carried_jobs(cluster.spec.cluster) if member.rented else ()),
         Directory("/etc/slurm"),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Directory(SPOOL_DIRECTORY),
@@ -203,6 +208,16 @@ def reduced_compute(cluster: Cluster, member: Member) -> Document:
         File(GRES_CONF, gres_conf(conf), restarts=restarts, keep=True),
         File(SLURM_CONF, slurm_conf(conf), restarts=restarts, keep=True),
         Service("slurmd", command=("/usr/sbin/slurmd", "-D", *rented)),
+    )
+
+
+def _carried_jobs(cluster: str) -> Document:
+    """Where the controller brings the files of jobs, and what holds a job's end until it has fetched them."""
+    root = f"{JOBS_DIRECTORY}/{cluster}"
+    return (
+        *(Directory(path) for path in ("/var/lib/shoal", JOBS_DIRECTORY, "/usr/local/lib/shoal")),
+        Directory(root, mode=0o1777),
+        File(END_PROGRAM, job_end(), mode=0o755),
     )
 
 

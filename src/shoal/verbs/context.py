@@ -255,8 +255,8 @@ def computing(context: Context) -> list[str]:
 
 
 def keeping(context: Context) -> list[str]:
-    """The hosts that have the files of jobs. Where all that run jobs are rented, the controller, which stays."""
-    return computing(context) or [context.controller.name]
+    """The hosts that have the files of jobs: those that run them, and the controller for nodes that come and go."""
+    return list(dict.fromkeys((*computing(context), context.controller.name)))
 
 
 def state_directory(cluster: str = "") -> Path:

@@ -1,45 +1,87 @@
-"""What a job may need on nodes that are rented only then: all of it must be on shares, as nothing can be sent there."""
+"""What a job may need on nodes that are rented only then: nothing can be sent there before it is queued.
+
+A machine finds all of it on shares. A container mounts none: when the job starts, the controller sends it the code and
+an environment that nodes have for themselves, and fetches what the job writes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.environments.place import Made
+from shoal.environments.place import LOCAL, Made
 from shoal.errors import UsageError
 from shoal.hostlist import compress
-from shoal.jobs.model import ResolvedJob
+from shoal.jobs.model import JOBS_DIRECTORY, JobSpec, ResolvedJob, job_root
+from shoal.jobs.resolve import resolve
 from shoal.roles.rented import rented_containers
+from shoal.slurm.state import NodeState, PartitionState
 from shoal.spec.rented import SANDBOX
 from shoal.spec.storage_rules import SANDBOX_SHARED
 from shoal.verbs.context import Context
 
 
-def expect_on_shares(context: Context, job: ResolvedJob, root: str, environment: Made | None) -> None:
-    """Refuse a job whose rented nodes would lack its code or its environment. `root` is the jobs' directory."""
-    containers = [name for name in rented_containers(context.spec) if name in job.rented]
-    if containers:
-        raise UsageError(
-            f"{compress(containers)} would be rented containers, which mount no share: the job's code is not there",
-            hint="name other nodes with --nodelist or --partition, or give a script of your own to sbatch",
-        )
+def resolve_rented(
+    context: Context,
+    job: JobSpec,
+    nodes: Sequence[NodeState],
+    partitions: Sequence[PartitionState],
+    environment: Made | None,
+) -> ResolvedJob:
+    """The job with every number known. Raises UsageError where nodes that are yet to be rented could not run it."""
+    resolved = resolve(job, nodes, partitions, rented_containers(context.spec))
+    if resolved.rented:
+        _expect_on_shares(context, resolved, environment)
+    if resolved.containers:
+        _expect_carried(context, resolved, environment)
+    return resolved
+
+
+def _expect_on_shares(context: Context, job: ResolvedJob, environment: Made | None) -> None:
+    """Refuse a job whose rented machines would lack its code or its environment."""
     shares = _shares(context)
-    _expect(root, "the job's code", [share for share, writable in shares.items() if writable], job)
+    root = job_root(job.spec, context.cluster)
+    _expect(root, "the job's code", [share for share, writable in shares.items() if writable], job.rented)
     if environment is not None:
-        _expect(environment.path, f"environment {environment.name}", list(shares), job)
+        _expect(environment.path, f"environment {environment.name}", list(shares), job.rented)
+
+
+def _expect_carried(context: Context, job: ResolvedJob, environment: Made | None) -> None:
+    """Refuse a job whose files could not be brought to a rented container, or back from it."""
+    nodes = compress(job.containers)
+    for option, value in (("--directory", job.spec.directory), ("--output", job.spec.output or job.spec.error)):
+        if value is not None:
+            raise UsageError(
+                f"{nodes} would be rented containers, which share no directory: what {option} {value} names goes with"
+                " them",
+                hint=f"leave {option} out: logs and checkpoints come back to {JOBS_DIRECTORY}/{context.cluster} on"
+                f" {context.controller.name}",
+            )
+    if environment is not None and not environment.path.startswith(f"{LOCAL}/"):
+        copied = [path for path, share in context.spec.storage.items() if not share.homes]
+        if not _inside(environment.path, copied):
+            raise UsageError(
+                f"{environment.path} is on no share of the cluster, so {nodes} would not have environment"
+                f" {environment.name}",
+                hint=f"give it `place: local` in the file, and run `shoal env build {environment.name}`",
+            )
 
 
 def _shares(context: Context) -> dict[str, bool]:
-    """The directories that rented nodes have when they come, and whether they may write there."""
+    """The directories that rented machines have when they come, and whether they may write there."""
     found = {path: not one.read_only for path, one in context.spec.storage.items() if one.kind != "stage"}
     sandbox = any(member.provider == SANDBOX for member in context.members)
     return found | ({SANDBOX_SHARED: True} if sandbox else {})
 
 
-def _expect(path: str, what: str, shares: Sequence[str], job: ResolvedJob) -> None:
-    if not any(path == share or path.startswith(f"{share}/") for share in shares):
+def _expect(path: str, what: str, shares: Sequence[str], nodes: Sequence[str]) -> None:
+    if not _inside(path, shares):
         raise UsageError(
-            f"{path} is on no share of the cluster, so {compress(job.rented)} would not have {what}",
+            f"{path} is on no share of the cluster, so {compress(nodes)} would not have {what}",
             hint=f"put it on one, such as {shares[0]}, or name other nodes with --nodelist"
             if shares
             else "give the cluster a share: `storage` in the file",
         )
+
+
+def _inside(path: str, places: Sequence[str]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)

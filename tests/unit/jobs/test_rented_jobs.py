@@ -150,16 +150,36 @@ async def test_a_directory_on_no_share_is_refused_before_anything_is_queued(tree
         assert reef.scripts == [] and reef.files == {"own": set()}
 
 
-async def test_rented_containers_are_refused(tree: Path) -> None:
-    reef = Reef(SHARE, c1="share")
-    text = SPEC.format(more=SHARE).replace("lambda", "runpod").replace("gpu_1x_a10", "NVIDIA A40")
-    context = replace(reef.context, known=load_text(text, "shoal.yaml"))
+class Pods(Reef):
+    """The same with two containers of RunPod in place of the machines."""
+
+    def __init__(self, more: str = "", **disks: str) -> None:
+        super().__init__(more, **disks)
+        text = SPEC.format(more=more).replace("lambda", "runpod").replace("gpu_1x_a10", "NVIDIA A40")
+        self.context = replace(self.context, known=load_text(text, "shoal.yaml"))
+
+
+async def test_the_code_for_rented_containers_waits_on_the_controller(tree: Path) -> None:
+    pods = Pods(c1="own")
+    submitted = await run(pods.context, job(), tree)
+    assert f"/var/lib/shoal/jobs/reef/code/{submitted.code}.tar" in pods.files["own"]
+    assert "/var/lib/shoal/jobs/reef/.shared" not in pods.files["own"]
+    [script] = pods.scripts
+    assert "SHOAL_SENT=$SHOAL_JOB_DIR/sent" in script and "--exclude" not in script
+
+
+@pytest.mark.parametrize(("option", "value"), [("directory", "/data/jobs"), ("output", "/data/out")])
+async def test_files_that_would_go_with_a_container_are_refused(tree: Path, option: str, value: str) -> None:
+    pods = Pods(SHARE, c1="share")
     with pytest.raises(UsageError) as caught:
-        await run(context, job(directory="/data/jobs"), tree)
+        await run(pods.context, job(**{option: value}), tree)
     assert caught.value.message == (
-        "a[101-102] would be rented containers, which mount no share: the job's code is not there"
+        f"a[101-102] would be rented containers, which share no directory: what --{option} {value} names goes with them"
     )
-    assert reef.scripts == []
+    assert caught.value.hint == (
+        f"leave --{option} out: logs and checkpoints come back to /var/lib/shoal/jobs/reef on c1"
+    )
+    assert pods.scripts == []
 
 
 async def test_a_share_that_a_host_does_not_have_is_found_out(tree: Path) -> None:

@@ -1,0 +1,263 @@
+"""Jobs of `shoal run` on rented containers: their files go there when they start, and come back while they run.
+
+Slurm is asked every second which there are. Each has a pair of `jobs/courier.py`, one here and one in the container,
+both as the job's own user, joined by ssh. The controller alone decides what is sent where: a container can ask for
+nothing. What is cut off begins again with what is missing; nothing is remembered here, so a service that was killed
+goes on. How a job waits for its files, and its end for theirs, is told in `shoal.jobs.staging`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from shoal.elastic.ledger import Ledger
+from shoal.elastic.programs import DEVNULL, Ended, joined, run
+from shoal.elastic.slurm import PATIENCE
+from shoal.environments.place import LOCAL, look_command, parse_look, unpack_command
+from shoal.errors import HostError
+from shoal.hosts.api import Host
+from shoal.jobs import courier, staging
+from shoal.jobs.model import JOBS_DIRECTORY, Note
+from shoal.network.tunnel import conf_file
+from shoal.roles.elastic import IDENTITY
+from shoal.roles.environments import directory_of
+from shoal.roles.rented import rented_containers
+from shoal.spec.model import Spec
+
+log = logging.getLogger("shoal.elastic.couriers")
+
+PROGRAM = Path(courier.__file__).read_text()
+LOOK_SECONDS = 1.0
+AGAIN_SECONDS = 2.0
+"""From an attempt that was cut off to the next."""
+
+_RECORD, _FIELD = "\x1e", "\x1f"
+FIELDS = ("%A", "%i", "%T", "%U", "%G", "%S", "%N", "%Z", "%k")
+"""Slurm's number, the id, state, user and group, start, node, directory; the comment, its owner's to choose, last."""
+COMMAND = ("squeue", "-h", "-t", "running,completing", "-o", _RECORD + _FIELD.join(FIELDS))
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One turn of a job in a container."""
+
+    number: str
+    id: str
+    """`17`, or `17_3` for one of an array: how its directory is called."""
+    state: str
+    uid: int
+    gid: int
+    start: str
+    node: str
+    root: str
+    note: Note
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from others at the same time."""
+        return self.number, self.node
+
+    @property
+    def directory(self) -> str:
+        return f"{self.root}/{self.id}"
+
+
+def carried(text: str, root: str, containers: Collection[str]) -> list[Carried]:
+    """The jobs of `shoal run` in containers, from the answer to COMMAND. `root` is where their files are."""
+    found = []
+    for record in text.split(_RECORD)[1:]:
+        fields = record.removesuffix("\n").split(_FIELD, len(FIELDS) - 1)
+        if len(fields) != len(FIELDS):
+            continue
+        number, id, state, uid, gid, start, node, place, comment = fields
+        note = Note.parse(comment)
+        if note is not None and place == root and node in containers:
+            found.append(Carried(number, id, state, int(uid), int(gid), start, node, root, note))
+    return found
+
+
+def ssh(node: str) -> list[str]:
+    """How a program of the container is started: on the way of the tunnel to it, with the key that rented it."""
+    more = ("-o", "ClearAllForwardings=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
+    return ["ssh", "-F", conf_file(node), "-i", IDENTITY, *more, "tunnel"]
+
+
+def couriers(spec: Spec, ledger: Ledger, controller: Host) -> Couriers:
+    """Those of a cluster."""
+    containers = frozenset(rented_containers(spec))
+
+    def present() -> Collection[str]:
+        return containers & {rental.node for rental in ledger.live() if rental.state == "joined"} if containers else ()
+
+    environments = {directory_of(spec, one) for one in spec.environments.values()}
+    return Couriers(spec.cluster, containers, present, controller, environments)
+
+
+class Hopeless(Exception):
+    """What a job needs cannot be brought, and time does not mend it. The job is told, and ends."""
+
+
+class Couriers:
+    """What carries the files of jobs in containers, as long as it runs."""
+
+    def __init__(
+        self,
+        cluster: str,
+        containers: Collection[str],
+        present: Callable[[], Collection[str]],
+        slurm: Host,
+        environments: Collection[str] = (),
+        *,
+        root: str | None = None,
+        reach: Callable[[str], list[str]] = ssh,
+    ) -> None:
+        """`present` tells the containers that are there now; `environments` are the directories where some are built.
+
+        `root` and `reach` take the place of where jobs are and how containers are reached, for tests.
+        """
+        self._root = root or f"{JOBS_DIRECTORY}/{cluster}"
+        self._containers = containers
+        self._present = present
+        self._slurm = slurm
+        self._environments = environments
+        self._reach = reach
+        self._listed: frozenset[tuple[str, str]] = frozenset()
+        """The keys of jobs that Slurm has in containers."""
+        self._carrying: dict[tuple[str, str], tuple[Carried, asyncio.Task[None]]] = {}
+        self._unpacking: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def run(self) -> None:
+        """Look for ever."""
+        try:
+            while True:
+                try:
+                    await self.look()
+                except HostError:
+                    pass  # slurmctld may be away for a while
+                except Exception:
+                    log.exception("jobs in containers were not looked for; the next look tries again")
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            tasks = [task for _, task in self._carrying.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Begin to carry for jobs that have started."""
+        present = self._present()
+        if not present and not self._carrying:
+            return
+        done = await self._slurm.run(COMMAND, timeout=PATIENCE)
+        if done.status != 0:
+            return
+        jobs = carried(done.text, self._root, self._containers)
+        self._listed = frozenset(job.key for job in jobs)
+        for job in jobs:
+            if job.node in present and self._begins(job):
+                self._carrying[job.key] = job, asyncio.create_task(self._carry(job))
+        for key in [key for key, (_, task) in self._carrying.items() if task.done() and key not in self._listed]:
+            del self._carrying[key]
+
+    def _begins(self, job: Carried) -> bool:
+        """Whether nobody has carried for this turn. One that is fetched is still shown until Slurm knows its end."""
+        before, task = self._carrying.get(job.key, (None, None))
+        if before is None or task is None:
+            return True
+        return task.done() and job.state == "RUNNING" and job.start != before.start
+
+    async def _carry(self, job: Carried) -> None:
+        said = ""
+        while True:
+            try:
+                problem = await self._attempt(job)
+            except Exception as error:  # it must not end in silence: the job waits for it
+                log.exception("job %s: what carries its files failed", job.id)
+                problem = str(error)
+            if not problem:
+                log.info("job %s: all that it left on %s is here", job.id, job.node)
+                return
+            if job.node not in self._present() and job.key not in self._listed:
+                log.warning("job %s: %s is gone; what it had not sent yet is lost", job.id, job.node)
+                return
+            if problem != said:
+                log.warning("job %s: its files are not carried: %s; trying again", job.id, problem)
+            said = problem
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _attempt(self, job: Carried) -> str:
+        """Carry all there is until the job is over. What went wrong, or nothing."""
+        try:
+            problem = await self._send_environment(job) or await self._send(job)
+        except Hopeless as error:
+            log.warning("job %s: %s", job.id, error)
+            problem = (await self._there(job, staging.fail(job.uid, job.gid, job.directory, str(error)))).problem
+        if problem := problem or await self._fetch(job):
+            return problem
+        return (await self._there(job, staging.done(job.number, job.uid, job.gid, job.directory))).problem
+
+    async def _send(self, job: Carried) -> str:
+        """What the job needs."""
+        ends = await joined(
+            self._courier(job, "send", "there", job.note.code, job.note.runtime),
+            self._courier_there(job, "take", "there"),
+        )
+        for end in ends:
+            if end.status == courier.TOLD:
+                raise Hopeless(end.said)
+        return ends[1].problem or ends[0].problem
+
+    async def _fetch(self, job: Carried) -> str:
+        """What the job writes, as it writes it."""
+        fetching = asyncio.create_task(
+            joined(
+                self._courier_there(job, "send", "back", staging.over_file(job.number)),
+                self._courier(job, "take", "back"),
+            )
+        )
+        try:
+            while not fetching.done():
+                await asyncio.wait([fetching], timeout=5 * LOOK_SECONDS)
+                if job.key not in self._listed and not fetching.done():
+                    await self._there(job, staging.say_over(job.number))
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        sender, taker = fetching.result()
+        return sender.problem or taker.problem
+
+    async def _send_environment(self, job: Carried) -> str:
+        """A copy of the job's environment, where it is one that every node has for itself."""
+        id = job.note.environment
+        archive = next((p for d in self._environments if (p := Path(d) / f"archives/{id}.tar").exists()), None)
+        if not id or archive is None:
+            return ""
+        place = f"{LOCAL}/{id}"
+        async with self._unpacking[(job.node, id)]:
+            look = await self._there(job, shlex.join(look_command(place)))
+            if look.status == 0 and parse_look(look.said).state == "missing":
+                with archive.open("rb") as file:
+                    unpacked = await self._there(job, shlex.join(unpack_command(place)), file)
+                look = unpacked if unpacked.status else await self._there(job, shlex.join(look_command(place)))
+        if look.status == 0 and parse_look(look.said).state == "broken":
+            raise Hopeless(f"environment {id} does not run on {job.node}: the Python it was made with is not there")
+        return look.problem
+
+    def _courier(self, job: Carried, what: str, way: str, *more: str) -> list[str]:
+        """The courier on this host, as the job's user."""
+        words = (what, way, job.root, job.id, *more)
+        return staging.as_user(job.uid, job.gid, "python3", "-I", "-S", "-c", PROGRAM, *words)
+
+    def _courier_there(self, job: Carried, what: str, way: str, *more: str) -> list[str]:
+        return [*self._reach(job.node), staging.marked(job.number, self._courier(job, what, way, *more))]
+
+    async def _there(self, job: Carried, command: str, stdin: IO[bytes] | int = DEVNULL) -> Ended:
+        """Run a command of root's shell in the container."""
+        return await run([*self._reach(job.node), command], stdin)

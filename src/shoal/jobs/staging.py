@@ -1,0 +1,117 @@
+"""A job on a rented container: how it and the controller keep in step. Text from pure functions.
+
+A container mounts nothing, so `courier.py` carries the job's files: what it needs goes there when it starts, what it
+writes comes back while it runs. The batch script waits for the one, Slurm's Epilog in the container for the other:
+
+    controller                        container
+    sees that the job runs            batch script: names its submission, and waits
+    courier: code, checkpoints ─────▶ sent/.ready: the ranks start
+    courier: logs, checkpoints ◀───── as they are written
+                                      the last process has ended: Epilog says so, and waits
+    courier: the rest ◀──────────────
+    takes the job's mark away ──────▶ Epilog ends, and so does the job
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from shoal.jobs.courier import FAILED, READY
+
+END_PROGRAM = "/usr/local/lib/shoal/job-end"
+"""Slurm's Epilog in rented containers. Where it is, the controller carries a job's files."""
+MARKS = "/run/shoal-jobs"
+"""In the container: a file for each job whose files are carried. Whoever carries holds a lock on it."""
+WAIT_MINUTES = 30
+"""So long a job waits for its files: an environment may have gigabytes."""
+ALONE_SECONDS, END_SECONDS = 120, 3600
+"""The end of a job waits so long for somebody to fetch its files, and so long in all."""
+
+_HEADER = "# Written by shoal; changes here are lost.\n"
+
+
+def waiting(root: str) -> Iterator[str]:
+    """Lines of a batch script that may run in a rented container: SHOAL_SENT is where its code is, once it is there.
+
+    `root` is the jobs' directory, where it is on any other node.
+    """
+    yield f"SHOAL_SENT={root}"
+    yield f"if [ -e {END_PROGRAM} ]; then"
+    yield "    # A rented container: the controller sends what the job needs."
+    yield "    SHOAL_SENT=$SHOAL_JOB_DIR/sent"
+    yield f"    ready=$SHOAL_JOB_DIR/{READY} failed=$SHOAL_JOB_DIR/{FAILED} mark=$SHOAL_JOB_DIR/submission"
+    yield '    mkdir -p "$SHOAL_JOB_DIR" && printf %s "$SHOAL_SUBMISSION" > "$mark.new" && mv "$mark.new" "$mark"'
+    yield f"    for ((turn = 0; turn < {WAIT_MINUTES * 60 * 5}; turn++)); do"
+    yield '        [ ! -e "$ready" ] && [ ! -e "$failed" ] || break'
+    yield "        sleep 0.2"
+    yield "    done"
+    yield '    if [ ! -e "$ready" ]; then'
+    yield f'        why=$(cat "$failed" 2> /dev/null) || why="not within {WAIT_MINUTES} minutes"'
+    yield '        echo "shoal: error: the files of the job did not come from the controller: $why" >&2'
+    yield "        exit 1"
+    yield "    fi"
+    yield "fi"
+
+
+def job_end() -> str:
+    """The Epilog: says that a job is over, and holds its node until the controller has all that it left."""
+    return f"""\
+#!/bin/sh
+{_HEADER}PATH=/usr/sbin:/usr/bin:/sbin:/bin
+mark={MARKS}/$SLURM_JOB_ID
+[ -e "$mark" ] || exit 0
+exec 9< "$mark"
+: > "$mark.over"
+alone=0 turn=0
+while [ -e "$mark" ] && [ "$alone" -lt {ALONE_SECONDS * 5} ] && [ "$turn" -lt {END_SECONDS * 5} ]; do
+    if flock -n 9; then flock -u 9; alone=$((alone + 1)); else alone=0; fi
+    turn=$((turn + 1))
+    sleep 0.2
+done
+rm -f "$mark" "$mark.over"
+exit 0
+"""
+
+
+def over_file(number: str) -> str:
+    """In the container: says that no process of a job is left. `number` is Slurm's own."""
+    return f"{MARKS}/{number}.over"
+
+
+def as_user(uid: int, gid: int, *words: str) -> list[str]:
+    """A command as a job's user, who gains nothing by it."""
+    return ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--no-new-privs", *words]
+
+
+def marked(number: str, words: Sequence[str]) -> str:
+    """For the container's shell: a command with the job's mark made, and locked while it runs."""
+    return shlex.join(["sh", "-c", _MARKED, "sh", f"{MARKS}/{number}", *words])
+
+
+_MARKED = r"""
+set -eu
+mkdir -p "${1%/*}"
+: >> "$1"
+exec 9< "$1"
+flock -s 9
+shift
+exec "$@"
+"""
+
+
+def say_over(number: str) -> str:
+    """The same for a job that had ended before there was a mark: its Epilog has said nothing."""
+    return f": > {over_file(number)}"
+
+
+def fail(uid: int, gid: int, directory: str, why: str) -> str:
+    """The same to tell the batch script that it waits in vain."""
+    script = 'mkdir -p "${1%/*}" && printf "%s\\n" "$2" > "$1.new" && mv "$1.new" "$1"'
+    return shlex.join(as_user(uid, gid, "sh", "-c", script, "sh", f"{directory}/{FAILED}", why))
+
+
+def done(number: str, uid: int, gid: int, directory: str) -> str:
+    """The same when all is fetched: nothing of it stays in the container, and the job may end."""
+    away = shlex.join(as_user(uid, gid, "rm", "-rf", directory, f"{directory}.out"))
+    return f"{away}; rm -f {MARKS}/{number} {over_file(number)}"

@@ -1,0 +1,243 @@
+"""Jobs of `shoal run` in rented containers, with a directory in place of a container: their files go and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from shoal.elastic import couriers
+from shoal.elastic.couriers import COMMAND, Carried, Couriers, carried
+from shoal.environments.builder import MARK
+from shoal.hosts.api import Result, Target
+from shoal.hosts.fake import Call, FakeHost
+from shoal.jobs import staging
+from shoal.jobs.model import Note
+
+LIMIT = 60.0
+SHELL = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[3].replace(sys.argv[1], sys.argv[2])])"
+ROOT = "/var/lib/shoal/jobs/reef"
+
+
+def record(number: str = "7", *, start: str = "t0", state: str = "RUNNING", **other: str) -> str:
+    values = {"id": number, "uid": str(os.getuid()), "gid": str(os.getgid()), "node": "pods1", "place": ROOT}
+    values |= {"comment": "shoal:c0de/11b", **other}
+    order = ("id", "state", "uid", "gid", "start", "node", "place", "comment")
+    fields = values | {"state": state, "start": start}
+    return "\x1e" + "\x1f".join((number, *(fields[name] for name in order))) + "\n"
+
+
+def test_only_jobs_of_shoal_run_in_containers_and_in_their_usual_place_are_carried() -> None:
+    text = "".join(
+        (
+            record(),
+            record("8", id="8_3", comment="shoal:c0de/11b@e44"),
+            record("9", comment="mine"),
+            record("10", node="gpu1"),
+            record("11", place="/etc"),
+            record("12", comment="shoal:c0de/11b\x1fx"),
+        )
+    )
+    found = carried(text, ROOT, {"pods1", "pods2"})
+    assert [(job.number, job.id, job.directory, job.note) for job in found] == [
+        ("7", "7", f"{ROOT}/7", Note("c0de", "11b")),
+        ("8", "8_3", f"{ROOT}/8_3", Note("c0de", "11b", "", "e44")),
+    ]
+    assert found[0] == Carried("7", "7", "RUNNING", os.getuid(), os.getgid(), "t0", "pods1", ROOT, found[0].note)
+
+
+def test_a_container_is_reached_with_the_key_that_rented_it_and_no_secret_is_an_argument() -> None:
+    assert couriers.ssh("pods1")[:5] == [
+        "ssh",
+        "-F",
+        "/etc/shoal/tunnels/pods1.conf",
+        "-i",
+        "/etc/shoal/elastic/id_ed25519",
+    ]
+
+
+class World:
+    """A controller and a container, which are two directories; and a Slurm that says what it is told to say."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.controller, self.container, self.marks = place / "controller", place / "container", place / "marks"
+        self.queue, self.asked, self.cut = "", 0, False
+        self.present = {"pods1"}
+        monkeypatch.setattr(staging, "MARKS", str(self.marks))
+        monkeypatch.setattr(couriers, "LOOK_SECONDS", 0.05)
+        monkeypatch.setattr(couriers, "AGAIN_SECONDS", 0.2)
+        for path in ("code/c0de.tar", "lib/11b/start.py"):
+            self.write(self.controller / path, path)
+        self.container.mkdir()
+        self.slurm = FakeHost(Target("controller"), {COMMAND[:1]: self._squeue})
+        self.couriers = Couriers(
+            "reef",
+            {"pods1", "pods2"},
+            lambda: self.present,
+            self.slurm,
+            {str(place / "environments")},
+            root=str(self.controller),
+            reach=self._reach,
+        )
+
+    def _squeue(self, call: Call) -> bytes | Result:
+        self.asked += 1
+        return self.queue.encode()
+
+    def _reach(self, node: str) -> list[str]:
+        """A shell, in which the jobs' directory of the controller is that of the container."""
+        if self.cut:
+            return ["sh", "-c", "echo cut off >&2; exit 255", "sh"]
+        return [sys.executable, "-c", SHELL, str(self.controller), str(self.container)]
+
+    @staticmethod
+    def write(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def start(self, submission: str = "first", **more: str) -> None:
+        """Slurm starts the batch script in the container."""
+        self.write(self.container / "7/submission", submission)
+        self.queue = record(place=str(self.controller), **more)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.couriers.run())
+        try:
+            async with asyncio.timeout(LIMIT):
+                yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 what other processes do
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+async def test_a_job_gets_its_code_and_all_it_wrote_is_here_before_its_end_is_known(world: World) -> None:
+    world.start()
+    async with world.running():
+        await until((world.container / "7/sent/.ready").exists)
+        assert (world.container / "7/sent/code/c0de.tar").read_text() == "code/c0de.tar"
+        world.write(world.container / "7/rank-0.0.log", "1.0 hello\n")
+        here = world.controller / "7/rank-0.0.log"
+        await until(lambda: here.exists() and here.read_text() == "1.0 hello\n")
+        assert (world.marks / "7").exists()
+        world.write(world.container / "7/rank-0.0.end", "{}")
+        (world.marks / "7.over").touch()  # the Epilog
+        await until(lambda: not (world.marks / "7").exists())
+        assert (world.controller / "7/rank-0.0.end").read_text() == "{}"
+        assert not (world.container / "7").exists()
+        asked = world.asked
+        await until(lambda: world.asked > asked + 2)  # Slurm still shows it: nobody begins anew
+        assert not (world.marks / "7").exists()
+
+
+async def test_the_next_turn_of_a_job_begins_with_what_the_last_one_left(world: World) -> None:
+    world.start()
+    async with world.running():
+        await until((world.container / "7/sent/.ready").exists)
+        world.write(world.container / "7/checkpoints/step-1/x", "1")
+        (world.marks / "7.over").touch()
+        await until(lambda: not (world.marks / "7").exists())
+        world.start(start="t1")
+        await until((world.container / "7/sent/.ready").exists)
+        assert (world.container / "7/checkpoints/step-1/x").read_text() == "1"
+
+
+async def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.cut = True
+    world.start()
+    async with world.running():
+        await until(lambda: "its files are not carried: cut off; trying again" in caplog.text)
+        world.cut = False
+        await until((world.container / "7/sent/.ready").exists)
+
+
+async def test_a_job_that_slurm_no_longer_has_is_fetched_though_its_end_said_nothing(world: World) -> None:
+    world.start()
+    async with world.running():
+        await until((world.container / "7/sent/.ready").exists)
+        world.write(world.container / "7/rank-0.0.log", "1.0 late\n")
+        world.queue = ""
+        await until(lambda: not (world.container / "7").exists())
+        assert (world.controller / "7/rank-0.0.log").read_text() == "1.0 late\n"
+
+
+async def test_what_cannot_be_sent_ends_the_job_with_the_reason(world: World) -> None:
+    (world.controller / "code/c0de.tar").unlink()
+    world.write(world.controller / "7/submission", "of another job")
+    world.write(world.controller / "7.before-first/submission", "in the way")
+    world.start()
+    async with world.running():
+        await until((world.container / "7/sent/.failed").exists)
+        assert (world.container / "7/sent/.failed").read_text().endswith("/7: Directory not empty\n")
+
+
+async def test_a_container_that_is_gone_is_not_called_for_ever(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.cut = True
+    world.start()
+    async with world.running():
+        await until(lambda: "trying again" in caplog.text)
+        world.present, world.queue = set(), ""
+        await until(lambda: "job 7: pods1 is gone; what it had not sent yet is lost" in caplog.text)
+
+
+async def test_slurm_is_not_asked_while_there_is_no_container(world: World) -> None:
+    world.present = set()
+    await world.couriers.look()
+    assert world.asked == 0
+
+
+class Environment:
+    """One that every node has for itself, as it was packed on the controller."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+        self.local = place / "local"
+        monkeypatch.setattr(couriers, "LOCAL", str(self.local))
+        (place / "e44/bin").mkdir(parents=True)
+        (place / "e44" / MARK).touch()
+        (place / "e44/bin/python").symlink_to(python)
+        archives = place / "environments/archives"
+        archives.mkdir(parents=True)
+        with tarfile.open(archives / "e44.tar", "w") as archive:
+            archive.add(place / "e44", "e44")
+
+
+async def test_an_environment_is_in_the_container_before_the_job_starts(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = Environment(tmp_path, monkeypatch, sys.executable)
+    world.start(comment="shoal:c0de/11b@e44")
+    async with world.running():
+        await until((world.container / "7/sent/.ready").exists)
+    assert (environment.local / "e44/bin/python").exists()
+
+
+async def test_an_environment_that_cannot_run_there_ends_the_job_with_the_reason(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Environment(tmp_path, monkeypatch, "/opt/gone/bin/python3.9")
+    world.start(comment="shoal:c0de/11b@e44")
+    async with world.running():
+        await until((world.container / "7/sent/.failed").exists)
+    assert (world.container / "7/sent/.failed").read_text() == (
+        "environment e44 does not run on pods1: the Python it was made with is not there\n"
+    )
+    assert not (world.container / "7/sent/.ready").exists()

@@ -1,0 +1,148 @@
+"""A job in a rented container: its batch script waits for its files, and its end for whoever fetches what it wrote."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.jobs.job_clusters import SHIPPED, resolved
+
+from shoal.jobs import staging
+from shoal.jobs.script import sbatch_script
+
+STAGED = replace(SHIPPED, staged=True)
+LIMIT = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_whole_script() -> None:
+    assert_golden("jobs/staged.sbatch", sbatch_script(resolved(), STAGED))
+
+
+def test_any_other_job_waits_for_nothing() -> None:
+    assert staging.END_PROGRAM not in sbatch_script(resolved(), SHIPPED)
+
+
+class Script:
+    """The part of a batch script that waits, and what it then goes on with, in a container or elsewhere."""
+
+    def __init__(self, place: Path, container: bool = True) -> None:
+        self.job, end = place / "jobs/7", place / "job-end"
+        (place / "jobs").mkdir()
+        if container:
+            end.touch()
+        text = "\n".join([*staging.waiting(str(place / "jobs")), 'echo "code in $SHOAL_SENT"'])
+        self.text = text.replace(staging.END_PROGRAM, str(end)).replace("turn < 9000", "turn < 5 * 60")
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        env = {**os.environ, "SHOAL_JOB_DIR": str(self.job), "SHOAL_SUBMISSION": "5eed"}
+        return subprocess.Popen(
+            ["bash", "-c", self.text], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def tell(self, name: str, text: str = "") -> None:
+        until((self.job / "submission").exists)
+        (self.job / "sent").mkdir()
+        (self.job / name).write_text(text)
+
+    def ended(self) -> tuple[int, str, str]:
+        out, errors = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, out, errors
+
+
+def test_it_says_whose_it_is_and_waits_for_its_files(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.tell("sent/.ready")
+    assert script.ended() == (0, f"code in {script.job}/sent\n", "")
+    assert (script.job / "submission").read_text() == "5eed"
+
+
+def test_it_ends_with_the_reason_where_they_cannot_come(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.tell("sent/.failed", "the disk is full\n")
+    why = "shoal: error: the files of the job did not come from the controller: the disk is full\n"
+    assert script.ended() == (1, "", why)
+
+
+def test_elsewhere_it_finds_them_in_the_jobs_directory(tmp_path: Path) -> None:
+    script = Script(tmp_path, container=False)
+    assert script.ended() == (0, f"code in {tmp_path}/jobs\n", "")
+    assert not script.job.exists()
+
+
+class End:
+    """The Epilog of job 7, with its marks elsewhere."""
+
+    def __init__(self, place: Path, alone_seconds: int = 120) -> None:
+        self.mark, self.over = place / "marks/7", place / "marks/7.over"
+        self.text = self._elsewhere(staging.job_end()).replace("-lt 600 ]", f"-lt {alone_seconds * 5} ]")
+        self.place = place
+
+    def _elsewhere(self, text: str) -> str:
+        return text.replace(staging.MARKS, str(self.mark.parent))
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", self.text], env={**os.environ, "SLURM_JOB_ID": "7"})
+
+    def carry(self, seconds: int) -> subprocess.Popen[bytes]:
+        """Somebody who carries the job's files for a while."""
+        carrying = subprocess.Popen(shlex.split(self._elsewhere(staging.marked("7", ["sleep", str(seconds)]))))
+        until(self.mark.exists)
+        return carrying
+
+
+def test_the_end_of_a_job_of_whose_files_nobody_knows_waits_for_nobody(tmp_path: Path) -> None:
+    assert End(tmp_path).begin().wait(LIMIT) == 0
+
+
+def test_the_end_waits_until_the_mark_is_taken_away(tmp_path: Path) -> None:
+    end = End(tmp_path)
+    carrying, waiting = end.carry(600), end.begin()
+    try:
+        until(end.over.exists)
+        assert waiting.poll() is None
+        end.mark.unlink()
+        assert waiting.wait(LIMIT) == 0
+        assert not end.over.exists()
+    finally:
+        carrying.kill()
+        carrying.wait()
+
+
+def test_the_end_gives_up_when_nobody_fetches(tmp_path: Path) -> None:
+    end = End(tmp_path, alone_seconds=1)
+    carrying = end.carry(600)
+    carrying.kill()
+    carrying.wait()
+    assert end.begin().wait(LIMIT) == 0
+    assert list(end.mark.parent.iterdir()) == []
+
+
+def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
+    job = tmp_path / "jobs/7"
+    job.mkdir(parents=True)
+    for path in (job / "x", tmp_path / "jobs/7.out", tmp_path / "jobs/8.out"):
+        path.touch()
+    subprocess.run(["sh", "-c", staging.done("7", os.getuid(), os.getgid(), str(job))], check=True)
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["8.out"]
+
+
+@pytest.mark.parametrize("why", ["plain", "it's $(odd) `text`\nof two lines"])
+def test_the_reason_is_told_as_it_is(tmp_path: Path, why: str) -> None:
+    command = staging.fail(os.getuid(), os.getgid(), str(tmp_path / "7"), why)
+    subprocess.run(["sh", "-c", command], check=True)
+    assert (tmp_path / "7/sent/.failed").read_text() == f"{why}\n"
