@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.providers.rental import Billing
-from shoal.simulators.gcp_rules import API, check, filtered, number, page_of, read_order, shown_type, stamp, type_of
+from shoal.simulators.gcp_rules import API, check, filtered, number, page_of, read_order, shown_type, stamp
 from shoal.simulators.gcp_types import TYPES
 from shoal.simulators.machines import Machine, Profile
 from shoal.simulators.market import Market, Refused
@@ -56,8 +56,7 @@ class Operation:
 
     name: str
     type: str
-    place: str
-    """`zones/us-central1-b` or `regions/us-central1`."""
+    zone: str
     began: float
     looks: int = 0
     group: str = ""
@@ -81,7 +80,7 @@ class GoogleCompute(Cloud):
         billing=Billing(step=1, least=60, from_up=True),
     )
     types = TYPES
-    creating = rf"POST {base}/projects/[^/]+/(zones|regions)/[^/]+/instances/bulkInsert"
+    creating = rf"POST {base}/projects/[^/]+/zones/[^/]+/instances/bulkInsert"
     listing = rf"GET {base}/projects/[^/]+/(aggregated|zones/[^/]+)/instances"
 
     def __init__(self, market: Market) -> None:
@@ -91,15 +90,13 @@ class GoogleCompute(Cloud):
 
     def routes(self) -> list[BaseRoute]:
         zone = f"{self.base}/projects/{{project}}/zones/{{zone}}"
-        place = f"{self.base}/projects/{{project}}/{{kind:str}}/{{place}}"
         return [
             Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
-            Route(f"{self.base}/projects/{{project}}/regions/{{region}}", self._region),
             Route(f"{zone}/instances/{{name}}", self._get, methods=["GET"]),
             Route(f"{zone}/instances/{{name}}", self._delete, methods=["DELETE"]),
-            Route(f"{place}/instances/bulkInsert", self._bulk_insert, methods=["POST"]),
-            Route(f"{place}/operations/{{name}}", self._operation, methods=["GET"]),
-            Route(f"{place}/operations/{{name}}/wait", self._operation, methods=["POST"]),
+            Route(f"{zone}/instances/bulkInsert", self._bulk_insert, methods=["POST"]),
+            Route(f"{zone}/operations/{{name}}", self._operation, methods=["GET"]),
+            Route(f"{zone}/operations/{{name}}/wait", self._operation, methods=["POST"]),
             Route(f"{zone}/{{what}}", self._zonal),
         ]
 
@@ -125,18 +122,17 @@ class GoogleCompute(Cloud):
 
     async def _bulk_insert(self, request: Request) -> Response:
         body, params = await read_json(request), request.path_params
-        place, asked = f"{params['kind']}/{params['place']}", request.query_params.get("requestId", "")
+        zone, asked = params["zone"], request.query_params.get("requestId", "")
         if asked and asked in self._requests:
             return self._told(self._requests[asked])
         check(asked, body)
         names = list(body["perInstanceProperties"])
-        zone = params["place"] if params["kind"] == "zones" else self._zone_with_room(params["place"], body)
         taken = {one.wanted.name for one in self.market.listed() if one.wanted.zone == zone}
         for name in names:
             if name in taken:
                 raise Refused("duplicate-name", f"projects/{params['project']}/zones/{zone}/instances/{name}")
         made, failed, lost = self._order_all(names, zone, body["instanceProperties"])
-        operation = self._begin("bulkInsert", place)
+        operation = self._begin("bulkInsert", zone)
         self._settle(operation, zone, made, failed, int(body.get("minCount") or len(names)))
         self._requests[asked or operation.name] = operation
         if lost:
@@ -175,7 +171,7 @@ class GoogleCompute(Cloud):
             operation.errors = [{"code": "VM_MIN_COUNT_NOT_REACHED", "message": summary}, *errors[:1]]
         else:
             for error in errors:
-                part = self._begin("insert", f"zones/{zone}")
+                part = self._begin("insert", zone)
                 part.group, part.errors, part.looks = operation.group, [error], LOOKS
         operation.counts = {
             f"zones/{zone}": {
@@ -187,20 +183,12 @@ class GoogleCompute(Cloud):
             }
         }
 
-    def _zone_with_room(self, region: str, body: Mapping[str, Any]) -> str:
-        """Where in a region the machines are made: in one zone, that which has most."""
-        name = type_of(body["instanceProperties"])
-        zones = {place for type in self.types for place in type.places if place.rpartition("-")[0] == region}
-        if name not in self.market.types or not zones:
-            raise Refused("invalid", f"Invalid value for field 'resource.machineType': '{name}'")
-        return max(sorted(zones), key=lambda zone: self.market.room(name, zone))
-
     async def _delete(self, request: Request) -> Response:
         machine = self._found(request)
         if machine.live:
             self.market.delete(machine.id)
         self._gone(machine)
-        operation = self._begin("delete", f"zones/{machine.wanted.zone}")
+        operation = self._begin("delete", machine.wanted.zone)
         operation.target = self._link(request, machine)
         return self._told(operation)
 
@@ -210,9 +198,9 @@ class GoogleCompute(Cloud):
 
     # Operations
 
-    def _begin(self, type: str, place: str) -> Operation:
+    def _begin(self, type: str, zone: str) -> Operation:
         name = f"operation-{uuid.uuid4()}"
-        operation = Operation(name, type, place, self.market.clock(), group=str(uuid.uuid4()))
+        operation = Operation(name, type, zone, self.market.clock(), group=str(uuid.uuid4()))
         self._operations[name] = operation
         return operation
 
@@ -234,7 +222,7 @@ class GoogleCompute(Cloud):
             "name": operation.name,
             "operationType": operation.type,
             "operationGroupId": operation.group,
-            operation.place.partition("s/")[0]: f"{API}/projects/p/{operation.place}",
+            "zone": f"{API}/projects/p/zones/{operation.zone}",
             "status": "DONE" if done else "RUNNING" if operation.looks else "PENDING",
             "progress": 100 if done else 0,
             "insertTime": stamp(operation.began),
@@ -279,8 +267,7 @@ class GoogleCompute(Cloud):
         elif what == "machineTypes":
             rows = [shown_type(one, zone) for one in self.types if "+" not in one.name for zone in one.places]
         elif what == "operations":
-            shown = (self._shown_operation(one) for one in self._operations.values())
-            rows = [one for one in shown if "zone" in one]
+            rows = [self._shown_operation(one) for one in self._operations.values()]
         else:
             raise Refused("not-found", what)
         return filtered(rows, request.query_params.get("filter", ""))
@@ -293,14 +280,6 @@ class GoogleCompute(Cloud):
         if found is None or zone != request.path_params["zone"] or (found.phase == "gone" and not found.shown_until):
             raise Refused("not-found", request.path_params["name"])
         return found
-
-    async def _region(self, request: Request) -> Response:
-        name = request.path_params["region"]
-        zones = sorted({zone for type in self.types for zone in type.places if zone.rpartition("-")[0] == name})
-        if not zones:
-            raise Refused("not-found", name)
-        links = [f"{API}/projects/{request.path_params['project']}/zones/{zone}" for zone in zones]
-        return JSONResponse({"kind": "compute#region", "name": name, "status": "UP", "zones": links, "quotas": []})
 
     def _link(self, request: Request, machine: Machine) -> str:
         zone = f"{API}/projects/{request.path_params['project']}/zones/{machine.wanted.zone}"

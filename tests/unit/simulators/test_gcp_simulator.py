@@ -186,15 +186,6 @@ async def test_with_a_minimum_the_rest_is_kept_and_an_operation_of_its_group_tel
     assert len(await google.names()) == 1
 
 
-async def test_an_order_for_a_region_has_a_regional_operation_and_one_zone(google: Google) -> None:
-    region = "/projects/p/regions/us-central1"
-    operation = (await google.insert(place=region)).json()
-    assert operation["region"].endswith("/regions/us-central1")
-    done = await google.end_of(operation, region)
-    [zone] = done["instancesBulkInsertOperationMetadata"]["perLocationStatus"]
-    assert zone.startswith("zones/us-central1-")
-
-
 async def test_lists_are_filtered_and_come_in_pages(google: Google) -> None:
     await google.insert()
     await google.insert(
