@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from tests.documents import COMMANDS, DOCUMENTS, ROOT, TRAINING, commands, examples
 from typer.main import get_command
 
 import shoal
 import shoal.errors
 from shoal.cli.app import app
+from shoal.cli.examples import EXAMPLES, named_commands
+from shoal.cli.session import ClickUsageError
 from shoal.spec.load import load_text_all
+
+COMMAND: Any = get_command(app)
 
 
 def name_of(document: Path) -> str:
@@ -47,10 +53,72 @@ def test_the_readme_has_an_example_of_at_most_15_lines() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_verb_that_is_named_exists(document: Path) -> None:
-    known = set(get_command(app).commands)  # type: ignore[attr-defined]
-    named = set(re.findall(r"`shoal ([a-z]+)", document.read_text()))
-    assert named <= known
+def test_every_command_line_that_is_named_can_be_typed(document: Path) -> None:
+    for line in (*said(document.read_text()), *(line for block in commands(document) for line in block)):
+        assert complaint(line) == "", line
+
+
+def test_every_command_line_that_a_message_names_can_be_typed() -> None:
+    wrong = {}
+    for file in (ROOT / "src/shoal").rglob("*.py"):
+        whole = re.sub(r'"\s*\n\s*f?"', "", file.read_text())  # texts that go on on the next line
+        wrong |= {(name_of(file), line): found for line in said(whole) if (found := complaint(line))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_of_the_help_can_be_typed(name: str) -> None:
+    for line in EXAMPLES[name]:
+        assert line.startswith(f"shoal {name}")
+        assert complaint(line) == "", line
+
+
+def test_every_command_has_an_example() -> None:
+    assert set(EXAMPLES) == {name for name, _ in named_commands(app)}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("shoal up --leave-rented", ""),
+        ("shoal statsu", "there is no statsu"),
+        ("shoal up --bogus", "No such option: --bogus"),
+        ("shoal env biuld", "there is no biuld"),
+        ("up --leave-rentd", "No such option: --leave-rentd"),
+        ("ls --all", ""),
+    ],
+)
+def test_a_command_line_that_cannot_be_typed_is_found(line: str, expected: str) -> None:
+    assert complaint(line).startswith(expected)
+    assert bool(complaint(line)) == bool(expected)
+
+
+def said(text: str) -> list[str]:
+    """What a text shows in backquotes that calls Shoal, or one of its commands with an option."""
+    quoted = [" ".join(span.split()) for span in re.findall(r"`([^`]{1,200})`", text)]
+    return [span for span in quoted if re.match(r"shoal [a-z]", span) or re.match(r"[a-z]+ .*--[a-z]", span)]
+
+
+def complaint(line: str) -> str:
+    """What is wrong with a command line of Shoal's; nothing with those of other programs."""
+    words = re.split(r" (?:[|>;]|&&) ", line)[0].split()
+    command = COMMAND
+    ours = words[0].endswith("shoal")
+    if not ours and words[0] not in command.commands:
+        return ""
+    words = words[1:] if ours else words
+    while hasattr(command, "commands"):
+        if not words or not re.fullmatch(r"[a-z]+", words[0]):
+            return ""  # the group as a whole, or "shoal COMMAND"
+        if words[0] not in command.commands:
+            return f"there is no {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_parser(typer.Context(command, **command.context_settings)).parse_args(args=words)
+    except ClickUsageError as error:
+        found = str(error.format_message())
+        return "" if found.endswith("requires an argument.") else found  # prose names an option without a value
+    return ""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -64,14 +132,17 @@ def test_every_link_and_every_path_leads_to_a_file(document: Path) -> None:
         assert (ROOT / "src/shoal" / path).exists(), path
 
 
+def test_the_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs/README.md").read_text()))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_link_inside_a_page_leads_to_a_heading(document: Path) -> None:
-    text = document.read_text()
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)
-    }
-    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
-        assert anchor in headings, anchor
+def test_every_link_to_a_part_of_a_page_leads_to_a_heading(document: Path) -> None:
+    for page, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        text = (document.parent / page if page else document).read_text()
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}, anchor
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.models import CommandInfo
 
 from shoal import __version__
 from shoal.cli import (
@@ -23,6 +22,7 @@ from shoal.cli import (
     simulate_commands,
     ui_commands,
 )
+from shoal.cli.examples import called, show_examples
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
@@ -34,6 +34,8 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`shoal COMMAND --help` shows how each is called. Begin with init, check and up; then run.",
 )
 node_app = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(node_app, name="node")
@@ -51,15 +53,11 @@ def main() -> None:
 
 def only(words: list[str]) -> typer.Typer:
     """The app with the one command that is called, for typer takes its time over each. With all, where it is none."""
-    commands = [command for command in app.registered_commands if [command.name or _called(command)] == words]
+    commands = [command for command in app.registered_commands if [called(command)] == words]
     groups = [group for group in app.registered_groups if [group.name] == words]
     if commands or groups:
         app.registered_commands, app.registered_groups = commands, groups
     return app
-
-
-def _called(command: CommandInfo) -> str:
-    return command.callback.__name__ if command.callback else ""
 
 
 @app.command()
@@ -96,7 +94,7 @@ def schema(json: Annotated[bool, typer.Option("--json", help="The schema is JSON
 
 @app.command()
 def check(file: File = None, cluster: Cluster = None, json: Json = False) -> None:
-    """Say everything that stands in the way, without changing anything."""
+    """Say all that stands in the way, and change nothing."""
     with Session(json) as session:
         from shoal.verbs.check import check as verb
 
@@ -278,6 +276,7 @@ bench_commands.register(app)
 env_commands.register(app)
 ui_commands.register(app)
 simulate_commands.register(app)
+show_examples(app)
 
 
 @app.callback(invoke_without_command=True)

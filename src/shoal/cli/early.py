@@ -20,7 +20,7 @@ def begin(words: Sequence[str]) -> None:
     Words are looked at, not understood: those of the script come after its name, and it is not known yet which word
     that is. So this may be another cluster, or one too many; `begun` finds out.
     """
-    if {"--help", "--dry-run"} & set(words):
+    if {"--help", "-h", "--dry-run"} & set(words):
         return
     from shoal.verbs.context import recalled_hosts
 

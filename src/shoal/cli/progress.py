@@ -17,6 +17,8 @@ from shoal.spec.words import printable
 
 MOST_SAID = 3
 """Of so many hosts a line in a pipe tells what they are doing."""
+WIDE = 80
+"""Columns of a terminal that has room for a bar."""
 
 
 class TerminalProgress:
@@ -38,9 +40,11 @@ class TerminalProgress:
                 yield phase
             self._print(phase.line(time.monotonic() - begun))
             return
+        # What a host is at says more than a bar, where there is no room for both.
+        bar = [BarColumn(bar_width=16, table_column=Column(min_width=16))] if self._console.width >= WIDE else []
         bars = Bars(
             TextColumn("{task.description:<26}", table_column=Column(min_width=26)),
-            BarColumn(bar_width=16, table_column=Column(min_width=16)),
+            *bar,
             MofNCompleteColumn(table_column=Column(min_width=5)),
             TimeElapsedColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
@@ -49,9 +53,9 @@ class TerminalProgress:
             expand=True,
         )
         with bars:
-            bar = BarPhase(bars, title, total)
-            yield bar
-        self._console.print(bar.line(time.monotonic() - begun), highlight=False)
+            moving = BarPhase(bars, title, total)
+            yield moving
+        self._console.print(moving.line(time.monotonic() - begun), highlight=False)
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.columns import Columns
 from shoal.cli.render_services import show_services
 from shoal.cli.say import free, show_failures, show_findings
 from shoal.hostlist import compress
@@ -33,11 +33,9 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
         where = f" on the hosts that answered; {_not_looked_at(plan)}" if plan.unreached else ""
         console.print(f"{plan.cluster}: no changes{where}", highlight=False)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("hosts", "what", "change", "costs"):
-        table.add_column(column, overflow="fold")
-    for (what, action, cost), hosts in _grouped(plan.changes).items():
-        table.add_row(compress(hosts), free(what), free(action), Text(cost.words, style=COST_STYLE[cost]))
+    table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
+    for (change, cost), hosts in _grouped(plan.changes).items():
+        table.add_row(compress(hosts), free(change), Text(cost.words, style=COST_STYLE[cost]))
     console.print(table)
     if diff:
         for change in plan.changes:
@@ -65,16 +63,16 @@ def show_up(console: Console, result: UpResult) -> None:
     for name in result.staying:
         console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
     show_failures(console, {name: error for name, error in result.failures.items()})
-    parts = []
-    for word, names in (("created", result.created), ("changed", result.changed), ("removed", result.removed)):
-        if names:
-            parts.append(f"{word} {compress(names)}")
-    if result.whole:
-        console.print(f"[green]✓[/] {result.cluster}: " + (", ".join(parts) if parts else "no changes"))
-    else:
-        console.print(
-            f"[yellow]![/] {result.cluster}: " + (", ".join(parts) if parts else "no changes") + "; not complete"
-        )
+    changed = [name for name in result.changed if name not in result.created]
+    told = (("created", result.created), ("changed", changed), ("removed", result.removed))
+    done = ", ".join(f"{word} {compress(names)}" for word, names in told if names) or "no changes"
+    if not result.whole:
+        console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
+        console.print(f"  mend what is named above, then run `{result.again}` again", highlight=False)
+        return
+    console.print(f"[green]✓[/] {result.cluster}: {done}")
+    if (result.created or result.changed) and not result.removed:
+        console.print("  `shoal status` shows it, `shoal run train.py` trains on it", highlight=False)
 
 
 def show_down(console: Console, result: DownResult) -> None:
@@ -98,9 +96,8 @@ def show_status(console: Console, status: Status) -> None:
         f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason"):
-        table.add_column(column, overflow="fold")
+    titles = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
+    table = Columns(*titles, wraps=("nodes", "state", "reason"))
     for row, nodes in _alike(status.nodes).items():
         state = nodes[0].state
         base = next((word for word in STATE_STYLE if word in state), "")
@@ -112,9 +109,7 @@ def show_status(console: Console, status: Status) -> None:
     if status.extra:
         console.print(f"[yellow]{compress(status.extra)}[/]: in Slurm and not in the file; `shoal up` removes it")
     console.print()
-    partitions = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("partition", "state", "nodes", "time limit"):
-        partitions.add_column(column, overflow="fold")
+    partitions = Columns("partition", "state", "nodes", "time limit", wraps=("nodes",))
     for partition in status.partitions:
         name = f"{partition.name}*" if partition.default else partition.name
         partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time.lower())
@@ -124,9 +119,8 @@ def show_status(console: Console, status: Status) -> None:
     if not status.jobs:
         console.print("no jobs")
         return
-    jobs = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("job", "name", "user", "state", "time", "limit", "nodes", "where or why"):
-        jobs.add_column(column, overflow="fold")
+    titles = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
+    jobs = Columns(*titles, wraps=("job", "name", "user", "where or why"))
     for job in status.jobs:
         why = status.rented.waiting.get(job.id, "") if status.rented else ""
         where = job.nodes or why or f"({job.reason})"
@@ -165,11 +159,16 @@ def _as_it_came(console: Console, text: str, style: str = "") -> None:
         console.file.write(text if text.endswith("\n") else f"{text}\n")
 
 
-def _grouped(changes: Iterable[Change]) -> dict[tuple[str, str, Cost], list[str]]:
-    groups: dict[tuple[str, str, Cost], list[str]] = {}
+def _grouped(changes: Iterable[Change]) -> dict[tuple[str, Cost], list[str]]:
+    groups: dict[tuple[str, Cost], list[str]] = {}
     for change in changes:
-        groups.setdefault((change.what, change.action, change.cost), []).append(change.host)
+        groups.setdefault((_told(change), change.cost), []).append(change.host)
     return groups
+
+
+def _told(change: Change) -> str:
+    """`create /etc/slurm/slurm.conf` says what it is about; `drain, then remove` does not."""
+    return change.action if change.what.split()[-1] in change.action.split() else f"{change.what}: {change.action}"
 
 
 def _alike(nodes: Iterable[NodeState]) -> dict[tuple[str, ...], list[NodeState]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.table import Table
 
+from shoal.cli.columns import Columns
 from shoal.cli.say import show_failures, show_findings
 from shoal.hostlist import compress
 from shoal.verbs.env import CleanResult, Listed
@@ -29,9 +29,8 @@ def show_built(console: Console, result: BuildResult) -> None:
 
 
 def show_list(console: Console, listed: list[Listed]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("environment", "state", "place", "python", "packages", "torch", "built", "path"):
-        table.add_column(column, overflow="fold")
+    titles = ("environment", "state", "place", "python", "packages", "torch", "built", "path")
+    table = Columns(*titles, wraps=("environment", "built", "path"))
     for one in listed:
         if one.made is None:
             table.add_row(one.name, one.state, one.place, "-", "-", "-", "-", "-")

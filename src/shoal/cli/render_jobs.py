@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.columns import Columns
 from shoal.cli.say import free, show_failures
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.reason import Reason
@@ -42,9 +42,8 @@ def show_jobs(console: Console, result: JobsResult) -> None:
     if not result.jobs:
         console.print("no jobs")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("job", "name", "user", "state", "time", "limit", "nodes", "progress or reason"):
-        table.add_column(column, overflow="fold")
+    titles = ("job", "name", "user", "state", "time", "limit", "nodes", "progress or reason")
+    table = Columns(*titles, wraps=("name", "user", "nodes", "progress or reason"))
     for view in result.jobs:
         record = view.record
         table.add_row(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from shoal.cli.as_json import plain
+from shoal.cli.columns import Columns
 from shoal.cli.say import show_findings
 from shoal.elastic.money import dollars, micros, told
 from shoal.errors import ShoalError
@@ -184,10 +184,5 @@ def _limits(limit: Limit) -> dict[str, float]:
     return {name: dollars(value) for name, value in vars(limit).items() if value is not None}
 
 
-def _table(*titles: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for title in right:
-        table.add_column(title, justify="right")
-    return table
+def _table(*titles: str, right: Collection[str] = ()) -> Columns:
+    return Columns(*titles, *right, right=right, wraps=("type", "machine", "region", "where", "name"))

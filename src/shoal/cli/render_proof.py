@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.columns import Columns
 from shoal.proof.compare import Difference
 from shoal.proof.model import ProofResult, Row
 from shoal.spec.words import printable
 
 
 def show_proof(console: Console, result: ProofResult) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("launcher", "parallel", "losses", "first gradient", "parameters", ""):
-        table.add_column(column, overflow="fold")
+    table = Columns("launcher", "parallel", "losses", "first gradient", "parameters", "", wraps=("",))
     for row in result.rows:
         told = _differences(row) if row.found else ("-", "-", "-")
         table.add_row(row.launcher, row.parallel, *told, _verdict(row))

@@ -91,6 +91,14 @@ def test_help_says_what_the_command_does_and_every_option_of_it(words: tuple[str
         assert max(parameter.opts, key=len) in shown.output
 
 
+@pytest.mark.parametrize("words", [(), *ALL], ids=" ".join)
+def test_h_is_help_with_examples(words: tuple[str, ...]) -> None:
+    shown = invoke(*words, "-h")
+    assert shown.exit_code == 0
+    assert "Usage: " in shown.output
+    assert not words or f"Examples:\n    shoal {' '.join(words)}" in shown.output
+
+
 def test_the_list_of_commands_is_not_cut_short() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0

@@ -17,6 +17,7 @@ from rich.console import Console
 from tests.unit.plan.fake_world import lab
 
 from shoal.cli.as_json import plain
+from shoal.cli.columns import Columns
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
 from shoal.cli.say import show_findings
@@ -125,10 +126,10 @@ def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
         "warning n1: the clock is off, found +90 s\n"
         "✗ n9: does not answer within 10 s\n"
         "    fix: is the host up?\n"
-        "hosts   what               change              costs\n"
-        "n3      node               drain, then remove  node drained\n"
-        "n[1-2]  file /etc/x        update /etc/x       nothing\n"
-        "c1      service slurmctld  restart slurmctld   daemon restart\n"
+        "hosts   change                    costs\n"
+        "n3      node: drain, then remove  node drained\n"
+        "n[1-2]  update /etc/x             nothing\n"
+        "c1      restart slurmctld         daemon restart\n"
         "\n"
         "4 changes on 4 hosts; costs at most: node drained; n9 was not looked at\n"
     )
@@ -170,7 +171,11 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
         "… n3: drained, still has jobs; run `shoal up` again when they have ended\n"
         "✗ n9: does not answer within 10 s\n"
         "    fix: is the host up?\n"
-        "! reef: created n1, changed c1,n[1-2]; not complete\n"
+        "! reef: created n1, changed c1,n2; not complete\n"
+        "  mend what is named above, then run `shoal up` again\n"
+    )
+    assert drawn(lambda console: show_up(console, UpResult("reef", changed=("n1",)))) == (
+        "✓ reef: changed n1\n  `shoal status` shows it, `shoal run train.py` trains on it\n"
     )
     assert drawn(lambda console: show_up(console, UpResult("reef"))) == "✓ reef: no changes\n"
 
@@ -382,3 +387,23 @@ def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "✓ nodes" in text
     assert "\x1b[2J" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_values_stay_whole_in_a_narrow_terminal(width: int) -> None:
+    shown = drawn(lambda console: show_status(console, STATUS), width)
+    words = {word for line in shown.splitlines() for word in line.split()}
+    assert {"0/8", "14.4G", "22.05.8", "unlimited", "1-00:00:00", "running", "pending"} <= words
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_only_the_columns_that_may_are_broken_into_lines() -> None:
+    table = Columns("job", "progress or reason", wraps=("progress or reason",))
+    table.add_row("12345678", "one two three four five")
+    assert drawn(lambda console: console.print(table), 20) == (
+        "          progress\n"
+        "job       or reason\n"
+        "12345678  one two\n"
+        "          three four\n"
+        "          five\n"
+    )  # fmt: skip
