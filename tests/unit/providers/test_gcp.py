@@ -402,6 +402,8 @@ async def test_a_machine_with_gpus_put_in_is_listed_under_the_type_that_was_orde
     offer = Offer("acme", "n1-standard-4+nvidia-tesla-t4:1", "us-central1", "us-central1-a")
     assert (await it.renter.create([replace(SPOT, offer=offer)]))[0].ok
     assert [one.type for one in await it.listed()] == [offer.type]
+    plain = instance(machineType="https://reef.test/machineTypes/n1-standard-4", guestAccelerators=[])
+    assert gcp.rented_of(plain).type == "n1-standard-4"
 
 
 async def test_an_answer_that_is_no_list_of_google_s_is_not_taken_for_an_empty_one() -> None:

@@ -152,8 +152,8 @@ def bulk_insert(names: Sequence[str], order: Order, settings: Mapping[str, str])
     image = ARM_IMAGE if offer.arch == "aarch64" else IMAGE
     machine, accelerator, count = split_type(offer.type)
     gpus, spot, subnetwork = bool(offer.gpus or accelerator), offer.market == "spot", settings.get("subnetwork")
-    key = f"{USER}:{order.public_key.strip()}"
-    metadata = {"ssh-keys": key, "enable-oslogin": "FALSE", "startup-script": order.user_data}
+    login = f"{USER}:{order.public_key.strip()}"
+    metadata = {"ssh-keys": login, "enable-oslogin": "FALSE", "startup-script": order.user_data}
     disk = {
         "sourceImage": order.image or settings.get("image") or (GPU_IMAGE if gpus else image),
         "diskSizeGb": str(order.disk_gb),
@@ -219,10 +219,9 @@ def rented_of(instance: Body) -> Rented:
     node, marked, token = name.rpartition("--")
     cluster = instance.piece_or_empty("labels").text(CLUSTER, "") if marked else ""
     type_, state = instance.last_part("machineType"), STATES.get(status, "pending")
-    if type_.startswith("n1-") and instance.has("guestAccelerators"):
-        put_in = instance.first("guestAccelerators")
+    interface, put_in = instance.first("networkInterfaces"), instance.first("guestAccelerators")
+    if type_.startswith("n1-") and put_in.has("acceleratorType"):
         type_ += f"+{put_in.last_part('acceleratorType')}:{int(put_in.number('acceleratorCount'))}"
-    interface = instance.first("networkInterfaces")
     return Rented(
         id=name,
         cluster=cluster,
@@ -230,7 +229,7 @@ def rented_of(instance: Body) -> Rented:
         token=token if cluster else "",
         state=state,
         raw_state=status,
-        host=interface.first("accessConfigs").text("natIP", interface.text("networkIP", "")),
+        host=interface.first("accessConfigs").text("natIP", "") or interface.text("networkIP", ""),
         user=USER,
         type=type_,
         region=zone.rpartition("-")[0],
