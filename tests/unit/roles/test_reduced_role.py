@@ -10,8 +10,9 @@ from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 from tests.unit.roles.test_documents_of_roles import document_of, shown
 
-from shoal.agent.document import Service
+from shoal.agent.document import Directory, File, Service
 from shoal.agent.facts import Address, Cgroup, Door, Facts, FileFact
+from shoal.jobs.staging import END_PROGRAM, job_end
 from shoal.network.tunnel import HOST_KEYS, PUBLIC_KEY, RECORD, choose_ports, needs_tunnel, record, recorded
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
@@ -243,6 +244,16 @@ def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_
     conf = next(item.content for item in stages[Stage.NODES] if item.key == "file /etc/slurm/slurm.conf")  # type: ignore[attr-defined]
     assert "State=CLOUD" not in conf and "ResumeProgram" not in conf
     assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
+
+
+def test_the_end_of_a_job_in_a_rented_container_waits_for_what_it_left_to_be_fetched() -> None:
+    cluster = rented(pods1=replace(container("x7f3", Door("203.0.113.9", 10400)), hostname="x7f3"))
+    items = documents(cluster, next(member for member in cluster.members if member.name == "pods1"))[Stage.NODES]
+    by_path = {item.path: item for item in items if isinstance(item, File | Directory)}
+    assert f"\nEpilog={END_PROGRAM}\n" in by_path["/etc/slurm/slurm.conf"].content  # type: ignore[union-attr]
+    assert by_path[END_PROGRAM] == File(END_PROGRAM, job_end(), mode=0o755)
+    assert by_path["/var/lib/shoal/jobs/reef"] == Directory("/var/lib/shoal/jobs/reef", mode=0o1777)
+    assert "Epilog" not in slurm_conf(cluster.conf), "elsewhere nothing waits"
 
 
 def test_a_nodeset_of_containers_and_machines_is_refused_with_the_remedy() -> None:
