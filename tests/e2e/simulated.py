@@ -45,7 +45,7 @@ def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluste
     """A cluster that is up and rents from such clouds, and their addresses by kind: URL-OF-KIND in the spec."""
     name = spec.split("cluster:")[1].split()[0]
     with noted(name), ExitStack() as stack:
-        urls = {cloud.kind: stack.enter_context(_simulated(name, cloud)) for cloud in clouds}
+        urls = {cloud.kind: stack.enter_context(simulated(name, cloud)) for cloud in clouds}
         for kind, url in urls.items():
             spec = spec.replace(f"URL-OF-{kind}", url)
         cluster = Cluster(directory, spec)
@@ -59,7 +59,8 @@ def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluste
 
 
 @contextmanager
-def _simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
+def simulated(cluster: str, cloud: Cloud) -> Iterator[str]:
+    """The address of a cloud whose machines are beside the hosts of a sandbox cluster."""
     line = [sys.executable, "-m", "shoal", "simulate", cloud.kind, "--cluster", cluster, "--json", *cloud.options]
     if IMAGE:
         line += ["--image", IMAGE]

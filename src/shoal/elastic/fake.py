@@ -304,6 +304,8 @@ class FakeJoiner:
         self.judge = judge
         self.joined: list[str] = []
         """The ids of machines that became nodes, in their order."""
+        self.parted: list[str] = []
+        """The ids of machines that took their leave."""
 
     async def join(self, nodes: Mapping[str, Rented]) -> Mapping[str, str]:
         said: dict[str, str] = {}
@@ -313,3 +315,6 @@ class FakeJoiner:
                 self.joined.append(machine.id)
                 self._slurm.register(node)
         return said
+
+    async def part(self, nodes: Mapping[str, Rented]) -> None:
+        self.parted += [machine.id for machine in nodes.values()]

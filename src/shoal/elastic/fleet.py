@@ -40,6 +40,12 @@ class Joiner(Protocol):
         the same machine. Text that begins with `UNFIT` is final: the machine itself is no good.
         """
 
+    async def part(self, nodes: Mapping[str, Rented]) -> None:
+        """Have machines take their leave of the network, where it knows them by name, before they are given back.
+
+        It takes seconds at most and never fails: one that no longer hears us goes all the same.
+        """
+
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """What all of them give. One that fails is told of when all have ended: no step goes on beside the next."""

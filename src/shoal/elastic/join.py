@@ -11,6 +11,7 @@ Hosts that are always there are left alone. What they must know was said by `sho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -40,6 +41,7 @@ from shoal.roles.in_force import in_force
 from shoal.roles.parts import kept_secrets, part_findings
 from shoal.roles.rented import promised
 from shoal.roles.stage import Stage
+from shoal.roles.tailscale_rented import LOGOUT, on_controller, rented_machines
 from shoal.roles.watchdog import health_command, watchdog
 from shoal.roles.wireguard import file_text
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
@@ -53,6 +55,7 @@ RECENT_SECONDS = 120.0
 """Within this time the ledger has what has joined."""
 HEALTH_SECONDS = 180.0
 REGISTER_SECONDS = 60.0
+PART_SECONDS = 10.0
 _PAUSE = 0.5
 
 
@@ -72,7 +75,7 @@ class LiveJoiner:
 
         `here` and `there` are how hosts are reached, for tests.
         """
-        self._spec = settings.spec
+        self._spec = on_controller(settings.spec)
         self._others = others
         self._controller = members(settings.spec)[0]
         self._ways = Ways(self._controller.name, settings.identity, known_hosts, here, there)
@@ -92,6 +95,19 @@ class LiveJoiner:
         finally:
             for name in nodes:
                 self._joining.pop(name, None)
+
+    async def part(self, nodes: Mapping[str, Rented]) -> None:
+        """Implements `shoal.elastic.fleet.Joiner`: a tailnet goes on listing machines that did not log out."""
+        due = [name for name in rented_machines(self._spec) if name in nodes]
+        if self._spec.network.kind != "tailscale" or not due:
+            return
+
+        async def log_out(name: str) -> None:
+            await (await fleet.host(name)).run(LOGOUT, timeout=PART_SECONDS, root=True)
+
+        with contextlib.suppress(ShoalError, TimeoutError):
+            async with asyncio.timeout(PART_SECONDS), self._ways.fleet({name: nodes[name] for name in due}) as fleet:
+                await fleet.each(due, log_out)
 
     async def settle(self) -> None:
         """Have the controller and rented nodes forget those that are gone. Raises ShoalError where that fails."""

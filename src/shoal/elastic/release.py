@@ -69,8 +69,14 @@ class Release:
     async def _delete(self, source: Source, rentals: Sequence[Rental], orphans: Sequence[Rented]) -> None:
         now = self.fleet.clock.now()
         machines = [source.machine(rental) or _unseen(self.fleet.cluster, rental) for rental in rentals]
+        there = {
+            rental.node: machine
+            for rental, machine in zip(rentals, machines, strict=True)
+            if rental.token not in self._asked and machine.state == "up"
+        }
         for rental in rentals:
             self._asked[rental.token] = now
+        await self.fleet.joiner.part(there)
         outcomes = await source.give_back([*machines, *orphans])
         for machine, outcome in zip(orphans, outcomes[len(machines) :], strict=True):
             said = "is given back" if outcome.ok else f"could not be given back: {outcome.message}"

@@ -154,17 +154,10 @@ def _budgets(data: Mapping[str, Any]) -> Iterator[Problem]:
 def _network(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Rented nodes are let in by the controller, so the way to them goes through it."""
     network = data.get("network")
-    kind = network.get("kind") if isinstance(network, Mapping) else network
     hub = network.get("hub") if isinstance(network, Mapping) else None
     if isinstance(hub, str) and hub != _controller(data) and any(rents(entry) for _, entry in _nodesets(data)):
         fix = "delete it: the way to rented nodes goes through the controller"
         yield Problem(("network", "hub"), "not the controller, and nodes are rented", show(hub), fix)
-    if kind != "tailscale":
-        return
-    for name, entry in _nodesets(data):
-        if rents(entry):
-            fix = "use `network: wireguard`, or `lan` where all are in one private network"
-            yield Problem(("nodesets", name), "rented nodes do not join a tailnet in this version", "", fix)
 
 
 def _controller(data: Mapping[str, Any]) -> str:

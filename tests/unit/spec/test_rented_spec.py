@@ -210,15 +210,13 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "s.yaml:4:84 nodesets.l.user: `user` without `hosts`, delete it, or use `hosts`",
         ],
     ),
-    "names that are there already, a tailnet, a small subnet": (
+    "names that are there already": (
         "cluster: reef\ncontroller: {host: l2}\nnetwork: {kind: tailscale, auth_key: env:K}\n"
         + LAMBDA
         + "nodesets: {l: {provider: lambda, type: a, max: 2}}\n",
         [
             's.yaml:5:12 nodesets.l: host is already the controller\'s, found "l2", name it once; '
             "for a controller that also runs jobs use `controller: {compute: true}`",
-            "s.yaml:5:12 nodesets.l: rented nodes do not join a tailnet in this version, "
-            "use `network: wireguard`, or `lan` where all are in one private network",
         ],
     ),
     "more rented nodes than addresses": (
