@@ -5,26 +5,40 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+GAP = 2
+"""Blanks between two columns."""
+ANY_WIDTH = 10_000
 
 
 class Columns(Table):
     """A table of which only the columns in `wraps` are broken into lines where the terminal is narrow.
 
     In the others a value stays whole: `completed` is not read as `complet` and `ed`. Titles may be broken at blanks.
+    Where there is no room even for that, every column is broken, and nothing is left out.
     """
 
     def __init__(self, *titles: str, right: Collection[str] = (), wraps: Collection[str] = ()) -> None:
-        super().__init__(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        super().__init__(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
         self._wraps = wraps
+        self._least = [max(map(len, title.split()), default=0) for title in titles]
         for title in titles:
-            longest = max(map(len, title.split()), default=0)
-            self.add_column(title, overflow="fold", justify="right" if title in right else "left", min_width=longest)
+            self.add_column(title, overflow="fold", justify="right" if title in right else "left")
 
     def add_row(self, *cells: Any, **more: Any) -> None:
         super().add_row(*cells, **more)
-        for column, cell in zip(self.columns, cells, strict=False):
-            if column.header not in self._wraps:
+        for number, cell in enumerate(cells):
+            if self.columns[number].header not in self._wraps:
                 text = cell if isinstance(cell, Text) else Text.from_markup(cell)
-                column.min_width = max(column.min_width or 0, text.cell_len)
+                self._least[number] = max(self._least[number], text.cell_len)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wanted = self.__rich_measure__(console, options.update(max_width=ANY_WIDTH)).maximum
+        if wanted > options.max_width >= sum(self._least) + GAP * len(self._least):
+            for column, least in zip(self.columns, self._least, strict=True):
+                if column.header not in self._wraps:
+                    column.width = least
+        yield from super().__rich_console__(console, options)

@@ -26,7 +26,7 @@ ROWS = 40
 def show_offers(console: Console, result: OffersResult) -> None:
     _silent(console, result.failures)
     if not result.offers:
-        console.print("nothing of that kind is offered")
+        console.print("nothing of that kind is offered" + " by those that answered" * bool(result.failures))
         return
     titles = ("provider", "type", "where", "market", "GPUs", "price of", "stock")
     table = _table(*titles, right=("$/hour", "$/GPU"))

@@ -407,3 +407,19 @@ def test_only_the_columns_that_may_are_broken_into_lines() -> None:
         "          three four\n"
         "          five\n"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", range(12, 60, 4))
+def test_no_width_of_a_terminal_costs_a_value(width: int) -> None:
+    table = Columns("type", "stock", "$/hour", right=("$/hour",), wraps=("type",))
+    table.add_row("gpu_8x_h100_sxm5", "there", "31.92")
+    shown = drawn(lambda console: console.print(table), width)
+    assert max(map(len, shown.splitlines())) <= width
+    for value in ("gpu_8x_h100_sxm5", "there", "31.92"):
+        assert sorted(value) == sorted(kept(value, shown)), shown
+
+
+def kept(value: str, shown: str) -> list[str]:
+    """The characters of a value that are left in what is shown, wherever they stand."""
+    left = list(shown)
+    return [left.pop(left.index(letter)) for letter in value if letter in left]

@@ -13,7 +13,7 @@ from tests.unit.verbs.fake_renters import RENTING, FakeRenter, context, opener
 
 from shoal.cli.as_json import dump
 from shoal.cli.render_money import ROWS, show_offers
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.providers.prices import prices
 from shoal.providers.rental import Offer, Query
 from shoal.verbs import accounts
@@ -164,3 +164,5 @@ def test_a_long_table_is_cut_and_says_so() -> None:
     many = tuple(replace(A10, region=f"r{number}") for number in range(ROWS + 3))
     assert text_of(OffersResult("reef", many)).endswith("and 3 more; --json shows all")
     assert text_of(OffersResult("reef", ())) == "nothing of that kind is offered"
+    silent = OffersResult("reef", (), {"lambda": ShoalError("cannot be reached")})
+    assert text_of(silent).endswith("nothing of that kind is offered by those that answered")
