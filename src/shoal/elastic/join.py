@@ -14,49 +14,50 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
-from shoal.agent.facts import Facts, FileFact
-from shoal.elastic.fleet import UNFIT
+from shoal.elastic.fit import broken_gpus, unregistered
 from shoal.elastic.settings import KNOWN_HOSTS, Settings
-from shoal.elastic.ways import Ways
+from shoal.elastic.ways import Ways, meet
+from shoal.elastic.with_rented import barred, unfit_versions, with_rented
 from shoal.errors import HostError, ShoalError
-from shoal.hosts.api import Connector, Host
-from shoal.network.wireguard import PEERS, peers_conf, peers_in
+from shoal.hosts.api import Connector
 from shoal.plan.fleet import Fleet
 from shoal.plan.observe import observe
-from shoal.plan.pairs import reached_addresses
 from shoal.plan.prepare import prepare
 from shoal.plan.progress import Silence
 from shoal.plan.secrets import secrets_for
 from shoal.providers.rental import Rented
 from shoal.roles.base import installation, munge_kept
-from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.cluster import Cluster
 from shoal.roles.documents import documents, membership
-from shoal.roles.ids import choose_ids
-from shoal.roles.in_force import in_force
-from shoal.roles.parts import kept_secrets, part_findings
-from shoal.roles.rented import promised
+from shoal.roles.parts import kept_secrets
 from shoal.roles.stage import Stage
 from shoal.roles.tailscale_rented import LOGOUT, on_controller, rented_machines
-from shoal.roles.watchdog import health_command, watchdog
-from shoal.roles.wireguard import file_text
-from shoal.slurm.state import NODES_COMMAND, parse_nodes
-from shoal.slurm.versions import window_findings
-from shoal.spec.members import members, rented_members
+from shoal.roles.watchdog import watchdog
+from shoal.spec.members import members
 from shoal.spec.rented import rented_sets
 
 ANSWER_SECONDS = 20.0
 """How long machines that the provider calls up are waited for at a time; then those that answer go on."""
 RECENT_SECONDS = 120.0
 """Within this time the ledger has what has joined."""
-HEALTH_SECONDS = 180.0
-REGISTER_SECONDS = 60.0
 PART_SECONDS = 10.0
 _PAUSE = 0.5
+
+
+@dataclass(eq=False)
+class _Ready:
+    """Machines of one join that have their packages, with the connections to them."""
+
+    machines: Mapping[str, Rented]
+    fleet: Fleet
+    cluster: Cluster | None = None
+    """The cluster with them in it, once it has been told of them."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Those that could not be entered, with the reason."""
 
 
 class LiveJoiner:
@@ -80,6 +81,8 @@ class LiveJoiner:
         self._controller = members(settings.spec)[0]
         self._ways = Ways(self._controller.name, settings.identity, known_hosts, here, there)
         self._one_at_a_time = asyncio.Lock()
+        self._ready: list[_Ready] = []
+        """What has its packages, and is to be entered into the cluster."""
         self._joining: dict[str, Rented] = {}
         """What is in some join."""
         self._entered: dict[str, tuple[float, Rented]] = {}
@@ -120,49 +123,80 @@ class LiveJoiner:
             self._told = self._known()
 
     async def _join(self, nodes: Mapping[str, Rented]) -> dict[str, str]:
-        said = await self._answering(nodes)
+        said = dict.fromkeys(nodes, "")
 
         def due() -> dict[str, Rented]:
             return {name: machine for name, machine in nodes.items() if not said[name]}
 
-        try:
-            if due():
-                async with self._ways.fleet(due()) as fleet:
+        async with self._ways.fleet(nodes) as fleet:
+            try:
+                said |= await self._answering(fleet, nodes)
+                if due():
                     said |= await self._install(fleet, list(due()))
-            if due():
-                async with AsyncExitStack() as stack:
-                    # One after another, so that each knows all that came before it, and they learn of it.
-                    async with self._one_at_a_time:
-                        everyone = {**self._neighbours(), **due()}
-                        fleet = await stack.enter_async_context(self._ways.fleet(everyone))
-                        cluster, refused = await self._enter(fleet, list(due()))
-                        said |= refused
-                        self._entered |= {name: (time.monotonic(), machine) for name, machine in due().items()}
-                        self._told = self._known()
+                if due():
+                    cluster, refused = await self._enter_with_others(due(), fleet)
+                    said |= refused
+                if due():
                     said |= await self._start(fleet, cluster, due())
-        except ShoalError as error:
-            said |= dict.fromkeys(due(), error.message)
+            except ShoalError as error:
+                said |= dict.fromkeys(due(), error.message)
         for name, problem in said.items():
             if problem:
                 self._entered.pop(name, None)
         return said
 
-    async def _answering(self, nodes: Mapping[str, Rented]) -> dict[str, str]:
-        """Which machines let us in, and what keeps us out of the others."""
+    async def _answering(self, fleet: Fleet, names: Iterable[str]) -> dict[str, str]:
+        """Which machines let us in, and what keeps us out of the others, which are left out from here on."""
 
-        async def meet(name: str) -> str:
+        async def answer(name: str) -> str:
             end = asyncio.get_running_loop().time() + ANSWER_SECONDS
             while True:
                 try:
-                    await self._ways.meet(name, nodes[name])
+                    await meet(fleet, name)
                 except HostError as error:
                     if asyncio.get_running_loop().time() > end:
+                        del fleet.targets[name]
                         return error.cause
                     await asyncio.sleep(_PAUSE)
                 else:
                     return ""
 
-        return dict(zip(nodes, await asyncio.gather(*map(meet, nodes)), strict=True))
+        return dict(zip(names, await asyncio.gather(*map(answer, names)), strict=True))
+
+    async def _enter_with_others(self, machines: Mapping[str, Rented], fleet: Fleet) -> tuple[Cluster, dict[str, str]]:
+        """Enter machines into the cluster, with all others that are ready by now: who is told of one is told of all.
+
+        It is done one after another, so that each knows all that came before it, and they learn of it.
+        """
+        own = _Ready(machines, fleet)
+        self._ready.append(own)
+        try:
+            async with self._one_at_a_time:
+                if own.cluster is None:
+                    await self._enter_ready()
+        finally:
+            self._ready.remove(own)
+        assert own.cluster is not None
+        return own.cluster, own.refused
+
+    async def _enter_ready(self) -> None:
+        """Enter all that are ready. What befalls all of them is raised, and the next one tries with the others."""
+        group = [one for one in self._ready if one.cluster is None]
+        machines = {name: machine for one in group for name, machine in one.machines.items()}
+        async with self._ways.fleet({**self._neighbours(), **machines}) as fleet:
+            for one in group:
+                fleet.take(one.fleet)
+            try:
+                cluster, refused = await self._enter(fleet, list(machines))
+            finally:
+                for one in group:
+                    one.fleet.take(fleet)
+        now = time.monotonic()
+        self._entered |= {name: (now, machine) for name, machine in machines.items() if name not in refused}
+        self._told = self._known()
+        for one in group:
+            one.cluster = cluster
+            one.refused = {name: why for name, why in refused.items() if name in one.machines}
 
     def _neighbours(self) -> dict[str, Rented]:
         """The rented nodes that take jobs or are about to. Whoever else was known is forgotten."""
@@ -190,8 +224,8 @@ class LiveJoiner:
         if await prepare(self._spec, observed.facts, fleet, Silence()):
             observed = await observe(fleet, self._spec)
             fleet.require(self._controller.name)
-        cluster = self._assemble(fleet, observed.facts)
-        refused = self._refused(cluster, new)
+        cluster = with_rented(self._spec, fleet, observed.facts, self._known())
+        refused = unfit_versions(cluster, new)
         there = [member for member in cluster.members if member.name in new and member.name in fleet.live]
         wanted = {member.name: installation(cluster, member) for member in there if member.name not in refused}
         await self._converge(fleet, wanted)
@@ -202,21 +236,21 @@ class LiveJoiner:
         controller = self._controller.name
         observed = await observe(fleet, self._spec)
         fleet.require(controller)
-        cluster = self._assemble(fleet, observed.facts)
-        refused = self._barred(cluster, new)
+        cluster = with_rented(self._spec, fleet, observed.facts, self._known())
+        refused = barred(cluster, new)
         by_name = {member.name: member for member in cluster.members}
         due = [name for name in fleet.live if name not in refused]
-        await self._converge(fleet, {name: membership(cluster, by_name[name]) for name in due if name not in new})
-        fleet.require(controller)
         stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
-        for stage in (Stage.BASE, Stage.SERVICES):
-            await self._converge(fleet, {name: found.get(stage, ()) for name, found in stages.items()})
+        others = {name: membership(cluster, by_name[name]) for name in due if name not in new}
+        await self._converge(fleet, others | {name: found.get(Stage.BASE, ()) for name, found in stages.items()})
+        fleet.require(controller)  # who is to let the new ones in has been told of them
+        await self._converge(fleet, {name: found.get(Stage.SERVICES, ()) for name, found in stages.items()})
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
         return cluster, failed | refused
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, Rented]) -> dict[str, str]:
         """Look at the GPUs, start slurmd, and wait for Slurm to have heard of it."""
-        unfit = await self._unfit(fleet, new)
+        unfit = await broken_gpus(self._spec, fleet, new)
         last = {
             member.name: (
                 *documents(cluster, member).get(Stage.NODES, ()),
@@ -227,9 +261,9 @@ class LiveJoiner:
         }
         await self._converge(fleet, last)
         started = [name for name in last if name not in fleet.failures]
-        unregistered = await self._register(await fleet.host(self._controller.name), started)
+        unheard = await unregistered(await fleet.host(self._controller.name), started)
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
-        return dict.fromkeys(new, "") | unregistered | failed | unfit
+        return dict.fromkeys(new, "") | unheard | failed | unfit
 
     async def _name(self, fleet: Fleet, new: Iterable[str]) -> None:
         """Give machines their nodes' names: Slurm's daemons and training jobs go by them."""
@@ -249,33 +283,6 @@ class LiveJoiner:
 
         await fleet.each(new, rename)
 
-    def _assemble(self, fleet: Fleet, facts: Mapping[str, Facts]) -> Cluster:
-        """The cluster with these rented nodes in it, and no others. Hosts that are always there stay as they are."""
-        controller = self._controller.name
-        before = in_force(facts[controller])
-        gone = {member.name for member in rented_members(self._spec)} - {*fleet.targets} - self._known()
-        kept = {name: address for name, address in before.addresses.items() if name not in gone}
-        own = self._spec.network.kind == "wireguard"  # there a node's address is its own whether or not it is there
-        before = before if own else replace(before, addresses=kept)
-        reached = {**reached_addresses(fleet), controller: before.addresses.get(controller, "")}
-        facts = {name: _without_peers(fact, gone, self._spec.network.port) for name, fact in facts.items()}
-        cluster = assemble(self._spec, facts, reached, before)
-        addresses = {**cluster.addresses, **{m.name: kept[m.name] for m in members(self._spec) if m.name in kept}}
-        ids = choose_ids(controller, {controller: facts[controller]})
-        return replace(cluster, addresses=addresses, ids=ids)
-
-    def _refused(self, cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
-        """Machines whose Slurm the controller cannot talk to."""
-        controller = self._controller.name
-        others = {name: version for name, version in cluster.versions.items() if name in new}
-        findings = window_findings((controller, cluster.versions[controller]), others)
-        return {finding.host: f"{UNFIT}{finding.what}: {finding.found}" for finding in findings if finding.host in new}
-
-    def _barred(self, cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
-        """Machines that have no way into the network, or else cannot be what they should."""
-        found = [finding for finding in part_findings(cluster) if finding.level == "error" and finding.host in new]
-        return {finding.host: f"{finding.what} {finding.found}".strip() for finding in found}
-
     async def _converge(self, fleet: Fleet, wanted: Mapping[str, Document]) -> None:
         due = {name: document for name, document in wanted.items() if document and name not in fleet.failures}
         kept = {**munge_kept(self._controller.name), **kept_secrets(self._spec)}
@@ -287,47 +294,6 @@ class LiveJoiner:
 
         await fleet.each(due, converge)
 
-    async def _unfit(self, fleet: Fleet, names: Iterable[str]) -> dict[str, str]:
-        """Machines whose GPUs do not work."""
-        promises = {
-            name: promised(self._spec, one).gpus for one in rented_sets(self._spec).values() for name in one.nodes
-        }
-
-        async def look(name: str) -> str:
-            done = await (await fleet.host(name)).run(health_command(promises[name]), timeout=HEALTH_SECONDS, root=True)
-            said = " ".join((done.error_text or done.text).split())
-            return f"{UNFIT}{said or 'the look at its GPUs failed'}" if done.status else ""
-
-        return {name: said for name, said in (await fleet.each(names, look)).items() if said}
-
     def _watchdog(self, name: str, machine: Rented, systemd: bool) -> Document:
         nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
         return watchdog(name, int((machine.created or time.time()) + nodeset.lifetime), systemd=systemd)
-
-    async def _register(self, controller: Host, names: Iterable[str]) -> dict[str, str]:
-        """Wait until slurmctld has heard from the nodes."""
-        waiting = dict.fromkeys(names, "slurmd has not registered")
-        end = asyncio.get_running_loop().time() + REGISTER_SECONDS
-        while waiting and asyncio.get_running_loop().time() < end:
-            done = await controller.run(NODES_COMMAND, timeout=30)
-            states = {node.name: node for node in parse_nodes(done.text)} if done.status == 0 else {}
-            for name in [*waiting]:
-                node = states.get(name)
-                if node is None:
-                    continue
-                if "INVAL" in node.state or "INVALID_REG" in node.state:
-                    waiting[name] = f"{UNFIT}Slurm does not take it: {node.reason}"
-                elif not {"POWERING_UP", "POWERED_DOWN", "POWERING_DOWN", "DOWN", "NOT_RESPONDING"} & set(node.state):
-                    del waiting[name]
-            if waiting:
-                await asyncio.sleep(_PAUSE)
-        return waiting
-
-
-def _without_peers(facts: Facts, gone: Iterable[str], port: int) -> Facts:
-    """The facts of a host as if it had never heard of machines that are gone: their keys are not kept for them."""
-    written = peers_in(file_text(facts, PEERS))
-    if not written.keys() & {*gone}:
-        return facts
-    kept = [peer for name, peer in written.items() if name not in gone]
-    return replace(facts, files={**facts.files, PEERS: FileFact(text=peers_conf(kept, port))})

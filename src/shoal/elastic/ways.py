@@ -39,15 +39,6 @@ class Ways:
         self._here = here or LocalConnector()
         self._there = there or _by_ssh
 
-    async def meet(self, name: str, machine: Rented) -> None:
-        """See that a machine lets us in. Raises HostError, and soon: one that boots is asked again and again."""
-        try:
-            async with asyncio.timeout(MEET_SECONDS):
-                await (await self._connector(machine).connect(self._target(name, machine))).close()
-        except TimeoutError:
-            cause = f"{machine.host}:{machine.port} does not answer within {MEET_SECONDS:g} s"
-            raise Unreachable(name, cause, hint="look at the machine in the provider's console") from None
-
     def fleet(self, machines: Mapping[str, Rented]) -> Fleet:
         """The controller and these machines, not yet connected."""
         targets = {self._controller: Target(self._controller)}
@@ -68,6 +59,17 @@ class Ways:
     def _connector(self, machine: Rented) -> Connector:
         self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._there(self._known_hosts / _file_name(machine.id))
+
+
+async def meet(fleet: Fleet, name: str) -> None:
+    """Connect to a machine. Raises HostError, and soon: one that boots is asked again and again."""
+    try:
+        async with asyncio.timeout(MEET_SECONDS):
+            await fleet.host(name)
+    except TimeoutError:
+        target = fleet.targets[name]
+        cause = f"{target.address}:{target.port} does not answer within {MEET_SECONDS:g} s"
+        raise Unreachable(name, cause, hint="look at the machine in the provider's console") from None
 
 
 class _ByName:

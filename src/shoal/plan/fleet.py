@@ -25,6 +25,14 @@ class Fleet(Connections):
             self._agents[name] = await AgentSession.open(await self.host(name))
         return self._agents[name]
 
+    def take(self, other: Fleet) -> None:
+        """Go on with the connections and agents that another has to hosts of ours; it lets go of them."""
+        for name in self.targets:
+            if name in other._hosts and name not in self._hosts:
+                self._hosts[name] = other._hosts.pop(name)
+                if name in other._agents:
+                    self._agents[name] = other._agents.pop(name)
+
     async def converge(
         self, name: str, document: Document, secrets: Mapping[str, bytes], phase: Phase, again: str = "shoal up"
     ) -> Report:

@@ -12,10 +12,13 @@ import pytest
 from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Facts, FileFact
+from shoal.agent.loader import COMMAND
+from shoal.elastic import fit
 from shoal.elastic import join as joining
 from shoal.elastic.fleet import UNFIT
-from shoal.elastic.join import LiveJoiner, _without_peers
+from shoal.elastic.join import LiveJoiner
 from shoal.elastic.settings import Settings
+from shoal.elastic.with_rented import without_peers
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeConnector
 from shoal.network.mesh import Peer
@@ -124,6 +127,35 @@ async def test_machines_that_come_one_shortly_after_the_other_know_each_other(tm
         assert "cloud1" in content and "cloud2" in content
 
 
+async def test_machines_that_are_ready_at_the_same_time_are_told_of_together(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, 2, 3, 4)
+    joins = [reef.joiner.join({f"cloud{number}": machine(number)}) for number in (1, 2, 3, 4)]
+    assert await asyncio.gather(*joins) == [{f"cloud{number}": ""} for number in (1, 2, 3, 4)]
+    told = [request for request in reef.world.agents["c1"].requests if request["op"] == "apply"]
+    assert 1 <= len(told) < 4, "those that were ready while the first one was entered came in with one another"
+    assert reef.item("c1", "block members in /etc/hosts")["content"].count("cloud") == 4
+
+
+async def test_a_machine_is_logged_in_to_once_and_runs_one_agent_for_all_that_it_is_brought_to(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, 2)
+    await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)})
+    for name in ("cloud1", "cloud2"):
+        host = reef.world.hosts[name]
+        assert (host.connects, host.argvs.count(COMMAND)) == (1, 1)
+        assert host.closed
+
+
+async def test_one_that_cannot_be_entered_keeps_no_other_out(tmp_path: Path) -> None:
+    reef = Reef(tmp_path, 1, 2, 3)
+    reef.world.agents["cloud2"].failing["service munge"] = "munged did not start"
+    joins = [reef.joiner.join({f"cloud{number}": machine(number)}) for number in (1, 2, 3)]
+    assert await asyncio.gather(*joins) == [
+        {"cloud1": ""},
+        {"cloud2": "service munge: munged did not start"},
+        {"cloud3": ""},
+    ]
+
+
 async def test_a_machine_that_is_gone_is_forgotten_by_the_next_that_comes(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, stale="cloud4")
     reef.known_hosts.mkdir()
@@ -149,10 +181,10 @@ async def test_who_is_gone_is_forgotten_and_who_only_cannot_be_found_now_is_not(
 def test_the_keys_of_machines_that_are_gone_are_not_kept() -> None:
     peers = [Peer(name, name * 8, (f"10.77.0.{number}",)) for number, name in enumerate(("n1", "cloud1", "cloud2"), 2)]
     facts = Facts(files={PEERS: FileFact(text=peers_conf(peers, 51820))})
-    assert peers_in(file_text(_without_peers(facts, {"cloud2", "cloud3"}, 51820), PEERS)) == {
+    assert peers_in(file_text(without_peers(facts, {"cloud2", "cloud3"}, 51820), PEERS)) == {
         peer.name: peer for peer in peers[:2]
     }
-    assert _without_peers(facts, {"cloud3"}, 51820) is facts
+    assert without_peers(facts, {"cloud3"}, 51820) is facts
 
 
 async def test_a_machine_whose_gpus_do_not_work_never_starts_slurmd(tmp_path: Path) -> None:
@@ -198,7 +230,7 @@ async def test_a_package_that_does_not_install_is_told_and_tried_again(tmp_path:
 async def test_a_node_that_slurm_does_not_hear_of_or_does_not_take_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "REGISTER_SECONDS", 0.01)
+    monkeypatch.setattr(fit, "REGISTER_SECONDS", 0.01)
     reef = Reef(tmp_path, 1, 2)
     reef.world.slurm.states |= {"cloud1": "IDLE+CLOUD+POWERING_UP", "cloud2": "IDLE+CLOUD+INVALID_REG"}
     reef.world.slurm.reasons["cloud2"] = "gres/gpu count reported lower than configured (0 < 1)"
