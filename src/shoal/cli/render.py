@@ -34,8 +34,8 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
         console.print(f"{plan.cluster}: no changes{where}", highlight=False)
         return
     table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
-    for (change, cost), hosts in _grouped(plan.changes).items():
-        table.add_row(compress(hosts), free(change), Text(cost.words, style=COST_STYLE[cost]))
+    for (told, cost), hosts in _grouped(plan.changes).items():
+        table.add_row(compress(hosts), free(told), Text(cost.words, style=COST_STYLE[cost]))
     console.print(table)
     if diff:
         for change in plan.changes:
@@ -96,8 +96,8 @@ def show_status(console: Console, status: Status) -> None:
         f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n",
         highlight=False,
     )
-    titles = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
-    table = Columns(*titles, wraps=("nodes", "state", "reason"))
+    of_nodes = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
+    table = Columns(*of_nodes, wraps=("nodes", "state", "reason"))
     for row, nodes in _alike(status.nodes).items():
         state = nodes[0].state
         base = next((word for word in STATE_STYLE if word in state), "")
@@ -119,8 +119,8 @@ def show_status(console: Console, status: Status) -> None:
     if not status.jobs:
         console.print("no jobs")
         return
-    titles = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
-    jobs = Columns(*titles, wraps=("job", "name", "user", "where or why"))
+    of_jobs = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
+    jobs = Columns(*of_jobs, wraps=("job", "name", "user", "where or why"))
     for job in status.jobs:
         why = status.rented.waiting.get(job.id, "") if status.rented else ""
         where = job.nodes or why or f"({job.reason})"
