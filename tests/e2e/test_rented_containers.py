@@ -1,14 +1,24 @@
-"""Rented containers for real: a simulated RunPod whose pods are behind one port each, and a job that wakes one."""
+"""Rented containers for real: a simulated RunPod whose pods are behind one port each, and jobs that wake one.
+
+A container has no share and no home. What `shoal run` sends goes there by way of the controller, and what its jobs
+write comes back there while they run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated import Cloud, apart, asleep, bill, ended, renting
+from tests.small_wheels import small_wheel
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]
+from shoal.providers.sandbox.layout import Layout, cache_dir
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 NAME = "x-pods"
 KEY = "rp-e2e-0123456789abcdef"
@@ -18,47 +28,112 @@ controller: {{provider: sandbox, memory: 1G}}
 providers:
   runpod: {{url: "URL-OF-runpod", key: "env:RUNPOD_KEY"}}
 budget: {{per_hour: 5}}
+environments:
+  bowl: {{requirements: bowl.txt, place: local}}
 nodesets:
   pods: {{provider: runpod, type: NVIDIA A40, region: EU-RO-1, max: 2, cpus: 1, memory: 2G, gpus: 1, idle: 10s}}
 """
-JOB = "#!/bin/sh\necho gpu $CUDA_VISIBLE_DEVICES\nsrun echo step $SLURM_JOB_NODELIST\n"
+SCRIPT = """\
+import contextlib, json, os, sys, time
+from pathlib import Path
+
+job, node, gpu = Path(os.environ["SHOAL_JOB_DIR"]), os.environ["SLURMD_NODENAME"], os.environ["CUDA_VISIBLE_DEVICES"]
+with contextlib.suppress(ImportError):
+    import herring
+    print("uses", herring.VERSION, sys.prefix)
+print(f"on {node} with gpu {gpu}")
+for step in range(int(sys.argv[1])):
+    checkpoint = job / f"checkpoints/step-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text(str(step))
+    (job / "progress.new").write_text(json.dumps({"step": step, "updated": time.time()}))
+    (job / "progress.new").rename(job / "progress.json")
+    print("step", step)
+    time.sleep(float(sys.argv[2]))
+Path("result.txt").write_text("42")
+if "fail" in sys.argv:
+    raise ValueError("no such luck")
+"""
+JOBS = f"/var/lib/shoal/jobs/{NAME}"
+
+
+class Pods:
+    """The cluster, the address of its cloud, and a working tree with the script."""
+
+    def __init__(self, cluster: Cluster, url: str, tree: Path) -> None:
+        self.cluster, self.url, self.tree = cluster, url, tree
+        (tree / "train.py").write_text(SCRIPT)
+
+    def run(self, *arguments: str, options: Sequence[str] = ()) -> str:
+        """Queue a job of `shoal run` for the first container."""
+        with chdir(self.tree):
+            return str(self.cluster.json("run", *options, "--nodelist", "pods1", "train.py", *arguments)["id"])
+
+    def shown(self, job: str) -> dict[str, Any]:
+        """The job as `shoal jobs` shows it."""
+        [found] = [one for one in self.cluster.json("jobs")["jobs"] if one["record"]["id"] == job]
+        return dict(found)
+
+    def kept(self, path: str) -> str:
+        """A file of a job, where it is kept."""
+        return self.cluster.on("controller", "cat", f"{JOBS}/{path}")
 
 
 @pytest.fixture(scope="module")
-def rented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     cloud = Cloud("runpod", KEY, ("--boot-seconds", "1"))
-    with renting(tmp_path_factory.mktemp("pods"), SPEC, cloud) as (cluster, urls):
-        yield cluster, urls["runpod"]
+    place = tmp_path_factory.mktemp("pods")
+    (place / "bowl.txt").write_text("--no-index\n--find-links /shared/index\nherring\n")
+    with renting(place, SPEC, cloud) as (cluster, urls):
+        small_wheel(Layout(cache_dir(), NAME).shared / "index", "herring", "1.0")
+        yield Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"))
 
 
-def test_a_job_wakes_a_container_and_runs_its_steps_there(rented: tuple[Cluster, str]) -> None:
-    cluster, url = rented
-    conf = cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
+def test_a_job_wakes_a_container_with_its_environment_and_what_it_writes_comes_back(pods: Pods) -> None:
+    conf = pods.cluster.on("controller", "cat", "/etc/slurm/slurm.conf")
     assert "PartitionName=main Nodes=pods[1-2] " in conf and " MaxNodes=1 " in conf
-    # The container has no share and no home: the job brings its results back itself, over what Slurm has.
-    script = JOB + "scontrol update job \"$SLURM_JOB_ID\" comment=\"$(cat /tmp/out | tr '\\n' ' ')\"\n"
-    submit = 'printf "%s" "$1" > /tmp/job; exec timeout 200 sbatch --wait --parsable --gpus=1 -o /tmp/out /tmp/job'
-    job = cluster.on("controller", "sh", "-c", submit, "sh", script).split()[0]
-    shown = cluster.on("controller", "scontrol", "-o", "show", "job", job)
-    assert "JobState=COMPLETED" in shown
-    assert "Comment=gpu 0 step pods1" in shown
-    [machine] = bill(url)["machines"]
+    [made] = pods.cluster.json("env", "build", "bowl")["made"]
+    job = pods.run("3", "0.2", options=("--env", "bowl"))
+    told = pods.cluster.shoal("logs", "-f", job).stdout.splitlines()
+    assert told[:2] == [f"[0] uses 1.0 {made['path']}", "[0] on pods1 with gpu 0"]
+    assert told[2:] == [f"[0] step {step}" for step in range(3)]
+    assert pods.shown(job)["record"]["state"] == "COMPLETED"
+    assert (pods.kept(f"{job}/tree/result.txt"), pods.kept(f"{job}/checkpoints/step-2/weights")) == ("42", "2")
+    machine = bill(pods.url)["machines"][0]
     assert (machine["type"], machine["region"], machine["usd_hour"]) == ("NVIDIA A40", "EU-RO-1", 0.44)
 
 
-def test_it_is_given_back_when_idle_and_the_ledger_balances_with_the_bill(rented: tuple[Cluster, str]) -> None:
-    cluster, url = rented
-    cluster.wait("it goes", lambda: ended(url), 200)
-    cluster.wait("Slurm knows", lambda: asleep(cluster), 120)
-    assert cluster.json("cost")["machines"] == 0
-    assert apart(cluster, url, "pods") == ""
+def test_a_script_that_fails_there_is_told_with_its_reason(pods: Pods) -> None:
+    job = pods.run("1", "0", "fail")
+    told = pods.cluster.shoal("logs", "-f", job, status=None)
+    assert "[0] ValueError: no such luck" in told.stdout.splitlines()
+    reason = pods.shown(job)["reason"]
+    assert reason["text"] == "rank 0 on pods1 failed first, with exit status 1: ValueError: no such luck"
+    assert pods.kept(f"{job}/tree/result.txt") == "42"
 
 
-def test_the_node_comes_again_as_another_container(rented: tuple[Cluster, str]) -> None:
-    cluster, url = rented
-    cluster.on("controller", "sh", "-c", "timeout 200 sbatch --wait --gpus=1 -o /dev/null --wrap 'srun hostname'")
-    machines = bill(url)["machines"]
-    assert len(machines) == 2
-    assert len({one["id"] for one in machines}) == 2
-    told = cluster.on("controller", "sh", "-c", "journalctl; cat /proc/[0-9]*/cmdline; true")
+def test_progress_is_seen_while_a_job_runs_and_cancelled_it_keeps_its_checkpoints(pods: Pods) -> None:
+    job = pods.run("100000", "0.5")
+    pods.cluster.wait("its progress is here", lambda: pods.shown(job)["progress"].get("step", 0) >= 2)
+    assert pods.kept(f"{job}/checkpoints/step-0/weights") == "0"
+    pods.cluster.shoal("cancel", job)
+    pods.cluster.wait("it has ended", lambda: pods.shown(job)["record"]["state"] == "CANCELLED")
+    printed = [line["text"] for line in pods.cluster.json("logs", job)["lines"] if line["rank"] == 0]
+    last = printed[-1].removeprefix("step ")
+    assert int(last) >= 2 and pods.kept(f"{job}/checkpoints/step-{last}/weights") == last
+
+
+def test_it_is_given_back_when_idle_and_the_ledger_balances_with_the_bill(pods: Pods) -> None:
+    pods.cluster.wait("it goes", lambda: ended(pods.url), 300)
+    pods.cluster.wait("Slurm knows", lambda: asleep(pods.cluster), 200)
+    assert pods.cluster.json("cost")["machines"] == 0
+    assert apart(pods.cluster, pods.url, "pods") == ""
+
+
+def test_the_node_comes_again_as_another_container_also_for_sbatch(pods: Pods) -> None:
+    before = {one["id"] for one in bill(pods.url)["machines"]}
+    wake = "timeout 400 sbatch --wait --gpus=1 -o /dev/null --wrap 'srun hostname'"
+    pods.cluster.on("controller", "sh", "-c", wake)
+    assert len({one["id"] for one in bill(pods.url)["machines"]} - before) == 1
+    told = pods.cluster.on("controller", "sh", "-c", "journalctl; cat /proc/[0-9]*/cmdline; true")
     assert "shoal-elastic" in told and KEY not in told

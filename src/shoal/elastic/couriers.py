@@ -38,17 +38,22 @@ LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 2.0
 """From an attempt that was cut off to the next."""
 
-_RECORD, _FIELD = "\x1e", "\x1f"
-FIELDS = ("%A", "%i", "%T", "%U", "%G", "%S", "%N", "%Z", "%k")
-"""Slurm's number, the id, state, user and group, start, node, directory; the comment, its owner's to choose, last."""
-COMMAND = ("squeue", "-h", "-t", "running,completing", "-o", _RECORD + _FIELD.join(FIELDS))
+TURNS = ("squeue", "-h", "-t", "running,completing", "-o", "%A %i %T %U %G %S %N")
+"""What runs or is about to end. Nothing of it is a user's to choose: who writes here is not taken for somebody else."""
+_FIELD = "\x1f"
+
+
+def note_command(number: str) -> tuple[str, ...]:
+    """Where one job runs and what its comment says, both of them its owner's to choose."""
+    return ("squeue", "-h", "-t", "all", "-j", number, "-o", f"%Z{_FIELD}%k")
 
 
 @dataclass(frozen=True)
-class Carried:
+class Turn:
     """One turn of a job in a container."""
 
     number: str
+    """Slurm's own."""
     id: str
     """`17`, or `17_3` for one of an array: how its directory is called."""
     state: str
@@ -56,31 +61,30 @@ class Carried:
     gid: int
     start: str
     node: str
-    root: str
-    note: Note
 
     @property
     def key(self) -> tuple[str, str]:
         """What tells it from others at the same time."""
         return self.number, self.node
 
-    @property
-    def directory(self) -> str:
-        return f"{self.root}/{self.id}"
+
+def turns(text: str, containers: Collection[str]) -> list[Turn]:
+    """What jobs are in containers, from the answer to TURNS."""
+    found = [line.split() for line in text.splitlines()]
+    return [
+        Turn(number, id, state, int(uid), int(gid), start, node)
+        for number, id, state, uid, gid, start, node in (words for words in found if len(words) == 7)
+        if node in containers
+    ]
 
 
-def carried(text: str, root: str, containers: Collection[str]) -> list[Carried]:
-    """The jobs of `shoal run` in containers, from the answer to COMMAND. `root` is where their files are."""
-    found = []
-    for record in text.split(_RECORD)[1:]:
-        fields = record.removesuffix("\n").split(_FIELD, len(FIELDS) - 1)
-        if len(fields) != len(FIELDS):
-            continue
-        number, id, state, uid, gid, start, node, place, comment = fields
-        note = Note.parse(comment)
-        if note is not None and place == root and node in containers:
-            found.append(Carried(number, id, state, int(uid), int(gid), start, node, root, note))
-    return found
+def note_of(text: str, root: str) -> Note | None:
+    """What `shoal run` noted of a job, from the answer to `note_command`; None for one that is somebody else's affair.
+
+    `root` is where the jobs of `shoal run` are. All tasks of an array, which have a line each, are alike.
+    """
+    place, _, comment = text.partition("\n")[0].partition(_FIELD)
+    return Note.parse(comment) if place == root else None
 
 
 def ssh(node: str) -> list[str]:
@@ -130,7 +134,7 @@ class Couriers:
         self._reach = reach
         self._listed: frozenset[tuple[str, str]] = frozenset()
         """The keys of jobs that Slurm has in containers."""
-        self._carrying: dict[tuple[str, str], tuple[Carried, asyncio.Task[None]]] = {}
+        self._carrying: dict[tuple[str, str], tuple[Turn, asyncio.Task[None]]] = {}
         self._unpacking: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self) -> None:
@@ -155,10 +159,10 @@ class Couriers:
         present = self._present()
         if not present and not self._carrying:
             return
-        done = await self._slurm.run(COMMAND, timeout=PATIENCE)
-        if done.status != 0:
+        said = await self._slurm.run(TURNS, timeout=PATIENCE)
+        if said.status != 0:
             return
-        jobs = carried(done.text, self._root, self._containers)
+        jobs = turns(said.text, self._containers)
         self._listed = frozenset(job.key for job in jobs)
         for job in jobs:
             if job.node in present and self._begins(job):
@@ -166,18 +170,22 @@ class Couriers:
         for key in [key for key, (_, task) in self._carrying.items() if task.done() and key not in self._listed]:
             del self._carrying[key]
 
-    def _begins(self, job: Carried) -> bool:
+    def _begins(self, job: Turn) -> bool:
         """Whether nobody has carried for this turn. One that is fetched is still shown until Slurm knows its end."""
         before, task = self._carrying.get(job.key, (None, None))
         if before is None or task is None:
             return True
         return task.done() and job.state == "RUNNING" and job.start != before.start
 
-    async def _carry(self, job: Carried) -> None:
-        said = ""
+    async def _carry(self, job: Turn) -> None:
+        said, note = "", None
         while True:
             try:
-                problem = await self._attempt(job)
+                asked = await self._slurm.run(note_command(job.number), timeout=PATIENCE)
+                note = note_of(asked.text, self._root)
+                if asked.status == 0 and note is None:
+                    return
+                problem = await self._attempt(job, note) if note else asked.error_text.strip()
             except Exception as error:  # it must not end in silence: the job waits for it
                 log.exception("job %s: what carries its files failed", job.id)
                 problem = str(error)
@@ -192,21 +200,22 @@ class Couriers:
             said = problem
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _attempt(self, job: Carried) -> str:
+    async def _attempt(self, job: Turn, note: Note) -> str:
         """Carry all there is until the job is over. What went wrong, or nothing."""
+        directory = f"{self._root}/{job.id}"
         try:
-            problem = await self._send_environment(job) or await self._send(job)
+            problem = await self._send_environment(job, note.environment) or await self._send(job, note)
         except Hopeless as error:
             log.warning("job %s: %s", job.id, error)
-            problem = (await self._there(job, staging.fail(job.uid, job.gid, job.directory, str(error)))).problem
+            problem = (await self._there(job, staging.fail(job.uid, job.gid, directory, str(error)))).problem
         if problem := problem or await self._fetch(job):
             return problem
-        return (await self._there(job, staging.done(job.number, job.uid, job.gid, job.directory))).problem
+        return (await self._there(job, staging.done(job.number, job.uid, job.gid, directory))).problem
 
-    async def _send(self, job: Carried) -> str:
+    async def _send(self, job: Turn, note: Note) -> str:
         """What the job needs."""
         ends = await joined(
-            self._courier(job, "send", "there", job.note.code, job.note.runtime),
+            self._courier(job, "send", "there", note.code, note.runtime),
             self._courier_there(job, "take", "there"),
         )
         for end in ends:
@@ -214,7 +223,7 @@ class Couriers:
                 raise Hopeless(end.said)
         return ends[1].problem or ends[0].problem
 
-    async def _fetch(self, job: Carried) -> str:
+    async def _fetch(self, job: Turn) -> str:
         """What the job writes, as it writes it."""
         fetching = asyncio.create_task(
             joined(
@@ -233,11 +242,11 @@ class Couriers:
         sender, taker = fetching.result()
         return sender.problem or taker.problem
 
-    async def _send_environment(self, job: Carried) -> str:
+    async def _send_environment(self, job: Turn, id: str) -> str:
         """A copy of the job's environment, where it is one that every node has for itself."""
-        id = job.note.environment
-        archive = next((p for d in self._environments if (p := Path(d) / f"archives/{id}.tar").exists()), None)
-        if not id or archive is None:
+        archives = [Path(directory, "archives", f"{id}.tar") for directory in self._environments] if id else []
+        archive = next(filter(_is_roots, archives), None)
+        if archive is None:
             return ""
         place = f"{LOCAL}/{id}"
         async with self._unpacking[(job.node, id)]:
@@ -250,14 +259,23 @@ class Couriers:
             raise Hopeless(f"environment {id} does not run on {job.node}: the Python it was made with is not there")
         return look.problem
 
-    def _courier(self, job: Carried, what: str, way: str, *more: str) -> list[str]:
+    def _courier(self, job: Turn, what: str, way: str, *more: str) -> list[str]:
         """The courier on this host, as the job's user."""
-        words = (what, way, job.root, job.id, *more)
+        words = (what, way, self._root, job.id, *more)
         return staging.as_user(job.uid, job.gid, "python3", "-I", "-S", "-c", PROGRAM, *words)
 
-    def _courier_there(self, job: Carried, what: str, way: str, *more: str) -> list[str]:
+    def _courier_there(self, job: Turn, what: str, way: str, *more: str) -> list[str]:
         return [*self._reach(job.node), staging.marked(job.number, self._courier(job, what, way, *more))]
 
-    async def _there(self, job: Carried, command: str, stdin: IO[bytes] | int = DEVNULL) -> Ended:
+    async def _there(self, job: Turn, command: str, stdin: IO[bytes] | int = DEVNULL) -> Ended:
         """Run a command of root's shell in the container."""
         return await run([*self._reach(job.node), command], stdin)
+
+
+def _is_roots(archive: Path) -> bool:
+    """Whether an archive is there and nobody but root can have put it there: root unpacks it."""
+    try:
+        found = [path.lstat() for path in (archive, *archive.parents[:2])]
+    except OSError:
+        return False
+    return all(one.st_uid == 0 and not one.st_mode & 0o022 for one in found)

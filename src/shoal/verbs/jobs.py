@@ -82,7 +82,7 @@ async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Re
 async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
     found: dict[str, Mapping[str, Any]] = {}
-    # A node that is rented shares the directory with the controller.
+    # A node that is rented shares the directory with the controller, or has it fetched there.
     nodes = {
         record.id: [name for name in expand(record.nodes) if name in fleet.targets] or [controller]
         for record in running

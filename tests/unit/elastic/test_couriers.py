@@ -13,43 +13,43 @@ from pathlib import Path
 import pytest
 
 from shoal.elastic import couriers
-from shoal.elastic.couriers import COMMAND, Carried, Couriers, carried
+from shoal.elastic.couriers import Couriers, Turn, note_of, turns
 from shoal.environments.builder import MARK
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeHost
 from shoal.jobs import staging
 from shoal.jobs.model import Note
 
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as a job's user")
+
 LIMIT = 60.0
 SHELL = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[3].replace(sys.argv[1], sys.argv[2])])"
 ROOT = "/var/lib/shoal/jobs/reef"
 
 
-def record(number: str = "7", *, start: str = "t0", state: str = "RUNNING", **other: str) -> str:
-    values = {"id": number, "uid": str(os.getuid()), "gid": str(os.getgid()), "node": "pods1", "place": ROOT}
-    values |= {"comment": "shoal:c0de/11b", **other}
-    order = ("id", "state", "uid", "gid", "start", "node", "place", "comment")
-    fields = values | {"state": state, "start": start}
-    return "\x1e" + "\x1f".join((number, *(fields[name] for name in order))) + "\n"
+def line(number: str = "7", *, id: str = "", state: str = "RUNNING", start: str = "t0", node: str = "pods1") -> str:
+    return f"{number} {id or number} {state} {os.getuid()} {os.getgid()} {start} {node}\n"
 
 
-def test_only_jobs_of_shoal_run_in_containers_and_in_their_usual_place_are_carried() -> None:
-    text = "".join(
-        (
-            record(),
-            record("8", id="8_3", comment="shoal:c0de/11b@e44"),
-            record("9", comment="mine"),
-            record("10", node="gpu1"),
-            record("11", place="/etc"),
-            record("12", comment="shoal:c0de/11b\x1fx"),
-        )
-    )
-    found = carried(text, ROOT, {"pods1", "pods2"})
-    assert [(job.number, job.id, job.directory, job.note) for job in found] == [
-        ("7", "7", f"{ROOT}/7", Note("c0de", "11b")),
-        ("8", "8_3", f"{ROOT}/8_3", Note("c0de", "11b", "", "e44")),
-    ]
-    assert found[0] == Carried("7", "7", "RUNNING", os.getuid(), os.getgid(), "t0", "pods1", ROOT, found[0].note)
+def test_jobs_in_containers_are_found_and_tasks_of_an_array_each_for_itself() -> None:
+    text = line() + line("9", id="8_3", state="COMPLETING") + line("10", node="gpu1") + line("11", node="pods[1-2]")
+    who = (os.getuid(), os.getgid(), "t0", "pods1")
+    assert turns(text, {"pods1", "pods2"}) == [Turn("7", "7", "RUNNING", *who), Turn("9", "8_3", "COMPLETING", *who)]
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        (f"{ROOT}\x1fshoal:c0de/11b@e44\n", Note("c0de", "11b", "", "e44")),
+        (f"{ROOT}\x1fmine\n", None),
+        (f"{ROOT}\x1f(null)\n", None),
+        ("/etc\x1fshoal:c0de/11b\n", None),
+        (2 * f"{ROOT}\x1fshoal:c0de/11b\n", Note("c0de", "11b")),
+        ("", None),
+    ],
+)
+def test_only_jobs_of_shoal_run_in_their_usual_place_are_carried(said: str, note: Note | None) -> None:
+    assert note_of(said, ROOT) == note
 
 
 def test_a_container_is_reached_with_the_key_that_rented_it_and_no_secret_is_an_argument() -> None:
@@ -67,7 +67,7 @@ class World:
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.controller, self.container, self.marks = place / "controller", place / "container", place / "marks"
-        self.queue, self.asked, self.cut = "", 0, False
+        self.queue, self.comment, self.asked, self.cut = "", "", 0, False
         self.present = {"pods1"}
         monkeypatch.setattr(staging, "MARKS", str(self.marks))
         monkeypatch.setattr(couriers, "LOOK_SECONDS", 0.05)
@@ -75,7 +75,7 @@ class World:
         for path in ("code/c0de.tar", "lib/11b/start.py"):
             self.write(self.controller / path, path)
         self.container.mkdir()
-        self.slurm = FakeHost(Target("controller"), {COMMAND[:1]: self._squeue})
+        self.slurm = FakeHost(Target("controller"), {("squeue",): self._squeue})
         self.couriers = Couriers(
             "reef",
             {"pods1", "pods2"},
@@ -87,6 +87,8 @@ class World:
         )
 
     def _squeue(self, call: Call) -> bytes | Result:
+        if "-j" in call.argv:
+            return f"{self.controller}\x1f{self.comment}\n".encode()
         self.asked += 1
         return self.queue.encode()
 
@@ -101,10 +103,10 @@ class World:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def start(self, submission: str = "first", **more: str) -> None:
+    def start(self, start: str = "t0", comment: str = "shoal:c0de/11b") -> None:
         """Slurm starts the batch script in the container."""
-        self.write(self.container / "7/submission", submission)
-        self.queue = record(place=str(self.controller), **more)
+        self.write(self.container / "7/submission", "first")
+        self.queue, self.comment = line(start=start), comment
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -199,6 +201,13 @@ async def test_a_container_that_is_gone_is_not_called_for_ever(world: World, cap
         await until(lambda: "job 7: pods1 is gone; what it had not sent yet is lost" in caplog.text)
 
 
+async def test_a_job_that_came_by_another_way_is_left_alone(world: World) -> None:
+    world.start(comment="mine")
+    async with world.running():
+        await until(lambda: world.asked > 3)
+    assert not world.marks.exists() and not (world.container / "7/sent").exists()
+
+
 async def test_slurm_is_not_asked_while_there_is_no_container(world: World) -> None:
     world.present = set()
     await world.couriers.look()
@@ -228,6 +237,17 @@ async def test_an_environment_is_in_the_container_before_the_job_starts(
     async with world.running():
         await until((world.container / "7/sent/.ready").exists)
     assert (environment.local / "e44/bin/python").exists()
+
+
+async def test_an_environment_that_somebody_else_may_have_put_there_is_not_unpacked(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = Environment(tmp_path, monkeypatch, sys.executable)
+    (tmp_path / "environments").chmod(0o1777)
+    world.start(comment="shoal:c0de/11b@e44")
+    async with world.running():
+        await until((world.container / "7/sent/.ready").exists)
+    assert not environment.local.exists()
 
 
 async def test_an_environment_that_cannot_run_there_ends_the_job_with_the_reason(

@@ -17,6 +17,7 @@ from tests.unit.jobs.job_clusters import SHIPPED, resolved
 from shoal.jobs import staging
 from shoal.jobs.script import sbatch_script
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as a job's user")
 STAGED = replace(SHIPPED, staged=True)
 LIMIT = 60.0
 
@@ -132,6 +133,7 @@ def test_the_end_gives_up_when_nobody_fetches(tmp_path: Path) -> None:
     assert list(end.mark.parent.iterdir()) == []
 
 
+@as_root
 def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
     job = tmp_path / "jobs/7"
     job.mkdir(parents=True)
@@ -141,6 +143,7 @@ def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["8.out"]
 
 
+@as_root
 @pytest.mark.parametrize("why", ["plain", "it's $(odd) `text`\nof two lines"])
 def test_the_reason_is_told_as_it_is(tmp_path: Path, why: str) -> None:
     command = staging.fail(os.getuid(), os.getgid(), str(tmp_path / "7"), why)
