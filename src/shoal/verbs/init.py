@@ -19,6 +19,13 @@ from shoal.spec.words import printable
 
 FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "git.sr.ht", "dev.azure.com", "huggingface.co")
 """Where an SSH config goes for git. `User git` gives the others away."""
+SHARES = (
+    "# Directories that all hosts have. Checkpoints of a job on several nodes need one.",
+    "# storage:",
+    "#   /shared: {kind: nfs}",
+    "",
+)
+"""Sandbox hosts share a directory as they are."""
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
 
@@ -166,7 +173,7 @@ def _given(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
             "",
         ]
     sets = "nodes" if nodes else "controller"
-    return "\n".join([*lines, *_tail(sets)])
+    return "\n".join([*lines, *_tail(sets, shares=bool(nodes))])
 
 
 def _sandbox(cluster: str) -> str:
@@ -187,7 +194,7 @@ def _sandbox(cluster: str) -> str:
         "    # image: debian13     # Slurm 24.11; debian12 has 22.05, sid has 26.05",
         "",
     ]
-    return "\n".join([*lines, *_tail("fish")])
+    return "\n".join([*lines, *_tail("fish", shares=False)])
 
 
 def _head(cluster: str) -> list[str]:
@@ -198,7 +205,7 @@ def _head(cluster: str) -> list[str]:
     ]
 
 
-def _tail(nodeset: str) -> list[str]:
+def _tail(nodeset: str, *, shares: bool) -> list[str]:
     return [
         "# The queues. Without this part there is one, `main`, over everything that computes.",
         "partitions:",
@@ -206,6 +213,11 @@ def _tail(nodeset: str) -> list[str]:
         f"    nodesets: [{nodeset}]",
         "    default: true",
         "    # max_time: 1-00:00:00  # the longest a job may run: one day",
+        "",
+        *(SHARES if shares else ()),
+        "# Python packages for jobs: `shoal env build` brings them to the nodes, `shoal run --env torch` uses them.",
+        "# environments:",
+        "#   torch: {requirements: requirements.txt}",
         "",
         "# firewall: false         # leave the hosts' firewalls alone",
         "",

@@ -73,9 +73,12 @@ def test_a_spec_loads_with_every_commented_line_switched_on() -> None:
         text = init_text(hosts, None, "reef")
         for line in ("# max_time", "# cpus", "# memory", "# image", "# user", "# firewall"):
             text = text.replace(line, line[2:])
+        for line in ("# storage:", "#   /shared", "# environments:", "#   torch"):
+            text = text.replace(f"\n{line}", f"\n{line[2:]}")
         spec, findings = load_text_all(text, "s.yaml")
         assert findings == []
         assert spec.firewall is False
+        assert (list(spec.storage), list(spec.environments)) == (["/shared"] if hosts else [], ["torch"])
 
 
 def test_every_literal_alias_of_an_ssh_config_is_a_host(tmp_path: Path) -> None:
