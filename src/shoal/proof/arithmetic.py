@@ -19,21 +19,21 @@ STRETCH = 1 << 22
 """Elements that are worked on at once, so that no second copy of a large parameter is made."""
 
 
-def joined(pieces: Sequence[memoryview]) -> memoryview:
+def joined(pieces: Sequence[memoryview[float]]) -> memoryview[float]:
     """One piece after the other."""
     if len(pieces) == 1:
         return pieces[0]
-    return memoryview(bytearray().join(pieces)).cast(pieces[0].format)
+    return memoryview(bytearray().join(pieces)).cast("f" if pieces[0].format == "f" else "d")
 
 
-def largest_value(values: memoryview) -> float:
+def largest_value(values: memoryview[float]) -> float:
     """The largest absolute value; infinite where one is no number."""
     if torch := _torch_for(values):
         return max((_largest(part) for part in _stretches(torch, values)), default=0.0)
     return _largest_of(values)
 
 
-def largest_difference(one: memoryview, other: memoryview) -> float:
+def largest_difference(one: memoryview[float], other: memoryview[float]) -> float:
     """The largest absolute difference of two elements; infinite where one is no number."""
     if torch := _torch_for(one):
         both = zip(_stretches(torch, one), _stretches(torch, other), strict=True)
@@ -41,7 +41,7 @@ def largest_difference(one: memoryview, other: memoryview) -> float:
     return _largest_of(map(operator.sub, one, other))
 
 
-def _torch_for(values: memoryview) -> Any:
+def _torch_for(values: memoryview[float]) -> Any:
     return _torch() if len(values) >= MANY else None
 
 
@@ -50,7 +50,7 @@ def _torch() -> Any:
     return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 
-def _stretches(torch: Any, values: memoryview) -> Iterator[Any]:
+def _stretches(torch: Any, values: memoryview[float]) -> Iterator[Any]:
     tensor = torch.frombuffer(values, dtype={"d": torch.float64, "f": torch.float32}[values.format])
     return (part.double() for part in tensor.split(STRETCH))
 

@@ -138,6 +138,8 @@ def _remedy(told: str) -> str:
     for name in ("torch", "shoal"):
         if f"No module named '{name}'" in told:
             return f"install {name} for the Python that runs the script, or name another with --python"
+    if "environment variable RANK expected" in told:
+        return "call shoal.train.init() in place of torch.distributed.init_process_group(), which needs a launcher"
     return "run the script by itself first"
 
 

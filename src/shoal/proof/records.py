@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 SOURCES = ("progress", "tracker")
 """Who may have been told the losses. Progress is told of every step, a tracker perhaps of every tenth."""
@@ -40,7 +40,7 @@ class Step:
     """A name for each sample, in the order the model got them."""
 
 
-Values = Sequence[memoryview]
+Values: TypeAlias = "Sequence[memoryview[float]]"
 """The elements of a parameter, in pieces that follow each other."""
 
 
@@ -50,7 +50,7 @@ class Held:
 
     sharded: bool
     digest: str
-    values: memoryview
+    values: memoryview[float]
     """Empty where rank 0 has kept the same."""
 
 

@@ -9,6 +9,16 @@ from shoal.train.launchers import TORCH_NAMES, Variables, in_a_step
 from shoal.train.nodes import tasks_per_node
 
 
+def check_alone(environ: Mapping[str, str]) -> None:
+    """A process that nobody gave a rank, in a world of several: each would train by itself, and say nothing."""
+    if (environ.get("WORLD_SIZE") or "1") != "1":
+        raise EnvError(
+            "the environment speaks of several ranks, and does not say which this process is",
+            found=f"WORLD_SIZE={environ['WORLD_SIZE']}, no RANK, and no launcher's variables",
+            fix="start it with srun, torchrun or mpirun, which set all of it; for one process unset WORLD_SIZE",
+        )
+
+
 def check_bounds(read: Variables, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
     launcher = read.launcher
     pairs = (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.train.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
-from shoal.train.contradictions import check_bounds, check_torch_names, check_torchrun
+from shoal.train.contradictions import check_alone, check_bounds, check_torch_names, check_torchrun
 from shoal.train.errors import EnvError
 from shoal.train.interfaces import is_address, is_loopback, resolve
 from shoal.train.launchers import Launcher, LauncherName, Variables, find_launcher
@@ -117,6 +117,7 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
 
 def _alone(environ: Mapping[str, str]) -> Env:
     """Plain python: one process, also in a batch script that asked for several tasks and did not use srun."""
+    check_alone(environ)
     tasks = environ.get("SLURM_NTASKS", "1")
     if environ.get("SLURM_JOB_ID") and tasks not in ("", "1"):
         log.warning("the job has %s tasks, and this is one process outside of them: start it with srun", tasks)

@@ -33,6 +33,7 @@ from shoal.train.contract import PROGRESS_FILE, SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
 from shoal.train.proof import recorder
+from shoal.train.scalars import detached
 
 WINDOW = 60.0
 FILE_PERIOD = 2.0
@@ -108,7 +109,7 @@ class Progress:
         self._samples += samples if samples is not None else self._samples_per_step or 0
         self._step = step
         if loss is not None:
-            self._loss = loss
+            self._loss = detached(loss)
         now = self._clock()
         last = self._total is not None and step >= self._total
         if now >= self._next_file or last:

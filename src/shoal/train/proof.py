@@ -37,6 +37,7 @@ from shoal.train.contract import (
     SHOAL_PROOF_STEPS,
 )
 from shoal.train.env import Env, read_env
+from shoal.train.scalars import detached
 
 TYPES = {"float64": "d", "float32": "f"}
 """What the standard library's struct and array call the numbers of each precision."""
@@ -146,7 +147,7 @@ class Recorder:
     def loss(self, source: str, step: int, loss: Any) -> None:
         """The script tells its loss. It may be a tensor."""
         try:
-            number = float(loss)
+            number = float(detached(loss))
         except (TypeError, ValueError):
             return
         samples = self._samples - self._seen.get(source, 0)

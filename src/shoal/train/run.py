@@ -116,8 +116,13 @@ class Run:
             self.save(done)
 
     def _end(self, done: int, *, trained: bool) -> None:
-        if trained:
-            self.checkpointer.save(done, self.state, reason="end", wait=True)
+        saved = self.checkpointer.save(done, self.state, reason="end", wait=True) if trained else None
+        if saved is not None and not saved.committed:
+            self._tell(
+                "training is done, and its last state is in no checkpoint (the newest is of step %d): mend that and "
+                "run it again in this directory, or save the state after the loop by other means",
+                max(self.checkpointer.newest, self._first),
+            )
         self.checkpointer.close()
         self._stopper.close()
 
@@ -130,7 +135,7 @@ class Run:
         self.checkpointer.close()
         if not saved.committed and self.checkpointer.newest <= self._first:
             # The next turn would begin where this one did, and end as it does, for ever.
-            log.error(
+            self._tell(
                 "nothing of this turn could be saved (%s): the job is not requeued. Mend that, then run `scontrol "
                 "requeue %s`: it goes on from step %d",
                 saved.error,
@@ -140,3 +145,7 @@ class Run:
             raise Leaving(1, comes_back=False)
         answer = requeue(environ=self._environ)
         raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")
+
+    def _tell(self, words: str, *values: object) -> None:
+        if self.checkpointer.rank == 0:
+            log.error(words, *values)

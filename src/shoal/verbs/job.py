@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from shoal.errors import UsageError
 from shoal.jobs.bundle import DEFAULT_LIMIT
@@ -18,6 +19,8 @@ from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context, open_context
 from shoal.verbs.logs import LogsResult, find_record, logs, wait_for_end
 from shoal.verbs.run import Submitted, dry_run, run
+
+T = TypeVar("T")
 
 MIB = 1024 * 1024
 
@@ -50,19 +53,19 @@ class Job:
 
     def script(self) -> str:
         """The batch script that `submit` would hand to sbatch."""
-        return asyncio.run(dry_run(self._context, self.spec, self._tree, self._limit)).script
+        return _result(dry_run(self._context, self.spec, self._tree, self._limit)).script
 
     def submit(self) -> Self:
         """Send the working tree and queue the job."""
         if self.id is not None:
             raise UsageError(f"this is job {self.id} already", hint="make another Job to run it again")
-        self.submitted: Submitted = asyncio.run(run(self._context, self.spec, self._tree, self._limit))
+        self.submitted: Submitted = _result(run(self._context, self.spec, self._tree, self._limit))
         self.id = self.submitted.id
         return self
 
     def wait(self) -> JobRecord:
         """Wait for the end; the record says how it ended."""
-        return asyncio.run(self._wait(self._one("wait")))
+        return _result(self._wait(self._one("wait")))
 
     def logs(self, rank: int | None = None) -> list[LogLine]:
         """What the ranks have printed so far, in the order of time."""
@@ -74,10 +77,10 @@ class Job:
 
     def cancel(self) -> None:
         """End it."""
-        asyncio.run(cancel(self._context, [self._number()]))
+        _result(cancel(self._context, [self._number()]))
 
     def _logs(self, method: str) -> LogsResult:
-        return asyncio.run(logs(self._context, self._one(method), self.spec.directory))
+        return _result(logs(self._context, self._one(method), self.spec.directory))
 
     async def _wait(self, number: str) -> JobRecord:
         async with await self._context.connections([self._context.controller]) as fleet:
@@ -100,3 +103,13 @@ class Job:
         if self.id is None:
             raise UsageError("the job is not submitted yet", hint="call submit() first")
         return self.id
+
+
+def _result(work: Coroutine[Any, Any, T]) -> T:
+    """What the work comes to. In a notebook a loop runs already, and nobody may wait in it: a thread has its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -441,6 +441,12 @@ def test_a_job_from_python(tree: Path) -> None:
         made.submit()
 
 
+async def test_a_job_from_a_notebook_where_a_loop_runs_already(tree: Path) -> None:
+    made = shoal.Job("train.py", nodes=2, context=failing().context, tree=tree)
+    assert (made.submit().id, made.wait().state) == ("17", "FAILED")
+    made.cancel()
+
+
 def test_an_array_from_python_is_sent_and_cancelled_and_not_waited_for(tree: Path) -> None:
     reef = Reef()
     made = shoal.Job("train.py", array="0-3", context=reef.context, tree=tree).submit()

@@ -102,6 +102,13 @@ async def test_a_python_without_the_library_is_told_so(tmp_path: Path) -> None:
     assert raised.value.hint.startswith("install torch for the Python that runs the script")
 
 
+async def test_a_script_that_has_not_been_brought_to_the_library_is_told_what_to_call(tmp_path: Path) -> None:
+    path = script(tmp_path, "import torch.distributed\ntorch.distributed.init_process_group('gloo')")
+    with pytest.raises(RunFailed) as raised:
+        await run(LocalRunner(Asked(path)), tmp_path)
+    assert raised.value.hint.startswith("call shoal.train.init() in place of torch.distributed.init_process_group()")
+
+
 async def test_a_run_that_hangs_is_ended_with_all_its_processes_and_says_where_each_rank_was(tmp_path: Path) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "step"}\n')

@@ -8,6 +8,7 @@ from array import array
 from pathlib import Path
 
 import pytest
+import torch
 from tests.unit.prove.records import many
 
 from shoal.proof import arithmetic
@@ -44,7 +45,7 @@ def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
         made.begins([Part("w", False, values(1.0, 2.0, rank)), Part("b", False, values(0.5))])
         made.saw(samples)
         made.step(0.1, 1.0, 4.0)
-        made.loss("progress", 1, loss)
+        made.loss("progress", 1, torch.tensor(loss, dtype=torch.float64, requires_grad=True))
         made.metrics({"accuracy": 1.0, "train_loss": 9.0}, 1)
         made.ends([Part("w", True, values(*shard)), Part("b", False, values(0.5))])
     run = read_run(tmp_path)
@@ -111,7 +112,7 @@ def test_ranks_that_took_no_step_are_named() -> None:
     assert missing is not None and missing[0] == "rank 1, 2, 3 took no step: its optimizer never ran"
 
 
-def held(*numbers: float, type: str = "d") -> list[memoryview]:
+def held(*numbers: float, type: str = "d") -> list[memoryview[float]]:
     return [memoryview(array(type, numbers))]
 
 

@@ -286,6 +286,12 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
         "  found: no MASTER_ADDR, no list of Slurm's nodes\n"
         "  fix: set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR",
     ),
+    "a world of several without a rank": (
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
+        "the environment speaks of several ranks, and does not say which this process is\n"
+        "  found: WORLD_SIZE=4, no RANK, and no launcher's variables\n"
+        "  fix: start it with srun, torchrun or mpirun, which set all of it; for one process unset WORLD_SIZE",
+    ),
     "broken addresses": (
         SRUN | {"SHOAL_NODE_ADDRS": "gpu01"},
         "SHOAL_NODE_ADDRS cannot be read\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.train.env import read_env
 from shoal.train.progress import Progress, line_of
@@ -81,6 +83,17 @@ def test_a_fast_loop_writes_the_file_rarely_and_reads_the_loss_no_more_often(tmp
     progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None, clock=clock)
     run(progress, clock, 0, 10_000, 0.001, loss)
     assert loss.reads <= 6
+
+
+def test_a_loss_that_gradients_hang_on_is_read_without_them(tmp_path: Path) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    loss = (weight * 3).sum()
+    whole = weakref.ref(loss)
+    progress = Progress(env=ENV, directory=tmp_path, write=lambda line: None)
+    progress.step(1, loss)  # torch would warn of it, and a warning is an error here
+    del loss
+    assert read(tmp_path)["loss"] == 3.0
+    assert whole() is None, "what it was computed from is not kept"
 
 
 def test_speed_follows_the_last_minute(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.unit.train.mlflow_server import FakeMlflow
 
 from shoal.train.env import Env, read_env
@@ -62,8 +63,10 @@ def test_without_a_server_everything_is_in_json_lines(start: Start, tmp_path: Pa
     with start(params={"lr": 0.1, "net": {"depth": 3}}) as track:
         track.log({"loss": 0.5, "n": 3}, step=1)
         track.log({"loss": float("nan"), "a": float("inf"), "b": float("-inf")}, step=2)
+        track.log({"loss": torch.ones(2, requires_grad=True).sum()}, step=3)  # torch would warn: an error here
         assert track.flush()
-    assert metrics(tmp_path) == [(1, {"loss": 0.5, "n": 3.0}), (2, {"loss": "NaN", "a": "Infinity", "b": "-Infinity"})]
+    not_finite = {"loss": "NaN", "a": "Infinity", "b": "-Infinity"}
+    assert metrics(tmp_path) == [(1, {"loss": 0.5, "n": 3.0}), (2, not_finite), (3, {"loss": 2.0})]
     found = records(tmp_path / "tracking/metrics.jsonl")
     assert {"lr": "0.1", "net.depth": "3"} in [r.get("params") for r in found]
     assert [r["status"] for r in found if "status" in r] == ["RUNNING", "FINISHED"]

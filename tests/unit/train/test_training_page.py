@@ -7,9 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.documents import ALONE, COMMANDS, TRAINING, blocks, changed_script, plain_script
+
+from shoal.train import write_shards
 
 DDP = "torchrun --nproc-per-node 2 train.py"
 
@@ -41,6 +45,34 @@ def test_the_change_to_a_plain_script_is_under_ten_lines_as_the_page_says() -> N
     gone = [line for line in diff.splitlines() if re.match(r"-.", line)]
     assert (len(new), len(gone)) == (8, 11)
     assert "Eight new lines in place of eleven" in TRAINING.read_text()
+
+
+def test_the_data_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
+    section = TRAINING.read_text().partition("## Data\n")[2].partition("\n## ")[0]
+    lines = [line.removeprefix("    ") for line in section.splitlines() if not line or line.startswith("    ")]
+    shards = write_shards(
+        tmp_path,
+        [{"__key__": f"{at:03}", "jpg": bytes([at, at]), "cls": at % 7} for at in range(200)],
+        per_shard=2,
+        prefix="train",
+    )
+    assert len(shards) == 100
+    page: dict[str, Any] = {"torch": torch}
+    smaller = {"/shared/images": str(tmp_path), "global_batch=512": "global_batch=64", "workers=4": "workers=0"}
+    code = "\n".join(lines)
+    for shown, ours in smaller.items():
+        assert code.count(shown) == 1
+        code = code.replace(shown, ours)
+    exec(code, page)
+    loader = page["loader"]
+    seen = []
+    for images, labels in loader:
+        real = loader.mask
+        assert [int(image[0]) % 7 for image in images] == labels.tolist()
+        assert float(loader.weights.sum()) == pytest.approx(1.0) and len(labels) == 64
+        seen += images[real][:, 0].tolist()
+    loader.close()
+    assert sorted(seen) == list(range(200)), "each once"
 
 
 @pytest.fixture(scope="module")

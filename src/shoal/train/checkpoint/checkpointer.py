@@ -79,6 +79,8 @@ class Checkpointer:
         self.newest = 0
         """The newest step that this process has saved whole; 0 before the first."""
         self._ranks = Ranks()
+        self.rank = self._ranks.rank
+        """This process's. Rank 0 speaks for all: each has the same to say."""
         self._damaged: set[Path] = set()
         self._durations: deque[float] = deque(maxlen=3)
         self._thread: ThreadPoolExecutor | None = None
@@ -102,11 +104,11 @@ class Checkpointer:
         flat: dict[str, Any] = {}
         error = ""
         try:
-            flat = capture(state, self._ranks.rank)
+            flat = capture(state, self.rank)
             if background:
                 flat = self._copy(flat)
         except Exception as problem:  # whatever it is, the other ranks must hear of it or they wait for ever
-            error = f"rank {self._ranks.rank}: {_first_line(problem)}"
+            error = f"rank {self.rank}: {_first_line(problem)}"
         errors, (nonce, *_) = zip(*self._ranks.gather((error, secrets.token_hex(4))), strict=True)
         error = "; ".join(filter(None, errors))
         if error:
@@ -152,13 +154,14 @@ class Checkpointer:
         self.wait()
         seen: list[Path] = []
         with self._together():
-            seen = files.committed(self.directory) if self._ranks.rank == 0 else []
+            seen = files.committed(self.directory) if self.rank == 0 else []
         candidates = self._ranks.from_rank_zero(seen)
         for checkpoint in candidates:
             found = self._damage(checkpoint)
             if not found:
                 return checkpoint
-            log.error("%s is damaged and will not be used: %s", checkpoint, found)
+            if self.rank == 0:
+                log.error("%s is damaged and will not be used: %s", checkpoint, found)
             self._damaged.add(checkpoint)
         if candidates:
             raise CheckpointError(
@@ -178,7 +181,7 @@ class Checkpointer:
         checkpoint = self.latest()
         if checkpoint is None:
             return None
-        rank, world_size, saved_by = self._ranks.rank, self._ranks.world_size, 0
+        rank, world_size, saved_by = self.rank, self._ranks.world_size, 0
         reader = dcp.FileSystemReader(checkpoint)
         flat: dict[str, Any] = {}
         with self._together():
@@ -191,7 +194,9 @@ class Checkpointer:
         step = files.step_of(checkpoint)
         self.last = SaveResult(step, "committed", "restored", checkpoint)
         if rank == 0:
-            log.info("restored step %d from %s, written by %d ranks", step, checkpoint, saved_by)
+            # A warning: where a script sets up no logging, nothing less is shown, and this must be.
+            ranks = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
+            log.warning("going on from step %d: %s, written by %s", step, checkpoint, ranks)
         return step
 
     def _copy(self, flat: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +222,7 @@ class Checkpointer:
             path = self._ranks.from_rank_zero(writer.committed_to)
         except _PROBLEMS as problem:  # a save must never end the training; dcp raises the same on every rank
             error = _cause(problem)
-        if self._ranks.rank == 0:
+        if self.rank == 0:
             if path is None:
                 shutil.rmtree(writing, ignore_errors=True)
             else:
@@ -236,17 +241,19 @@ class Checkpointer:
     def _ended(self, result: SaveResult) -> SaveResult:
         if result.outcome == "failed":
             self.failures += 1
-            log.error(
-                "the checkpoint of step %d (%s) FAILED, training goes on without it: %s (failure %d of this process)",
-                result.step,
-                result.reason,
-                result.error,
-                self.failures,
-            )
+            if self.rank == 0:
+                log.error(
+                    "the checkpoint of step %d (%s) FAILED%s: %s (failure %d of this process)",
+                    result.step,
+                    result.reason,
+                    ", training goes on without it" if result.reason == "periodic" else "",
+                    result.error,
+                    self.failures,
+                )
         else:
             self.newest = max(self.newest, result.step)
             self._durations.append(result.seconds)
-            if self._ranks.rank == 0:
+            if self.rank == 0:
                 log.info(
                     "step %d saved in %.2f s (%s, training stood still for %.2f s): %s",
                     result.step,
@@ -265,7 +272,7 @@ class Checkpointer:
             if manifest.step != files.step_of(checkpoint):
                 found = f"its manifest is that of step {manifest.step}"
             else:
-                found = files.damage(checkpoint, manifest.files[self._ranks.rank :: self._ranks.world_size])
+                found = files.damage(checkpoint, manifest.files[self.rank :: self._ranks.world_size])
         except (OSError, ValueError) as error:
             found = f"{files.MANIFEST}: {error}"
         return next(filter(None, self._ranks.gather(found)), "")
@@ -285,7 +292,7 @@ class Checkpointer:
 
     def _clean(self) -> None:
         """Delete what attempts that died left behind. Only at the start: later, some of it is ours."""
-        if self._ranks.rank != 0:
+        if self.rank != 0:
             return
         for leftover in files.leftovers(self.directory):
             log.warning("deleting %s, which an earlier attempt did not finish", leftover)

@@ -23,6 +23,7 @@ from shoal.train.contract import SHOAL_TRACKING_URI
 from shoal.train.env import Env, read_env
 from shoal.train.errors import Leaving
 from shoal.train.proof import Recorder, recorder
+from shoal.train.scalars import detached
 from shoal.train.tracking.background import Background
 from shoal.train.tracking.identity import facts, find_place, run_id
 from shoal.train.tracking.remote import RunName
@@ -136,7 +137,7 @@ class Tracker:
         values: dict[str, float | str] = {}
         for key, value in metrics.items():
             try:
-                number = float(value)
+                number = float(detached(value))
             except (TypeError, ValueError) as error:
                 self._complain(f"the metric {key} is not a number: {error}")
                 continue
