@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.completion import words
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
 
 
 def usage(
-    by: Annotated[str, typer.Option(help="Sum up by user, account, job or nodeset.")] = "user",
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Sum up by user, account, job or nodeset.", autocompletion=words("user", "account", "job", "nodeset")
+        ),
+    ] = "user",
     since: Annotated[
         str | None, typer.Option(help="From then on: 2026-11-01, 2026-11-01T14:30, 12h, 7d or 4w. Default: 30d.")
     ] = None,

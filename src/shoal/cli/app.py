@@ -14,6 +14,7 @@ from shoal import __version__
 from shoal.cli import (
     account_commands,
     bench_commands,
+    completion,
     env_commands,
     job_commands,
     key_commands,
@@ -172,7 +173,7 @@ def down(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def ssh(
-    host: Annotated[str, typer.Argument(help="A host of the cluster.")],
+    host: Annotated[str, typer.Argument(help="A host of the cluster.", autocompletion=completion.hosts)],
     command: Annotated[list[str] | None, typer.Argument(help="What to run there; a shell when left out.")] = None,
     file: File = None,
     cluster: Cluster = None,
@@ -201,7 +202,13 @@ def ssh(
 def exec_(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
     hosts: Annotated[
-        str | None, typer.Option("--hosts", "-w", help="Which hosts: gpu01,gpu02 or gpu[01-16]. Default: all.")
+        str | None,
+        typer.Option(
+            "--hosts",
+            "-w",
+            help="Which hosts: gpu01,gpu02 or gpu[01-16]. Default: all.",
+            autocompletion=completion.hosts,
+        ),
     ] = None,
     nodeset: Annotated[str | None, typer.Option(help="Only the hosts of this nodeset.")] = None,
     user: Annotated[bool, typer.Option("--user", help="As the login user instead of root.")] = False,
@@ -220,7 +227,7 @@ def exec_(
 
 @node_app.command("drain")
 def node_drain(
-    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].")],
+    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].", autocompletion=completion.hosts)],
     reason: Annotated[str, typer.Option(help="Why; shown by `status`.")] = "drained by hand",
     file: File = None,
     cluster: Cluster = None,
@@ -235,7 +242,7 @@ def node_drain(
 
 @node_app.command("resume")
 def node_resume(
-    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].")],
+    hosts: Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].", autocompletion=completion.hosts)],
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
@@ -249,7 +256,7 @@ def node_resume(
 
 @node_app.command("remove")
 def node_remove(
-    host: Annotated[str, typer.Argument(help="One node.")],
+    host: Annotated[str, typer.Argument(help="One node.", autocompletion=completion.hosts)],
     file: File = None,
     cluster: Cluster = None,
     drain_timeout: DrainTimeout = None,

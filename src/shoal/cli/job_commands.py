@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import early
+from shoal.cli.completion import words
 from shoal.cli.job_results import (
     finish_cancel,
     finish_dry_run,
@@ -46,7 +47,10 @@ def run(
     job: Annotated[Path | None, typer.Option("--job", help="Take the job from this file; options replace it.")] = None,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Who starts the processes: srun, torchrun, spawn, mpirun or python. Default: srun."),
+        typer.Option(
+            help="Who starts the processes: srun, torchrun, spawn, mpirun or python. Default: srun.",
+            autocompletion=words("srun", "torchrun", "spawn", "mpirun", "python"),
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", "-N", help="How many nodes. Default: 1.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node. Default: all they have.")] = None,

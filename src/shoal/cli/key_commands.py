@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.completion import words
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import PARTLY, Session
 
@@ -14,7 +15,13 @@ keys_app = typer.Typer(help="Give a running cluster new keys.", no_args_is_help=
 
 @keys_app.command("rotate")
 def rotate(
-    key: Annotated[str, typer.Argument(help="Which: munge, slurm, wireguard, tailscale or all.")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            help="Which: munge, slurm, wireguard, tailscale or all.",
+            autocompletion=words("munge", "slurm", "wireguard", "tailscale", "all"),
+        ),
+    ],
     leave_unreachable: Annotated[
         bool, typer.Option("--leave-unreachable", help="Go on without hosts that do not answer; `up` mends them.")
     ] = False,

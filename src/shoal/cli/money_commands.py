@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.completion import words
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import PARTLY, Session
 from shoal.errors import Interrupted, UsageError
@@ -22,7 +23,10 @@ def offers(
     provider: Annotated[list[str] | None, typer.Option(help="Only this account or provider; may be repeated.")] = None,
     type_: Annotated[list[str] | None, typer.Option("--type", help="Only this type of machine.")] = None,
     region: Annotated[list[str] | None, typer.Option(help="Only this region.")] = None,
-    market: Annotated[str | None, typer.Option(help="on-demand or spot. Default: both.")] = None,
+    market: Annotated[
+        str | None,
+        typer.Option(help="on-demand or spot. Default: both.", autocompletion=words("on-demand", "spot")),
+    ] = None,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,

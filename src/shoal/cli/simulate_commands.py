@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.completion import words
 from shoal.cli.options import Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    kind: Annotated[str, typer.Argument(help="Which provider: gcp, lambda, paperspace, runpod or sandbox.")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="Which provider: gcp, lambda, paperspace, runpod or sandbox.",
+            autocompletion=words("gcp", "lambda", "paperspace", "runpod", "sandbox"),
+        ),
+    ],
     port: Annotated[int, typer.Option(help="The port. Default: one that is free.", min=0, max=65535)] = 0,
     cluster: Annotated[
         str,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.completion import words
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session
 from shoal.errors import Interrupted
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ui(
-    page: Annotated[str, typer.Argument(help="Which page: mlflow.")],
+    page: Annotated[str, typer.Argument(help="Which page: mlflow.", autocompletion=words("mlflow"))],
     port: Annotated[int, typer.Option(help="The port here. Default: one that is free.", min=0, max=65535)] = 0,
     show_password: Annotated[bool, typer.Option("--show-password", help="Print the password, too.")] = False,
     file: File = None,

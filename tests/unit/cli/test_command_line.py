@@ -358,3 +358,29 @@ def test_a_full_disk_is_told_and_is_no_bug_of_ours() -> None:
         "error: this machine says no: No space left on device\n"
         "  fix: make room on this machine's disk, then run the same command again\n"
     )
+
+
+def completed(line: str) -> list[str]:
+    """What bash offers at the end of a line."""
+    variables = {"_SHOAL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    return shoal(env={**os.environ, **variables}).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("shoal stat", ["status"]),
+        ("shoal ssh gpu", ["gpu01", "gpu02"]),
+        ("shoal node drain gpu02", ["gpu02"]),
+        ("shoal run --launcher s", ["srun", "spawn"]),
+        ("shoal keys rotate m", ["munge"]),
+    ],
+)
+def test_the_tab_key_offers_commands_hosts_and_words(line: str, offered: list[str]) -> None:
+    Path("shoal.yaml").write_text("cluster: r\ncontroller: {host: c1}\nnodesets: {lab: {hosts: ['gpu[01-02]']}}\n")
+    assert completed(line) == offered
+
+
+def test_the_tab_key_says_nothing_of_a_wrong_file() -> None:
+    Path("shoal.yaml").write_text(BAD)
+    assert completed("shoal ssh g") == []
