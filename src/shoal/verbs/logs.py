@@ -94,7 +94,8 @@ async def follow(
 
 def _result(job: str, record: JobRecord | None, found: JobLogs, fleet: Connections) -> LogsResult:
     if record is None and not found.lines and not fleet.failures:
-        raise UsageError(f"there is no job {job}", hint="`shoal jobs` lists those that Slurm remembers")
+        hint = "`shoal jobs` lists those that Slurm remembers; of others say the --directory they ran with, if any"
+        raise UsageError(f"there is no job {job}", hint=hint)
     reason = explain_failure(record, found) if record else None
     return LogsResult(job, found.lines, record, reason, dict(fleet.failures))
 
