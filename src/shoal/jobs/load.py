@@ -21,7 +21,7 @@ __all__ = ["job_of", "load_job", "load_job_text"]
 
 def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
     """The job in a file, with `over` in place of what the file says. Raises SpecError with every finding."""
-    return load_job_text(read_text(path), str(path), over)
+    return load_job_text(read_text(path, missing="name one that describes a job"), str(path), over)
 
 
 def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -> JobSpec:

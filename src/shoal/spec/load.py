@@ -54,18 +54,17 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
     return spec, findings
 
 
-def read_text(path: Path) -> str:
-    """What is in the file, as text. Raises SpecError when it cannot be read."""
-    return _decode(_bytes(path), str(path))
+def read_text(path: Path, *, missing: str = "`shoal init` writes one") -> str:
+    """What is in the file, as text. Raises SpecError when it cannot be read; `missing` is what to do without one."""
+    return _decode(_bytes(path, missing), str(path))
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, missing: str) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(reader.MAX_BYTES + 1)
     except FileNotFoundError:
-        fix = "`shoal init` writes one"
-        raise SpecError((Finding("error", "no such file", fix=fix, file=str(path)),)) from None
+        raise SpecError((Finding("error", "no such file", fix=missing, file=str(path)),)) from None
     except IsADirectoryError:
         fix = "name the file in it"
         raise SpecError((Finding("error", "this is a directory", fix=fix, file=str(path)),)) from None

@@ -154,3 +154,9 @@ def test_the_jobs_name_is_the_scripts() -> None:
     assert job("src/my train.py").name == "my_train"
     assert job("run.sh", job_name="x").name == "x"
     assert job("...py").name == "job"
+
+
+def test_a_file_that_is_not_there_is_no_spec_to_be_written_by_init(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_job(tmp_path / "job.yaml")
+    assert str(caught.value) == f"{tmp_path}/job.yaml: no such file, name one that describes a job"
