@@ -142,6 +142,9 @@ def test_a_server_that_is_killed_and_returns_has_all_that_was_synced_and_the_job
     promised = synced()
     # Nothing that asks about the cluster touches the share.
     assert lab.json("status", timeout=100)["nodes"]
+    # What looks at it has an end, although no signal ends who waits in the kernel.
+    found = {(one["host"], one["what"]) for one in lab.json("check", timeout=100, status=1)["findings"]}
+    assert {("controller", "/data does not answer"), ("fish1", "/data does not answer")} <= found
     assert "RUNNING" in lab.on("controller", "squeue", "-h", "-o", "%T", "-j", job)
     assert lab.json("up", timeout=300)["created"] == ["fish2"]
     ended = ("scontrol", "show", "job", job)

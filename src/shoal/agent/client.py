@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -17,6 +18,8 @@ from shoal.errors import AgentFailed, ConnectionLost
 from shoal.hosts.api import Host, Process
 
 Status = Literal["ok", "change", "changed", "failed", "skipped"]
+FAREWELL_SECONDS = 5.0
+"""For an agent to end when it is told to."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,13 @@ class AgentSession:
     async def close(self) -> None:
         """Let the agent go. Safe to call more than once, and after an error."""
         try:
-            await self._process.write(b'{"op": "exit"}\n')
-            await self._process.wait()
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self._process.write(b'{"op": "exit"}\n')
+                await self._process.wait()
         except ConnectionLost:
             pass
+        except TimeoutError:
+            await self._process.kill()  # its host has gone since, or it is busy with what nobody waits for
 
     async def __aenter__(self) -> Self:
         return self

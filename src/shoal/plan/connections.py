@@ -41,9 +41,11 @@ class Connections:
             self.meet([name])
             connecting = self._connecting[name]
             try:
-                self._hosts[name] = await connecting
+                # Others may wait for the same: one who gives up takes it from nobody.
+                self._hosts[name] = await asyncio.shield(connecting)
             finally:
-                self._connecting.pop(name, None)
+                if connecting.done() and self._connecting.get(name) is connecting:
+                    del self._connecting[name]
         return self._hosts[name]
 
     async def each(

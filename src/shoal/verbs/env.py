@@ -20,7 +20,7 @@ from shoal.environments.place import (
     sweep_command,
 )
 from shoal.environments.source import Source, read_source
-from shoal.errors import CommandFailed, HostError, UsageError
+from shoal.errors import CommandFailed, HostError, TimedOut, UsageError
 from shoal.hosts.api import Host
 from shoal.jobs.record import parse_records, show_command
 from shoal.plan.connections import Connections
@@ -34,6 +34,8 @@ from shoal.verbs.status import ask
 
 PATIENCE = 60.0
 """Seconds for a look at a share: one whose server has gone does not answer at all."""
+NAMES_PATIENCE = 15.0
+"""The same for a few small files."""
 LONG_PATIENCE = 3600.0
 
 
@@ -183,7 +185,11 @@ async def in_force(controller: Host, entries: Iterable[Placed]) -> dict[tuple[st
     """What names stand for on the controller, by directory and name."""
     found: dict[tuple[str, str], Made] = {}
     for directory in sorted({entry.directory for entry in entries}):
-        result = await controller.run(names_command(directory), timeout=PATIENCE)
+        try:
+            result = await controller.run(names_command(directory), timeout=NAMES_PATIENCE)
+        except TimedOut:
+            what = f"{directory}, where environments are, does not answer within {NAMES_PATIENCE:g} s"
+            raise TimedOut(controller.name, what, hint="is the host up that keeps the share it is in?") from None
         found |= {(directory, name): made for name, made in parse_names(result.text).items()}
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from agent_place import ME, WithPython, here
 
+from shoal.agent import client
 from shoal.agent.client import AgentSession, ItemResult, Report
 from shoal.agent.document import File, SecretRef
 from shoal.agent.loader import COMMAND, LOADER
@@ -166,6 +168,17 @@ async def test_a_session_can_be_closed_twice(tmp_path: Path) -> None:
     session = await AgentSession.open(here(), state=str(tmp_path))
     await session.close()
     await session.close()
+
+
+async def test_an_agent_that_does_not_hear_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def deaf(program: FakeProgram) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(client, "FAREWELL_SECONDS", 0.05)
+    host = FakeHost("n1", {("python3",): deaf})
+    await (await AgentSession.open(host)).close()
+    assert host.calls[-1].killed
 
 
 def test_the_loader_is_what_is_run() -> None:

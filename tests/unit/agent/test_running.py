@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shoal.agent.program.running import at_work
+from shoal.agent.program.running import at_work, reap
 
 BUSY = "while :; do :; done"
 
@@ -35,3 +35,14 @@ def test_a_process_is_at_work_while_it_or_one_of_its_session_wants_the_cpu(scrip
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_a_process_that_no_signal_ends_is_waited_for_a_moment_only() -> None:
+    """One that lives stands for one that hangs in the kernel, on a share whose server is away."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        assert not reap(process.pid, 0.05)
+    finally:
+        process.kill()
+    assert reap(process.pid, 60)
+    process.returncode = -signal.SIGKILL  # which nobody else can ask for any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from tests.unit.plan.fake_world import spec_of
 from shoal.cli.render_env import show_built, show_cleaned, show_list
 from shoal.cli.render_services import show_services
 from shoal.environments.place import MARK, Kept, Look, Made, look_command, parse_look
-from shoal.errors import Partly, ShoalError, UsageError
+from shoal.errors import Partly, ShoalError, TimedOut, UsageError
 from shoal.hosts.api import Target
 from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
 from shoal.jobs.model import JobSpec, Note, ResolvedJob, Shipped
 from shoal.jobs.script import sbatch_script
 from shoal.tracking import mlflow
+from shoal.verbs import env
 from shoal.verbs.context import Context
 from shoal.verbs.env import CleanResult, Listed, _reasons, list_environments
 from shoal.verbs.env_build import BuildResult, build
@@ -136,6 +138,23 @@ async def test_an_environment_that_the_spec_does_not_have_is_refused(tmp_path: P
     with pytest.raises(UsageError, match="has no environment") as error:
         await build(Hosts(tmp_path).context, [name])
     assert words in str(error.value)
+
+
+async def test_a_share_that_does_not_answer_is_named_when_environments_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(program: FakeProgram) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(env, "NAMES_PATIENCE", 0.05)
+    [placed] = env.chosen(Hosts(tmp_path).context, ["torch"]).values()
+    with pytest.raises(TimedOut) as error:
+        await env.in_force(FakeHost("c1", {("sh",): hang}), [placed])
+    assert str(error.value) == (
+        "c1: /shared/environments, where environments are, does not answer within 0.05 s\n"
+        "  fix: is the host up that keeps the share it is in?"
+    )
 
 
 async def test_a_spec_without_environments_says_how_to_have_some(tmp_path: Path) -> None:

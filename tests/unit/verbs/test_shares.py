@@ -109,19 +109,19 @@ def test_how_each_host_has_a_share_is_said_with_what_keeps_it_from_better() -> N
     ]
 
 
-async def test_a_share_that_does_not_answer_is_found_where_it_is_mounted_and_nowhere_else() -> None:
+async def test_a_share_that_does_not_answer_is_found_where_it_is_mounted_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     record = {RECORD: FileFact(text="# ours\nautomount /home/alice\nmount /srv/x\n")}
     facts = {"n2": host_facts("n2", "10.0.0.12", files=record), "n1": host_facts("n1", "10.0.0.11")}
     stale = Result(1, stderr=b"stat: cannot read file system information: Transport endpoint is not connected\n")
-    for answer, said in [
-        (stale, "Transport endpoint is not connected"),
-        (Result(137), "not within 5 s"),
-    ]:
-        async with fleet(FakeHost("n2", {("timeout",): answer}), FakeHost("n1")) as hosts:
+    monkeypatch.setattr(shares, "PATIENCE", 0.05)
+    for answer, said in [(stale, "Transport endpoint is not connected"), (hang, "not within 0.05 s")]:
+        async with fleet(FakeHost("n2", {("stat",): answer}), FakeHost("n1")) as hosts:
             [finding] = await share_probes(SPEC, facts, hosts)
         assert str(finding) == (
             f"n2: /home/alice does not answer, found {said}, see that c1 is up and that n2 reaches it; whoever uses "
             "the share waits until then"
         )
-    async with fleet(FakeHost("n2", {("timeout",): b"ok"})) as hosts:
+    async with fleet(FakeHost("n2", {("stat",): b"ok"})) as hosts:
         assert await share_probes(SPEC, facts, hosts) == []

@@ -61,10 +61,20 @@ def _await(pid: int, timeout: float, told: int, watch: Callable[[str], None] | N
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
         if time.monotonic() > deadline:
             os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            reap(pid)
             return 124
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+
+
+def reap(pid: int, seconds: float = 2.0) -> bool:
+    """Whether a killed process has ended. One that waits in the kernel for a share whose server is away does not."""
+    deadline = time.monotonic() + seconds
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def memory_file() -> int:

@@ -1,0 +1,44 @@
+"""Connections that several ask for at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.hosts.api import Host, Target
+from shoal.hosts.fake import FakeHost
+from shoal.plan.connections import Connections
+
+
+class Slow:
+    """A connector that waits until it is let go on."""
+
+    def __init__(self) -> None:
+        self.go, self.asked = asyncio.Event(), 0
+
+    async def connect(self, target: Target) -> Host:
+        self.asked += 1
+        await self.go.wait()
+        return FakeHost(target.name)
+
+
+async def test_one_who_gives_up_waiting_for_a_host_takes_it_from_nobody_else() -> None:
+    slow = Slow()
+    async with Connections({"n1": Target("n1")}, slow) as connections:
+        patient = asyncio.ensure_future(connections.host("n1"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await connections.host("n1")
+        slow.go.set()
+        assert (await patient).name == "n1" and slow.asked == 1
+        assert await connections.host("n1") is await patient
+
+
+async def test_a_connection_that_nobody_waits_for_any_more_is_given_up_at_the_end() -> None:
+    slow = Slow()
+    async with Connections({"n1": Target("n1")}, slow) as connections:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await connections.host("n1")
+    assert slow.asked == 1
