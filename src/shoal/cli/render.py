@@ -57,7 +57,9 @@ def _not_looked_at(plan: Plan) -> str:
 
 
 def show_up(console: Console, result: UpResult) -> None:
-    show_findings(console, result.findings)
+    # What the plan foresaw of a host, and then befell it, is told once.
+    foreseen = [one for one in result.findings if one.level == "error" and one.host in result.failures]
+    show_findings(console, (one for one in result.findings if one not in foreseen))
     for name, reason in result.unready:
         console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {free(reason)}")
     for name in result.staying:

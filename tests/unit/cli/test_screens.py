@@ -180,6 +180,12 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
     assert drawn(lambda console: show_up(console, UpResult("reef"))) == "✓ reef: no changes\n"
 
 
+def test_what_was_foreseen_of_a_host_and_befell_it_is_told_once() -> None:
+    seen = (Finding("error", "it will not answer", host="n9"), Finding("error", "no room", host="n2"))
+    shown = drawn(lambda console: show_up(console, UpResult("reef", failures={"n9": AWAY}, findings=seen)))
+    assert shown.splitlines()[:2] == ["error n2: no room", "✗ n9: does not answer within 10 s"]
+
+
 def test_exec_shows_equal_outputs_once() -> None:
     assert drawn(lambda console: show_exec(console, EXEC)) == (
         "n[1-2] (2)\n6.1\nn3 (1) (exit 2)\nno such file\n✗ n9: does not answer within 10 s\n    fix: is the host up?\n"
