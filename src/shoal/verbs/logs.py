@@ -20,7 +20,7 @@ from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs.context import Context, keeping
 from shoal.verbs.slurmctld import while_it_runs
-from shoal.verbs.status import look_at_slurmctld
+from shoal.verbs.status import accepted, look_at_slurmctld
 
 READER = Path(reader.__file__).read_text()
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -127,9 +127,9 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
     except TimedOut:
         cause = f"slurmctld on {controller.name} does not answer"
         raise SlurmError(cause, hint=look_at_slurmctld(controller.name)) from None
-    if result.status != 0 and "nvalid job id" not in result.error_text:
-        raise SlurmError(f"`scontrol show job` on {controller.name} failed: {result.error_text.strip()}")
-    return parse_records(result.text) if result.status == 0 else []
+    if result.status != 0 and "nvalid job id" in result.error_text:
+        return []
+    return parse_records(accepted(controller, show_command(job), result))
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:

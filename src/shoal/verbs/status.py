@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shoal.verbs.tailnet import TailnetView
     from shoal.verbs.wireguard import WireGuardView
 
+NO_CONFIGURATION = "Could not establish a configuration source"
+"""Slurm's own words where it is installed, and no cluster was built yet, or it was taken down."""
 PATIENCE = 30.0
 """Seconds until a command of Slurm's must have answered."""
 
@@ -113,7 +115,7 @@ async def running_version(host: Host) -> str:
         host.run(("scontrol", "--version"), timeout=PATIENCE),
         host.run(("systemctl", "is-active", "slurmctld"), timeout=PATIENCE),
     )
-    said = _accepted(host, ("scontrol", "--version"), version)
+    said = accepted(host, ("scontrol", "--version"), version)
     state = service.text.strip()
     # Where there is no systemd it prints nothing, and Slurm has to be asked itself.
     if state and state not in ("active", "reloading"):
@@ -134,12 +136,15 @@ async def ask(host: Host, command: tuple[str, ...], patience: float = PATIENCE) 
         raise SlurmError(
             f"slurmctld on {host.name} does not answer within {patience:g} s", hint=look_at_slurmctld(host.name)
         ) from None
-    return _accepted(host, command, result)
+    return accepted(host, command, result)
 
 
-def _accepted(host: Host, command: tuple[str, ...], result: Result) -> str:
+def accepted(host: Host, command: tuple[str, ...], result: Result) -> str:
+    """What a command of Slurm's printed. Raises SlurmError where it is not there, not set up, or said no."""
     if result.status == 127:
         raise SlurmError(f"{host.name} has no Slurm yet", hint="run `shoal up`")
+    if result.status != 0 and NO_CONFIGURATION in result.error_text:
+        raise SlurmError(f"Slurm on {host.name} is not set up: it has no configuration", hint="run `shoal up`")
     if result.status != 0:
         raise SlurmError(
             f"`{' '.join(command[:3])}` on {host.name} failed: {result.error_text.strip() or result.text.strip()}",

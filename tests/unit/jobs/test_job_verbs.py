@@ -270,8 +270,9 @@ async def test_a_controller_without_slurm_says_so(tree: Path) -> None:
     reef = Reef()
     reef.slurmctld = "inactive"
     reef.controller.answers = {("systemctl",): b"inactive\n"}
-    with pytest.raises(SlurmError, match="c1 has no Slurm yet"):
-        await run(reef.context, job(), tree)
+    for verb in (run(reef.context, job(), tree), cancel(reef.context, ["7"]), logs(reef.context, "7")):
+        with pytest.raises(SlurmError, match="c1 has no Slurm yet"):
+            await verb
 
 
 MISSING = {

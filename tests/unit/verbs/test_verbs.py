@@ -25,7 +25,7 @@ from shoal.verbs.context import Context, requests
 from shoal.verbs.down import DownResult, down
 from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
 from shoal.verbs.remote import execute, forget_host, ssh_command
-from shoal.verbs.status import ask, status
+from shoal.verbs.status import NO_CONFIGURATION, ask, status
 from shoal.verbs.up import UpResult, plan, up
 
 AT_ONCE = Patience(nodes=0, drain=0)
@@ -239,6 +239,15 @@ async def test_status_before_there_is_a_slurm_says_so() -> None:
     with pytest.raises(SlurmError) as caught:
         await status(context_of(world))
     assert str(caught.value) == "c1 has no Slurm yet\n  fix: run `shoal up`"
+
+
+async def test_status_of_a_cluster_that_was_taken_down_says_so() -> None:
+    world = lab()
+    said = b"scontrol: error: fetch_config: DNS SRV lookup failed\n" + NO_CONFIGURATION.encode()
+    world.hosts["c1"].answers = {("scontrol",): Result(1, b"", said), ("systemctl",): b"inactive\n"}
+    with pytest.raises(SlurmError) as caught:
+        await status(context_of(world))
+    assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
 
 
 @pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
