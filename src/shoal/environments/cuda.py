@@ -87,7 +87,7 @@ def cuda_findings(name: str, torch: str, cuda: str | None, drivers: Mapping[str,
                     "info",
                     f"environment {name}: torch {torch} is for CUDA {cuda}, newer than the driver's own",
                     f"driver {driver}",
-                    "it runs; kernels compiled on the spot (torch.compile is none) may ask for a newer driver",
+                    "it runs; a GPU that this torch has no kernels for needs a newer driver",
                     host=hosts,
                 )
             )

@@ -18,6 +18,13 @@ _CONSTRAINT = re.compile(r"(?:-c|--constraint)[ =]\s*(\S+)")
 _LOCAL = re.compile(r"-e\b|--editable|\.{0,2}/|file:|.*@\s*file:|[A-Za-z]:\\")
 _PASSWORD = re.compile(r"://[^/\s]*@")
 _PINNED = re.compile(r"[A-Za-z0-9._-]+(\[[^\]]*\])?\s*==\s*[^\s*;]+(\s|;|$)|-")
+_FOREIGN = {
+    "uv.lock": "uv export --no-emit-project -o requirements.lock",
+    "poetry.lock": "poetry export -o requirements.lock",
+    "pdm.lock": "pdm export -o requirements.lock",
+    "Pipfile.lock": "pipenv requirements > requirements.lock",
+}
+"""Locks that only the tool reads that wrote them, and what it writes one with that pip reads."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,9 @@ def read_source(environment: Environment, base: Path) -> Source:
     """The source of an environment; `base` is the directory of the spec. Raises UsageError."""
     kind = next(key for key in SOURCES if getattr(environment, key) is not None)
     path = base / Path(getattr(environment, kind)).expanduser()
+    if path.name in _FOREIGN:
+        hint = f"run `{_FOREIGN[path.name]}`, and name that file as `lock`"
+        raise UsageError(f"{path} is a lock that pip does not read", hint=hint)
     if kind == "pyproject":
         return Source("\n".join(_dependencies(path)) + "\n")
     if kind == "lock" and path.suffix == ".toml":

@@ -60,12 +60,16 @@ class Users(Part):
         return (Block(PAM, PAM_BLOCK, ""), File(RECORD))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        open_to_all = cluster.spec.users and cluster.conf.nodes and not cluster.conf.proctrack_cgroup
-        if not open_to_all:
-            return ()
-        what = "every user may log in to every node by SSH, with or without a job there"
-        found = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
-        return (Finding("info", what, found, path="users"),)
+        users, findings = cluster.spec.users, []
+        if users and cluster.conf.nodes and not cluster.conf.proctrack_cgroup:
+            what = "every user may log in to every node by SSH, with or without a job there"
+            found = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
+            findings.append(Finding("info", what, found, path="users"))
+        for name, user in users.items():
+            if user.docker and not any(DOCKER in facts.groups for facts in cluster.facts.values()):
+                fix = "install Docker on the hosts that are to have it, then run `shoal up`"
+                findings.append(Finding("info", "no host has Docker yet", fix=fix, path=f"users.{name}.docker"))
+        return tuple(findings)
 
 
 def home_of(spec: Spec, name: str) -> str:

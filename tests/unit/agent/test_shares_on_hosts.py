@@ -64,6 +64,14 @@ def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
         f"{tmp_path} has files here that the share would hide: a, b, c, .... Move them away "
         f"(mv {tmp_path} {tmp_path}.old), or give the share another path"
     )
+    (tmp_path / "ubuntu" / ".ssh").mkdir(parents=True)
+    (tmp_path / "ubuntu" / ".ssh" / "authorized_keys").touch()
+    with pytest.raises(Failure) as caught:
+        mounts.refuse_hiding(str(tmp_path), mounted=False)
+    assert str(caught.value).endswith(
+        "a, b, c, .... ubuntu could no longer log in. Give the share another path: homes may be on any, such as /homes "
+        "with `homes: true`"
+    )
     with pytest.raises(Failure, match="something else is mounted on"):
         mounts.refuse_hiding(str(tmp_path), mounted=True)
 

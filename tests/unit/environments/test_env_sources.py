@@ -114,3 +114,12 @@ def test_a_project_is_refused_what_a_requirements_file_is(tmp_path: Path, line: 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"there is no {tmp_path / 'file'}" in refused(tmp_path, "requirements")
+
+
+@pytest.mark.parametrize(("name", "command"), [("uv.lock", "uv export "), ("poetry.lock", "poetry export ")])
+def test_a_lock_that_pip_cannot_read_is_refused_with_the_command_that_makes_one(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    (tmp_path / name).write_text("version = 1\n")
+    said = refused(tmp_path, "lock", name)
+    assert f"{name} is a lock that pip does not read" in said and f"run `{command}" in said

@@ -73,6 +73,11 @@ def test_docker_is_for_whom_the_file_allows_it_and_by_its_group() -> None:
     cluster = reef(n1={"groups": {"docker": Account(998)}})
     assert "docker" in user(cluster, "n1", "bob").groups and "docker" not in user(cluster, "c1", "bob").groups
     assert user(cluster, "n1", "alice").not_in == ("docker",) and user(cluster, "n1", "bob").not_in == ()
+    assert not any("Docker" in finding.what for finding in Users().findings(cluster))
+    [told] = [finding for finding in Users().findings(reef()) if "Docker" in finding.what]
+    assert str(told) == (
+        "users.bob.docker: no host has Docker yet, install Docker on the hosts that are to have it, then run `shoal up`"
+    )
 
 
 def test_keys_are_in_a_directory_of_roots_so_that_a_share_that_is_away_keeps_nobody_out() -> None:
@@ -96,14 +101,14 @@ def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
     cluster = reef(n1=CGROUPS)
     assert Users().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
     assert Users().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
-    assert Users().findings(cluster) == ()
+    assert not any("log in" in finding.what for finding in Users().findings(cluster))
 
 
 def test_without_cgroups_the_open_nodes_are_told() -> None:
     cluster = reef(n1={"cgroup": Cgroup()})
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
     assert isinstance(block, Block) and block.content == ""
-    assert [str(finding) for finding in Users().findings(cluster)] == [
+    assert [str(finding) for finding in Users().findings(cluster) if "log in" in finding.what] == [
         "users: every user may log in to every node by SSH, with or without a job there, found not all hosts let Slurm "
         "use cgroups, and pam_slurm_adopt needs them"
     ]

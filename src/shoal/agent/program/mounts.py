@@ -38,10 +38,13 @@ def refuse_hiding(where: str, mounted: bool) -> None:
     inside = sorted(os.listdir(where)) if os.path.isdir(where) else []
     if inside and inside != ["lost+found"]:
         shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
-        raise Failure(
-            f"{where} has files here that the share would hide: {shown}. Move them away (mv {where} {where}.old), or "
-            "give the share another path"
-        )
+        people = [name for name in inside if os.path.exists(f"{where}/{name}/.ssh/authorized_keys")]
+        mend = f"Move them away (mv {where} {where}.old), or give the share another path"
+        if people:
+            # Their keys would go with it, and whoever came to mend it could be one of them.
+            other = "Give the share another path: homes may be on any, such as /homes with `homes: true`"
+            mend = f"{', '.join(people)} could no longer log in. {other}"
+        raise Failure(f"{where} has files here that the share would hide: {shown}. {mend}")
 
 
 def make_mount(item: Item, world: World) -> str:
