@@ -24,6 +24,7 @@ _RENDEZVOUS = re.compile(
     r"RendezvousError|Rendezvous\w*Error|DistStoreError|DistNetworkError|EADDRINUSE|Address already in use"
     r"|TCPStore|Connect\w* timed? ?out|client socket has timed out|wait timeout"
 )
+_DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
@@ -171,7 +172,8 @@ def _out_of_memory(
 
 
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
-    own = [line.text for line in lines if line.rank == first.rank]
+    # torch puts the rank before each line of a traceback; who it is of is said already.
+    own = [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == first.rank]
     printed = last_traceback(own)
     last = _message(printed)
     who = f"rank {first.rank} on {first.node}"
@@ -189,13 +191,21 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
         return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed)
     said = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{said}"
-    fix = _MODULE_FIX if last.startswith("ModuleNotFoundError:") else ""
-    return Reason("script", text, first.rank, first.node, printed, fix)
+    return Reason("script", text, first.rank, first.node, printed, _fix(last))
+
+
+def _fix(message: str) -> str:
+    if message.startswith("ModuleNotFoundError:"):
+        return _MODULE_FIX
+    return _WORKER_FIX if _DEAD_WORKER.search(message) else ""
 
 
 _MODULE_FIX = (
     "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
     "and `shoal run --env NAME`. Your own: is it in the working tree?"
+)
+_WORKER_FIX = (
+    "the signal that asked the job to stop ended its data workers first: DataLoader(worker_init_fn=worker_signals)"
 )
 _START_FIX = "name a program that the nodes have: --python /path/to/python"
 _NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"

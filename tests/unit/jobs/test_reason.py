@@ -139,6 +139,15 @@ def test_an_error_of_several_lines_is_told_by_its_first() -> None:
     assert reason.details[-1] == lines[-1].text
 
 
+def test_a_data_worker_that_died_of_the_stop_signal_is_told_with_what_keeps_it_alive() -> None:
+    said = "RuntimeError: DataLoader worker (pid 2656) is killed by signal: Terminated. "
+    lines = printed(0, *(f"[rank0]: {line}" for line in (*TRACEBACK[:3], said)))
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    assert reason is not None and reason.text.endswith(f"exit status 1: {said}")
+    assert reason.fix.endswith("ended its data workers first: DataLoader(worker_init_fn=worker_signals)")
+    assert reason.details == (*TRACEBACK[:3], said), "without torch's word for the rank"
+
+
 def test_a_package_that_the_nodes_do_not_have_is_told_with_what_brings_it_there() -> None:
     lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
     reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
