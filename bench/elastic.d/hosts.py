@@ -2,11 +2,12 @@
 
 All of it is there: slurmctld wakes the nodes, the service on the controller orders, finds the machines up, makes them
 nodes over SSH and looks at their GPUs, slurmd registers and Slurm starts the job. The hosts share this machine's clock.
-slurmctld looks only every 30 s whether a job that waits for nodes to wake has all of them: that part is not ours.
+They also share its CPUs, which all want at once to install Slurm's packages: so the time grows with their number.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import tempfile
@@ -17,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ground import BenchFailed
-from tests.e2e.cluster import Cluster
-from tests.e2e.simulated import UNFINISHED, Cloud, bill, printed, renting, state, submit
+from tests.e2e.cluster import LIMIT, Cluster
+from tests.e2e.simulated import UNFINISHED, Cloud, asleep, bill, ended, printed, renting, state, submit
 from wake import counted
 
 from shoal.hostlist import compress
@@ -50,30 +51,35 @@ class Woken:
     """From there to the first line of the last task of the job."""
     again: float
     """From sbatch to that line, of a second job on the same nodes: what Slurm takes where nothing has to be woken."""
+    cpu: float
+    """CPU seconds for each node, of all that this machine did from sbatch to the end of the job."""
 
     @property
     def beside(self) -> float:
-        """What is Shoal's, with Slurm's part of the way to the order."""
-        return self.ordered + self.joined
+        """All but the boot: what is Shoal's, and Slurm's own part of it."""
+        return self.ordered + self.joined + self.started
 
 
 def measure(name: str, sizes: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[str]:
-    """The lines of the table. The cluster is called `name`, and is taken down."""
+    """The lines of the table. The cluster is called `name`, and is taken down. The largest size comes last, once."""
     woken: dict[int, list[Woken]] = {size: [] for size in sizes}
-    with tempfile.TemporaryDirectory() as scratch:
-        spec = SPEC.format(name=name, most=rounds * sum(sizes))
-        with renting(Path(scratch), spec, CLOUD) as (cluster, urls):
-            names = iter(f"burst{number}" for number in range(1, 1 + rounds * sum(sizes)))
-            for turn in range(rounds):
-                for size in sizes:
-                    woken[size].append(_wake(cluster, urls["gcp"], [next(names) for _ in range(size)]))
-                    say(f"{size} sandbox hosts, round {turn + 1}: {woken[size][-1]}")
+    turns = [*((turn, size) for turn in range(rounds) for size in sizes[:-1]), (0, sizes[-1])]
+    spec = SPEC.format(name=name, most=max(sizes))
+    with tempfile.TemporaryDirectory() as scratch, renting(Path(scratch), spec, CLOUD) as (cluster, urls):
+        for turn, size in turns:
+            nodes = [f"burst{number}" for number in range(1, 1 + size)]
+            woken[size].append(_wake(cluster, urls["gcp"], nodes))
+            say(f"{size} sandbox hosts, round {turn + 1}: {woken[size][-1]}")
+            cluster.on("controller", "scontrol", "update", f"nodename={compress(nodes)}", "state=power_down")
+            cluster.wait("the nodes sleep again", lambda: asleep(cluster) and ended(urls["gcp"]), seconds=LIMIT)
     return _table(woken)
 
 
 def _wake(cluster: Cluster, url: str, nodes: Sequence[str]) -> Woken:
     known = {one["id"] for one in bill(url)["machines"]}
+    cpu = _busy()
     begun, first_line = _run(cluster, nodes)
+    cpu = _busy() - cpu
     machines = [one for one in bill(url)["machines"] if one["id"] not in known]
     if len(machines) != len(nodes):
         raise BenchFailed(f"{len(machines)} machines were rented for {len(nodes)} nodes: {machines}")
@@ -81,7 +87,14 @@ def _wake(cluster: Cluster, url: str, nodes: Sequence[str]) -> Woken:
     up = max(one["started"] for one in machines)
     heard = _heard(cluster, nodes)
     begun_again, line_again = _run(cluster, nodes)
-    return Woken(ordered - begun, up - ordered, heard - up, first_line - heard, line_again - begun_again)
+    again = line_again - begun_again
+    return Woken(ordered - begun, up - ordered, heard - up, first_line - heard, again, cpu / len(nodes))
+
+
+def _busy() -> float:
+    """The CPU seconds that this machine has worked since it booted."""
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _heard(cluster: Cluster, nodes: Sequence[str]) -> float:
@@ -95,7 +108,7 @@ def _run(cluster: Cluster, nodes: Sequence[str]) -> tuple[float, float]:
     """When a job was queued, and when the last of its tasks began."""
     begun = time.time()
     job = submit(cluster, compress(nodes), "srun date +%s.%N", f"--nodes={len(nodes)}", "--ntasks-per-node=1")
-    cluster.wait("the job ends", lambda: state(cluster, job) not in UNFINISHED, seconds=400)
+    cluster.wait("the job ends", lambda: state(cluster, job) not in UNFINISHED, seconds=LIMIT)
     if state(cluster, job) != "COMPLETED":
         raise BenchFailed(f"job {job} on {compress(nodes)} is {state(cluster, job)}: {printed(cluster, job)}")
     return begun, max(float(line) for line in printed(cluster, job))
@@ -106,9 +119,10 @@ def _table(woken: dict[int, list[Woken]]) -> list[str]:
         "sbatch to the order: Slurm, then the service": "ordered",
         "the order to the last machine up: the cloud's boot": "booted",
         "up to a node that Slurm hears of: the join": "joined",
-        "both, beside the boot": "beside",
-        "until Slurm, looking every 30 s, starts the job": "started",
+        "until Slurm starts the job: its first line": "started",
+        "all of it beside the boot": "beside",
         "the same job once its nodes are there: Slurm alone": "again",
+        "CPU seconds a node, boot and packages in them": "cpu",
     }
     heads = "".join(f"{counted(size):>11}" for size in woken)
     lines = [f"{'on sandbox hosts, from sbatch to the first line':<52}{heads}"]
