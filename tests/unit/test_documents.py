@@ -132,6 +132,20 @@ def test_every_link_and_every_path_leads_to_a_file(document: Path) -> None:
         assert (ROOT / "src/shoal" / path).exists(), path
 
 
+def test_the_messages_of_the_page_on_trouble_are_those_of_the_code() -> None:
+    source = "".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in (ROOT / "src/shoal").rglob("*.py"))
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    # What stands between values that vary: `the job asks for 5 nodes; partition main has 2`.
+    pieces = [
+        max(re.split(r"\S*[^a-z ,]\S*|desktop|reef|controller|main|on its", span), key=len).strip(" ,")
+        for span in quoted
+    ]
+    checked = [piece for piece in pieces if len(piece.split()) > 2]
+    assert len(checked) > 12
+    assert [piece for piece in checked if piece not in source] == []
+
+
 def test_the_index_names_every_page() -> None:
     named = set(re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs/README.md").read_text()))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
