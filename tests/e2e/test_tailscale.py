@@ -169,6 +169,7 @@ def test_a_host_that_is_thrown_out_is_found_and_let_in_again(reef: Reef) -> None
         refused
     )
     assert refused["fix"].startswith("make a new auth key, put it where `network.auth_key` says")
+    assert reef.lent.shell("gpu02", "find /etc/shoal -name 'tailscale.key*'") == "", "no key stays behind"
 
     reef.tailnet.revoke(False)
     assert reef.cluster.json("up")["whole"]

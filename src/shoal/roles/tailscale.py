@@ -42,22 +42,23 @@ NOT_LET_IN = (
 )
 
 # The secret of an OAuth client makes hosts that wait for approval, unless it says otherwise, and that vanish when they
-# are off or do not, as it says. It is read from the file and stays there: no argument ever has it.
+# are off or do not, as it says. It is read from the file, which goes with this script: no argument ever has it.
 JOIN = """\
 umask 077
 key=$1 more="?ephemeral=$2&preauthorized=true"; shift 2
+trap 'rm -f "$key" "$key.new"' EXIT
 case $(cat "$key") in
 tskey-client-*\\?*) ;;
 tskey-client-*) printf '%s%s' "$(cat "$key")" "$more" > "$key.new" && mv "$key.new" "$key" ;;
 esac
-exec tailscale up --auth-key="file:$key" "$@"
+tailscale up --auth-key="file:$key" "$@"
 """
 
 
 class TailscalePart(Part):
     """The tailnet, where the file says `network: tailscale`."""
 
-    files: Mapping[str, How] = {JOINED: "text"}
+    files: Mapping[str, How] = {JOINED: "text", KEY_THERE: "there"}
     services = (DAEMON,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
@@ -85,9 +86,10 @@ class TailscalePart(Part):
         if _wanted(cluster.spec):
             services = (*own_name(cluster, member), *_for_rented(cluster.spec, member))
             return {Stage.BASE: daemon(facts), Stage.SERVICES: services}
-        if not _joined_text(facts):
-            return {}
-        return {Stage.SERVICES: own_name_back(cluster.spec.network.kind), Stage.NODES: leave()}
+        if _joined_text(facts):
+            return {Stage.SERVICES: own_name_back(cluster.spec.network.kind), Stage.NODES: leave()}
+        there = facts.files.get(KEY_THERE)
+        return {Stage.SERVICES: (File(KEY_THERE),)} if there and there.there else {}
 
     def farewell(self) -> Document:
         return leave()

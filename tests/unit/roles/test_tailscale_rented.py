@@ -70,6 +70,15 @@ def test_the_controller_has_the_key_in_a_file_that_root_alone_reads() -> None:
     assert key_on_controller(none_rented).content is None
 
 
+def test_a_cluster_that_leaves_the_tailnet_takes_the_key_away_also_where_somebody_else_had_joined_the_controller() -> (
+    None
+):
+    lan = spec_of(TEXT.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
+    there = replace(CONTROLLER, files={KEY_THERE: FileFact(there=True)})
+    cluster = assemble(lan, {"c1": there}, {"c1": "10.0.0.1"})
+    assert File(KEY_THERE) in documents(cluster, cluster.controller)[Stage.SERVICES]
+
+
 def test_the_service_on_the_controller_takes_the_key_from_there() -> None:
     there = on_controller(SPEC)
     assert given_secrets(there)["network.auth_key"] == f"file:{KEY_THERE}"

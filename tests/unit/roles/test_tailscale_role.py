@@ -291,14 +291,16 @@ def test_the_secret_of_an_oauth_client_makes_hosts_that_stay_and_rented_ones_tha
 ) -> None:
     program = tmp_path / "bin/tailscale"
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat "${2#--auth-key=file:}"\n')
+    program.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$@"; file=${2#--auth-key=file:}\nstat -c %a "$file"; cat "$file"; exit 3\n'
+    )
     program.chmod(0o755)
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(key)
     line = ["sh", "-c", JOIN, "join", str(file), passing, "--hostname=reef-n1", "--reset"]
     done = subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
-    words, secret = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
+    *words, mode, secret = done.stdout.splitlines()
     assert words == ["up", f"--auth-key=file:{file}", "--hostname=reef-n1", "--reset"]
-    assert secret == used
-    assert file.stat().st_mode & 0o777 == 0o600
+    assert (mode, secret) == ("600", used)
+    assert (done.returncode, file.exists()) == (3, False), "the key goes also where the host was not let in"
