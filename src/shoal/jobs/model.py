@@ -62,6 +62,8 @@ def _signal(value: object) -> str:
         if "B" not in match[1].upper():
             raise refusal("`R:` is about a reservation, and `shoal run` asks for none", fix)
         raise refusal("`B:` sends the signal to the batch shell alone", fix)
+    if match[3].upper() in ("KILL", "9", "STOP", "19"):
+        raise refusal("no process hears of this signal, so none can save its work", f"say USR1@{match[5]}")
     return f"{match[3].upper()}@{match[5]}"
 
 

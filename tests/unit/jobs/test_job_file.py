@@ -119,6 +119,14 @@ def test_what_stands_before_a_signal_is_refused_for_what_it_does(signal: str, sa
     assert str(caught.value) == f'--signal: {said}, found "{signal}", leave it out: USR1@60'
 
 
+@pytest.mark.parametrize("signal", ["SIGKILL@60", "9@60", "stop@60"])
+def test_a_signal_that_nobody_can_save_on_is_refused(signal: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(signal=signal)
+    told = "no process hears of this signal, so none can save its work"
+    assert str(caught.value) == f'--signal: {told}, found "{signal}", say USR1@60'
+
+
 @pytest.mark.parametrize(
     "name", ["job_name", "partition", "constraint", "account", "qos", "output", "nodelist", "array"]
 )
