@@ -150,6 +150,7 @@ def _artifacts(spec: Spec, server: Server) -> Item:
         f"make {server.artifacts}",
         (*as_server, "mkdir", "-p", "-m", "0700", server.artifacts),
         unless=(*as_server, "test", "-w", server.artifacts),
+        timeout=20.0,  # its host may be away
         fix=f"let everybody write to {share.path} on {share.server}, or run the server there: `host: {share.server}`",
     )
 

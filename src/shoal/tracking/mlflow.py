@@ -42,14 +42,17 @@ class Server:
 
     @property
     def uri(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"http://{host}:{self.port}"
+        return uri_of(self.address, self.port)
 
     @property
     def allowed_hosts(self) -> str:
         """What a browser or a job may call it by: its address, its name, and the near end of a tunnel."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"{host}:{self.port},{self.name}:{self.port},localhost:*,127.0.0.1:*"
+
+
+def uri_of(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def packages(database: str) -> tuple[str, ...]:

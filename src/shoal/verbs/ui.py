@@ -52,6 +52,7 @@ async def ui(
         host = await fleet.host(member.name)
         assert isinstance(host, Tunnels)
         address, where = await _listening(host)
+        await _expect_answer(host, mlflow.uri_of(address, where))
         near = await host.forward(address, where, port)
         password = await _password(host) if show_password else ""
         opened(Page(name, f"http://127.0.0.1:{near}", mlflow.ADMIN, password))
@@ -66,6 +67,14 @@ async def _listening(host: Host) -> tuple[str, int]:
     if result.status != 0 or "--host" not in words:
         raise ShoalError(f"{host.name} has no tracking server yet", hint="run `shoal up`")
     return words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+
+
+async def _expect_answer(host: Host, uri: str) -> None:
+    """A tunnel to a server that is down would only be told by the browser, and badly."""
+    said = (await host.run(mlflow.health_command(uri, ours=True), timeout=PATIENCE)).text.strip()
+    if said != "200":
+        hint = f"run `shoal up`; `shoal ssh {host.name} journalctl -u {mlflow.SERVICE}` shows why"
+        raise ShoalError(f"the tracking server on {host.name} does not answer: {said}", hint=hint)
 
 
 async def _password(host: Host) -> str:

@@ -285,11 +285,24 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[Page]:
 async def test_the_page_is_at_the_near_end_and_the_password_is_told_to_who_asks() -> None:
     server = mlflow.Server("c1", "10.0.0.1", 5050, "sqlite", "/a")
     unit = mlflow.unit(server).encode()
-    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n"})
+    answers = {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n", ("python3",): b"200\n"}
+    host = Tunnel(Target("c1"), answers)
     assert await opened("tracking: mlflow\n", host) == [Page("mlflow", "http://127.0.0.1:4711", "admin")]
     assert host.to == ("10.0.0.1", 5050)
     [page] = await opened("tracking: mlflow\n", host, port=99, show_password=True)
     assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
+
+
+async def test_a_server_that_is_down_is_told_before_a_tunnel_is_opened() -> None:
+    unit = mlflow.unit(mlflow.Server("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
+    host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("python3",): b"Connection refused\n"})
+    context = Context(spec_of(REEF + "tracking: mlflow\n"), connector=FakeConnector(host))
+    with pytest.raises(ShoalError) as error:
+        await ui(context, "mlflow", lambda page: pytest.fail("no page"))
+    assert str(error.value) == (
+        "the tracking server on c1 does not answer: Connection refused\n"
+        "  fix: run `shoal up`; `shoal ssh c1 journalctl -u shoal-mlflow` shows why"
+    )
 
 
 async def test_without_a_server_there_is_no_page() -> None:
