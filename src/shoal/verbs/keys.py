@@ -16,6 +16,7 @@ from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
 from shoal.verbs.renting import joins_held
+from shoal.verbs.status import refuse_without_cluster
 
 ALL = "all"
 WOKEN = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
@@ -94,6 +95,7 @@ async def _meet(context: Context, fleet: Fleet, leave_unreachable: bool) -> None
 async def _refuse_rented(context: Context, fleet: Fleet) -> None:
     """Rented nodes that are up, or about to be, have the controller's old key, and nobody brings them another."""
     result = await (await fleet.host(context.controller.name)).run(NODES_COMMAND, timeout=60)
+    refuse_without_cluster(context.controller.name, result)
     if result.status != 0 and rented_members(context.spec):
         raise SlurmError(
             f"slurmctld does not say which rented nodes are up; nothing was changed: {result.error_text.strip()}",

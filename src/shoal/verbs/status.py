@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.verbs.wireguard import WireGuardView
 
 NO_CONFIGURATION = "Could not establish a configuration source"
-"""Slurm's own words where it is installed, and no cluster was built yet, or it was taken down."""
+"""Slurm's own words."""
 PATIENCE = 30.0
 """Seconds until a command of Slurm's must have answered."""
 
@@ -139,12 +139,17 @@ async def ask(host: Host, command: tuple[str, ...], patience: float = PATIENCE) 
     return accepted(host, command, result)
 
 
+def refuse_without_cluster(controller: str, result: Result) -> None:
+    """Raise SlurmError where Slurm is installed, and no cluster was built yet, or it was taken down."""
+    if result.status != 0 and NO_CONFIGURATION in result.error_text:
+        raise SlurmError(f"Slurm on {controller} is not set up: it has no configuration", hint="run `shoal up`")
+
+
 def accepted(host: Host, command: tuple[str, ...], result: Result) -> str:
     """What a command of Slurm's printed. Raises SlurmError where it is not there, not set up, or said no."""
     if result.status == 127:
         raise SlurmError(f"{host.name} has no Slurm yet", hint="run `shoal up`")
-    if result.status != 0 and NO_CONFIGURATION in result.error_text:
-        raise SlurmError(f"Slurm on {host.name} is not set up: it has no configuration", hint="run `shoal up`")
+    refuse_without_cluster(host.name, result)
     if result.status != 0:
         raise SlurmError(
             f"`{' '.join(command[:3])}` on {host.name} failed: {result.error_text.strip() or result.text.strip()}",

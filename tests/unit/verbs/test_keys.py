@@ -29,6 +29,7 @@ from shoal.slurm.state import NODES_COMMAND
 from shoal.verbs.context import Context
 from shoal.verbs.keys import rotate
 from shoal.verbs.renting import TOUCH
+from shoal.verbs.status import NO_CONFIGURATION
 
 
 class KeyAgent(FakeAgent):
@@ -266,6 +267,16 @@ async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the
         "slurmctld does not say which rented nodes are up; nothing was changed: slurm_load_node error: Unable to "
         "contact slurm controller (connect failure)\n  fix: run `shoal up`, and then this again"
     )
+    assert keys_of(world) == {b"old"}
+
+
+async def test_a_cluster_that_was_taken_down_gets_no_new_key() -> None:
+    world = cluster()
+    gone = Result(1, stderr=f"scontrol: fatal: {NO_CONFIGURATION}\n".encode())
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, NODES_COMMAND: gone}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "munge")
+    assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
     assert keys_of(world) == {b"old"}
 
 
