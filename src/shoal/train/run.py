@@ -119,10 +119,14 @@ class Run:
         saved = self.checkpointer.save(done, self.state, reason="end", wait=True) if trained else None
         if saved is not None and not saved.committed:
             self._tell(
+                logging.ERROR,
                 "training is done, and its last state is in no checkpoint (the newest is of step %d): mend that and "
                 "run it again in this directory, or save the state after the loop by other means",
                 max(self.checkpointer.newest, self._first),
             )
+        if not trained and self._first:
+            place = self.checkpointer.directory
+            self._tell(logging.WARNING, "nothing is left to train; to begin anew, move %s away", place)
         self.checkpointer.close()
         self._stopper.close()
 
@@ -136,6 +140,7 @@ class Run:
         if not saved.committed and self.checkpointer.newest <= self._first:
             # The next turn would begin where this one did, and end as it does, for ever.
             self._tell(
+                logging.ERROR,
                 "nothing of this turn could be saved (%s): the job is not requeued. Mend that, then run `scontrol "
                 "requeue %s`: it goes on from step %d",
                 saved.error,
@@ -146,6 +151,6 @@ class Run:
         answer = requeue(environ=self._environ)
         raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")
 
-    def _tell(self, words: str, *values: object) -> None:
-        if self.checkpointer.rank == 0:
-            log.error(words, *values)
+    def _tell(self, level: int, words: str, *values: object) -> None:
+        if self.checkpointer.rank == 0:  # what all ranks would say is said once
+            log.log(level, words, *values)

@@ -47,13 +47,18 @@ def test_a_signal_to_one_rank_costs_no_step_and_changes_no_bit(tmp_path: Path, k
         assert resumed[rank][2] == whole[rank][2]
 
 
-def test_a_run_that_has_ended_does_nothing_when_started_again(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_does_nothing_when_started_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = build("plain")
     assert [train_step(state) and step for step in Run(state, tmp_path, environ={}).steps(3)] == [0, 1, 2]
     final = digest(state)
+    told = f"nothing is left to train; to begin anew, move {tmp_path} away"
+    assert told not in caplog.text
     again = build("plain", seed=3)
     assert list(Run(again, tmp_path, environ={}).steps(3)) == []
     assert digest(again) == final
+    assert told in caplog.text
 
 
 def test_the_job_says_where_its_checkpoints_are_and_which_run_it_is(tmp_path: Path) -> None:
