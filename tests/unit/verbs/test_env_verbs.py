@@ -242,7 +242,7 @@ def status_with(**more: Any) -> Status:
 
 def test_clocks_that_agree_are_a_line_and_one_that_does_not_is_named() -> None:
     text = shown(show_services, status_with(clocks=Clocks({"n1": 0.02, "n2": -3.21}, ("n1",))))
-    assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: their machine's\n"
+    assert text == "\nclocks: within 0.02 s of c1's, n2 -3.2 s; n1: containers, on their machine's clock\n"
     assert shown(show_services, status_with(clocks=Clocks())) == shown(show_services, status_with()) == ""
 
 
