@@ -47,7 +47,9 @@ def show_services(console: Console, status: Status) -> None:
         told = ", ".join(f"[yellow]{name} {ahead:+.1f} s[/]" for name, ahead in sorted(off.items()))
         near = [abs(ahead) for name, ahead in clocks.ahead.items() if name not in off]
         within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
-        containers = f"; {compress(clocks.containers)}: containers, on their machine's clock" if clocks.containers else ""
+        containers = (
+            f"; {compress(clocks.containers)}: containers, on their machine's clock" if clocks.containers else ""
+        )
         lines.append(f"clocks: {', '.join(filter(None, (within, told)))}{containers}")
     if status.wireguard:
         lines.append(wireguard_line(status.wireguard))
