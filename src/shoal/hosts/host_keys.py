@@ -168,5 +168,5 @@ def _is_of(line: str, name: str) -> bool:
 def _unusable(path: Path, error: OSError) -> ShoalError:
     return ShoalError(
         f"cannot use the file of known host keys {path}: {error.strerror or error}",
-        hint=f"make {path.parent} a directory you own and may write to",
+        hint=f"make {path.parent} a directory you own and may write to; XDG_STATE_HOME names another",
     )

@@ -76,8 +76,9 @@ def test_forgetting_where_nothing_is_known_makes_no_file(tmp_path: Path) -> None
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "known_hosts"
-    with pytest.raises(ShoalError, match=f"cannot use the file of known host keys {path}: Not a directory"):
+    with pytest.raises(ShoalError, match=f"cannot use the file of known host keys {path}: Not a directory") as caught:
         HostKeys(path).remember("n1", "10.0.0.1", 22, A)
+    assert caught.value.hint.endswith("XDG_STATE_HOME names another")
 
 
 def test_the_fingerprint_is_the_one_ssh_keygen_shows(tmp_path: Path) -> None:
