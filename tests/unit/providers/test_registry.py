@@ -22,7 +22,7 @@ def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
 
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:NoSuchProvider", "shoal.providers")
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "_installed", lambda group: [entry])
     with pytest.raises(ProviderError) as caught:
         provider("mine")
     assert str(caught.value) == (
@@ -33,13 +33,13 @@ def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_whoever_may_have_made_hosts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "_installed", lambda group: [entry])
     assert names() == ("mine", "sandbox")
 
 
 def test_an_installed_package_can_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "_installed", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)
 
 
@@ -63,7 +63,7 @@ WHY: Exception = ValueError("no luck")
 def test_what_a_package_says_itself_is_told_and_any_other_error_is_named_as_its_own(
     monkeypatch: pytest.MonkeyPatch, why: Exception, told: str
 ) -> None:
-    monkeypatch.setattr(table, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
+    monkeypatch.setattr(table, "_installed", lambda group: [EntryPoint("mine", f"{__name__}:Choosy", group)])
     monkeypatch.setitem(globals(), "WHY", why)
     with pytest.raises(ProviderError) as caught:
         provider("mine")
@@ -77,6 +77,6 @@ def test_what_a_kind_can_do_is_known_without_access_and_not_for_one_that_nobody_
     with pytest.raises(LookupError, match="no provider is called 'moon'"):
         abilities("moon")
     entry = EntryPoint("moon", "no.such.module:Moon", "shoal.renters")
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(table, "_installed", lambda group: [entry])
     with pytest.raises(LookupError, match="provider moon cannot be loaded: No module named 'no'"):
         abilities("moon")
