@@ -178,14 +178,16 @@ class Couriers:
         return task.done() and job.state == "RUNNING" and job.start != before.start
 
     async def _carry(self, job: Turn) -> None:
+        """Carry for one turn of a job, however often the way breaks, until all is here or the container is gone."""
         said, note = "", None
         while True:
             try:
-                asked = await self._slurm.run(note_command(job.number), timeout=PATIENCE)
-                note = note_of(asked.text, self._root)
-                if asked.status == 0 and note is None:
-                    return
-                problem = await self._attempt(job, note) if note else asked.error_text.strip()
+                if note is None:
+                    asked = await self._slurm.run(note_command(job.number), timeout=PATIENCE)
+                    note = note_of(asked.text, self._root)
+                    if note is None and asked.status == 0:
+                        return  # it came by another way
+                problem = await self._attempt(job, note) if note else "Slurm does not say where it runs"
             except Exception as error:  # it must not end in silence: the job waits for it
                 log.exception("job %s: what carries its files failed", job.id)
                 problem = str(error)
