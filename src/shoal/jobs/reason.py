@@ -28,7 +28,9 @@ _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|Us
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
-_LINES = 40
+_LINES = 50
+_AFTER = 16
+"""Of so many lines an error's text is shown."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,24 @@ def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
             first = earlier
         else:
             break
-    return tuple(lines[first:][:_LINES] if len(lines) - first <= _LINES else [*lines[first:][: _LINES - 1], "..."])
+    shown = lines[first : _raised(lines) + _AFTER]
+    if len(shown) <= _LINES:
+        return tuple(shown)
+    half = _LINES // 2  # where it began and what it came to: what is in between tells least
+    return (*shown[:half], "...", *shown[1 - half :])
 
 
-def _message(printed: Sequence[str]) -> str:
+def _raised(lines: Sequence[str]) -> int:
+    """Where the error of the last traceback stands: behind its frames, which are indented."""
+    start = max((number for number, line in enumerate(lines) if _TRACEBACK in line), default=len(lines))
+    behind = (number for number in range(start + 1, len(lines)) if lines[number] and not lines[number][0].isspace())
+    return next(behind, len(lines))
+
+
+def _message(lines: Sequence[str]) -> str:
     """What a traceback ends in: the first line of the error, whose text may have more. Without one, the last line."""
-    start = max((number for number, line in enumerate(printed) if _TRACEBACK in line), default=len(printed))
-    raised = (text for text in printed[start + 1 :] if text and not text[0].isspace())
-    return next(raised, None) or next((text.strip() for text in reversed(printed) if text.strip()), "")
+    at = _raised(lines)
+    return lines[at] if at < len(lines) else next((text.strip() for text in reversed(lines) if text.strip()), "")
 
 
 def _ended_by_others(end: RankEnd) -> bool:
@@ -146,7 +158,7 @@ def _out_of_memory(
             fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
         )
     if first is not None:
-        printed = last_traceback([line.text for line in lines if line.rank == first.rank])
+        printed = last_traceback(_of(first, lines))
         said = next((text for text in reversed(printed) if _OUT_OF_MEMORY.search(text)), "")
         if said:
             where = "on its GPU" if "CUDA" in said or "OutOfMemoryError" in said else "of the node"
@@ -172,10 +184,9 @@ def _out_of_memory(
 
 
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
-    # torch puts the rank before each line of a traceback; who it is of is said already.
-    own = [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == first.rank]
+    own = _of(first, lines)
     printed = last_traceback(own)
-    last = _message(printed)
+    last = _message(own)
     who = f"rank {first.rank} on {first.node}"
     if any(_RENDEZVOUS.search(text) for text in printed):
         text = f"the ranks did not find each other; {who} gave up first: {last[:300]}"
@@ -192,6 +203,11 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
     said = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{said}"
     return Reason("script", text, first.rank, first.node, printed, _fix(last))
+
+
+def _of(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
+    """What a rank printed, without its name, which torch puts before each line of a traceback."""
+    return [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == end.rank]
 
 
 def _fix(message: str) -> str:

@@ -173,7 +173,16 @@ def test_exceptions_raised_from_others_are_shown_with_them() -> None:
     assert last_traceback(("noise", *chain)) == chain
     assert last_traceback((*TRACEBACK, "went on", *TRACEBACK)) == TRACEBACK
     assert last_traceback(("a", "b")) == ("a", "b")
-    assert len(last_traceback(("Traceback (most recent call last):", *("x",) * 100))) == 40
+
+
+def test_of_a_long_traceback_the_middle_is_left_out_and_the_error_told() -> None:
+    frames = [f"  frame {number}" for number in range(100)]
+    lines = printed(0, "before", TRACEBACK[0], *frames, TRACEBACK[-1], *("behind",) * 100)
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 9.0),)))
+    assert reason is not None and reason.text.endswith("exit status 1: ValueError: bad data in shard 7")
+    assert len(reason.details) == 50 and reason.details[0] == TRACEBACK[0]
+    assert reason.details[24:27] == ("  frame 23", "...", "  frame 92")
+    assert reason.details[33:] == ("  frame 99", TRACEBACK[-1]) + ("behind",) * 15
 
 
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
@@ -184,6 +193,15 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         "out of memory",
         3,
         "rank 3 on fish2 was killed: the memory was used up",
+    ),
+    "no memory on the node": (
+        FAILED,
+        JobLogs(
+            tuple(printed(2, *(f"[rank2]: {line}" for line in (TRACEBACK[0], "MemoryError")))), (ended(2, 1, 2.0),)
+        ),
+        "out of memory",
+        2,
+        "rank 2 on fish2 found no more memory of the node: MemoryError",
     ),
     "no memory on the GPU": (
         FAILED,
