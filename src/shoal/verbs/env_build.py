@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from shoal.environments.cuda import cuda_findings
 from shoal.environments.place import LOCAL, Look, Made, look_command, name_command, parse_look, unpack_command
@@ -205,7 +205,7 @@ def _misfits(made: Made, directory: str, looks: Mapping[str, Look]) -> list[Find
         nodes = [node for node in other if looks[node].state == state]
         what = "its Python does not start" if state == "broken" else f"the nodes have no Python {made.python} to run it"
         found = looks[nodes[0]].why if state == "broken" else f"Python {state}"
-        level = "error" if len(other) == len(looks) else "warning"
+        level: Literal["error", "warning"] = "error" if len(other) == len(looks) else "warning"
         findings.append(Finding(level, f"environment {made.name}: {what}", found, fix, host=compress(nodes)))
     return findings
 
