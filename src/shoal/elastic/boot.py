@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from shoal.elastic.clock import due
 from shoal.elastic.fleet import UNFIT, Fleet, World, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import wants_machine
@@ -48,7 +49,8 @@ class Boot:
             if self._late(rental, world.now):
                 continue
             machine = self._up(rental)
-            if machine is None or rental.token in running or world.now < self._retry_at.get(rental.token, 0.0):
+            rests = not due(self._retry_at.get(rental.token, 0.0), world.now, AGAIN_SECONDS)
+            if machine is None or rental.token in running or rests:
                 continue
             ready[rental.node], tokens[rental.node] = machine, rental.token
         if ready and not self.fleet.held:

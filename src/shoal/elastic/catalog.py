@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.elastic import choose
+from shoal.elastic.clock import due
 from shoal.elastic.fleet import Fleet, log
 from shoal.elastic.rentals import Block
 from shoal.elastic.source import PATIENCE, SILENT_SECONDS, told
@@ -45,10 +46,11 @@ class Catalog:
             return ()
         async with self._asking.setdefault(key, asyncio.Lock()):
             at, known = self._known.get(key, (float("-inf"), ()))
-            if self.fleet.clock.now() < at + KEPT_SECONDS:
+            now = self.fleet.clock.now()
+            if not due(at + KEPT_SECONDS, now, KEPT_SECONDS):
                 return known
             asked, failures = self._failed.get(choice.provider, (float("-inf"), 0))
-            if self.fleet.clock.now() < asked + AGAIN_SECONDS:
+            if not due(asked + AGAIN_SECONDS, now):
                 return known
             try:
                 known = tuple(await source.renter.offers(choose.query(choice)))

@@ -13,6 +13,15 @@ class Clock(Protocol):
         """Seconds since 1970."""
 
 
+LONGEST = 4000.0
+"""Seconds. Nothing is ever put off for longer."""
+
+
+def due(at: float, now: float, longest: float = LONGEST) -> bool:
+    """Whether a time has come. What is put off for too long was put off by a clock that has been set back since."""
+    return not now < at <= now + longest
+
+
 class SystemClock:
     """This machine's clock."""
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from shoal.elastic.clock import LONGEST, due
 from shoal.elastic.rentals import LIVE, STEPS, Block, Rental, RentalState, from_row, price_of, prices_text, to_row
 from shoal.errors import LedgerError
 from shoal.providers.rental import Trouble
@@ -198,8 +199,10 @@ class Ledger:
     # What is not to be ordered for a while, and how fast.
 
     def block(self, account: str, type: str, place: str, market: str, until: float | None, why: str) -> None:
-        """Remember that something is not to be had. A longer block stays as it is."""
+        """Remember that something is not to be had. A longer block stays as it is, but for one of a clock set back."""
         with self._writing():
+            if until is not None:
+                self._execute("DELETE FROM blocks WHERE until > ?", until + LONGEST)
             self._execute(
                 "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = excluded.until,"
                 " why = excluded.why WHERE until IS NOT NULL AND (excluded.until IS NULL OR excluded.until >= until)",
@@ -207,9 +210,10 @@ class Ledger:
             )
 
     def blocks(self, now: float) -> list[Block]:
-        """What is blocked at that time."""
+        """What is blocked at that time. What was blocked by a clock that has been set back since is not."""
         with self._mapped():
-            return [Block(*row) for row in self._execute("SELECT * FROM blocks WHERE until IS NULL OR until > ?", now)]
+            found = [Block(*row) for row in self._execute("SELECT * FROM blocks")]
+        return [one for one in found if one.until is None or not due(one.until, now)]
 
     def unblock(self, account: str = "") -> None:
         """Forget what was blocked, of one account or of all: somebody has acted."""
@@ -219,9 +223,7 @@ class Ledger:
     def paced(self, account: str, at: float) -> None:
         """An order goes out now: the next one waits as long as the provider asks."""
         with self._writing():
-            self._execute(
-                "INSERT INTO paces VALUES (?, ?) ON CONFLICT DO UPDATE SET at = max(at, excluded.at)", account, at
-            )
+            self._execute("INSERT INTO paces VALUES (?, ?) ON CONFLICT DO UPDATE SET at = excluded.at", account, at)
 
     def last_rate(self, account: str) -> float:
         """When the last order went out there; 0 for never."""

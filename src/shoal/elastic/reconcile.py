@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from shoal.elastic.clock import due
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental, price_of
 from shoal.elastic.slurm import RESUME_TIMEOUT, again, by_slurm, in_use, is_down, leaving, ours, reason
@@ -30,18 +31,22 @@ async def reconcile(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
     """
     _recognise(fleet, world)
     world.read(fleet.ledger)
-    overdue(fleet, world)
+    _overdue(fleet, world)
     lost = await _lost(fleet, world)
     world.read(fleet.ledger)
     await _nodes(fleet, world, lost)
-    world.read(fleet.ledger)  # orders go on beside: what was made and listed meanwhile is somebody's
-    live = {rental.token: rental for rental in world.rentals}
-    orphans = {name: found for name, source in fleet.sources.items() if (found := _strays(fleet, source, live))}
+    return _orphans(fleet, world)
+
+
+def without_slurm(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
+    """The same while nobody knows what Slurm wants: nothing outlives its time, and nobody's machines go."""
+    _recognise(fleet, world)
     world.read(fleet.ledger)
-    return orphans
+    _overdue(fleet, world)
+    return _orphans(fleet, world)
 
 
-def overdue(fleet: Fleet, world: World) -> None:
+def _overdue(fleet: Fleet, world: World) -> None:
     """Machines whose lifetime is over go, whatever Slurm or a person makes of their nodes. Jobs were warned before."""
     for rental in world.rentals:
         nodeset = fleet.sets.get(rental.nodeset)
@@ -155,7 +160,7 @@ async def _nodes(fleet: Fleet, world: World, lost: set[str]) -> None:
                 continue
             for rental in kept:
                 fleet.release(rental, f"the node is down: {node.reason or 'no reason given'}")
-            if not ours(node) or again(node) <= world.now:
+            if not ours(node) or due(again(node), world.now):
                 asleep.append(node.name)
         elif in_use(node) and not kept and node.name not in lost:
             await fleet.tell(fleet.slurm.down([node.name], reason("no machine is behind this node", world.now)))
@@ -174,7 +179,7 @@ def _stuck(node: NodeState, now: float) -> bool:
     """Whether a node that sleeps keeps a mark of the past, by which Slurm would not wake it."""
     if "POWERED_DOWN" not in node.state or "POWERING_DOWN" in node.state or not {"DOWN", "DRAIN"} & set(node.state):
         return False
-    return again(node) <= now if ours(node) else by_slurm(node)
+    return due(again(node), now) if ours(node) else by_slurm(node)
 
 
 def _one_of(fleet: Fleet, kept: Iterable[Rental]) -> list[Rental]:
@@ -183,6 +188,14 @@ def _one_of(fleet: Fleet, kept: Iterable[Rental]) -> list[Rental]:
     for rental in ordered[1:]:
         fleet.release(rental, f"another machine serves the node: {ordered[0].id or ordered[0].token}")
     return ordered[:1]
+
+
+def _orphans(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
+    world.read(fleet.ledger)  # orders go on beside: what was made and listed meanwhile is somebody's
+    live = {rental.token: rental for rental in world.rentals}
+    found = {name: _strays(fleet, source, live) for name, source in fleet.sources.items()}
+    world.read(fleet.ledger)
+    return {name: strays for name, strays in found.items() if strays}
 
 
 def _strays(fleet: Fleet, source: Source, live: Mapping[str, Rental]) -> list[Rented]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shoal.elastic.beside import Beside
+from shoal.elastic.clock import due
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
 from shoal.elastic.source import AGAIN_SECONDS, Source
@@ -34,7 +35,7 @@ class Release:
 
     async def step(self, world: World, orphans: Mapping[str, Sequence[Rented]] = MappingProxyType({})) -> None:
         """Delete what is to go, and strike off what no list shows any more. `orphans` are nobody's, by account."""
-        due: dict[str, list[Rental]] = {}
+        going: dict[str, list[Rental]] = {}
         for rental in world.rentals:
             if rental.state != "releasing" or not rental.id or rental.account not in self.fleet.sources:
                 continue  # one without an id is still being looked for
@@ -43,11 +44,11 @@ class Release:
                 self.fleet.ledger.gone(rental.token, world.now)
                 self._asked.pop(rental.token, None)
                 self._taken.pop(rental.token, None)
-            elif world.now >= self._asked.get(rental.token, float("-inf")) + AGAIN_SECONDS:
-                due.setdefault(rental.account, []).append(rental)
-        for name in {*due, *orphans} - self._deletes.running:
+            elif due(self._asked.get(rental.token, float("-inf")) + AGAIN_SECONDS, world.now):
+                going.setdefault(rental.account, []).append(rental)
+        for name in {*going, *orphans} - self._deletes.running:
             source = self.fleet.sources[name]
-            self._deletes.start(name, self._delete(source, due.get(name, ()), orphans.get(name, ())))
+            self._deletes.start(name, self._delete(source, going.get(name, ()), orphans.get(name, ())))
         await self._deletes.wait()
         world.read(self.fleet.ledger)
 

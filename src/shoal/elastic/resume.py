@@ -176,7 +176,7 @@ class Resume:
             source = fleet.sources[offer.provider]
             self._reserve(group, offer, source)  # so that it gets all of its nodes or none
             await fleet.say(group.job, choose.trying(offer, group.trouble))
-            if now < source.free_at() or (key_name := await self._key_name(source)) is None:
+            if not source.may_order() or (key_name := await self._key_name(source)) is None:
                 return  # until the next step
             if self._looked_at(group):
                 await self._order(group, offer, source, key_name)

@@ -27,7 +27,7 @@ from shoal.elastic.beside import Beside
 from shoal.elastic.boot import Boot
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.inbox import Inbox, Request
-from shoal.elastic.reconcile import overdue, reconcile
+from shoal.elastic.reconcile import reconcile, without_slurm
 from shoal.elastic.release import Release
 from shoal.elastic.resume import Resume
 from shoal.elastic.slurm import again, ours, wants_machine
@@ -87,8 +87,7 @@ class Service:
             if world is None:
                 # Nobody knows what is wanted. What was to go before goes on going, and nothing outlives its time.
                 blind = World.of(fleet.clock.now(), (), (), fleet)
-                overdue(fleet, blind)
-                await self._release.step(blind)
+                await self._release.step(blind, without_slurm(fleet, blind))
                 return STEP_SECONDS
             await self._act(world, requests)
             return self._next(world)
@@ -152,12 +151,20 @@ class Service:
             nodes = await slurm.nodes()
             jobs = await slurm.jobs()
         except SlurmError as error:
-            if not self._problem:
-                log.warning("slurmctld cannot be asked: %s", error.message)
-            self._problem = error.message
+            self._note_problem(f"slurmctld cannot be asked: {error.message}")
+            return None
+        world = World.of(self.fleet.clock.now(), nodes, jobs, self.fleet, busy)
+        if self.fleet.set_by_node and not world.nodes:
+            # It reads another slurm.conf than ours. That all of them left the cluster is the one thing not to believe.
+            self._note_problem("slurmctld knows none of the nodes that are rented; run `shoal up`")
             return None
         self._problem = ""
-        return World.of(self.fleet.clock.now(), nodes, jobs, self.fleet, busy)
+        return world
+
+    def _note_problem(self, problem: str) -> None:
+        if not self._problem:
+            log.warning("%s", problem)
+        self._problem = problem
 
     def _next(self, world: World) -> float:
         if self._boot.waits or any(one.state != "joined" for one in world.rentals):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.elastic.clock import Clock
+from shoal.elastic.clock import Clock, due
 from shoal.elastic.ledger import Ledger
 from shoal.elastic.rentals import Rental
 from shoal.errors import ProviderError
@@ -84,12 +84,15 @@ class Source:
 
     def due(self, age: float) -> float:
         """When to list again, so that what is known is at most so old; later where the provider does not answer."""
+        if self._asked_at > self.clock.now():
+            return self.clock.now()  # the clock was set back
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (self._failures - 1)) if self._failures else 0.0
         return self._asked_at + max(age, wait)
 
     async def look(self) -> None:
         """Ask what there is."""
         self._asked_at = self.clock.now()
+        self._began = min(self._began, self._asked_at)  # the clock may be set back
         machines: dict[str, tuple[Rented, ...]] = {}
         try:
             for machine in await self.renter.rented(self.cluster):
@@ -103,7 +106,7 @@ class Source:
         self._failures, self.problem = 0, ""
         self.seen = Seen(self._asked_at, machines)
         for token in machines:
-            self._first_seen.setdefault(token, self._asked_at)
+            self._first_seen[token] = min(self._first_seen.get(token, self._asked_at), self._asked_at)
             self._absences[token] = 0
         for token in self._absences.keys() - machines.keys():
             self._absences[token] += 1
@@ -133,21 +136,22 @@ class Source:
             return False
         if rental.made_at is None:
             # From when the answer was given up on: an order itself may take a while. Who starts anew knows of none.
-            since = max(rental.intended_at, self._answered.get(rental.token, self._began))
+            since = max(self._past(rental.intended_at), self._past(self._answered.get(rental.token, self._began)))
             return self.seen.at >= since + LOOK_SECONDS
-        if rental.token not in self._first_seen and self.seen.at < rental.made_at + self.abilities.grace_seconds:
-            return False  # lists lag
+        lag = self._past(rental.made_at) + self.abilities.grace_seconds
+        if rental.token not in self._first_seen and self.seen.at < lag:
+            return False
         absences = self._absences.setdefault(rental.token, 0 if rental.token in self._first_seen else 1)
         return absences >= ABSENCES
 
     # ---- what we do there
 
-    def free_at(self) -> float:
-        """When the next order may go out: not before a list has come, which shows whether it is for us to order."""
-        if self.seen is None:
-            return float("inf")
-        paced = self.ledger.last_rate(self.name) + self.abilities.create_interval
-        return max(self.not_before, paced if self.abilities.create_interval else 0.0)
+    def may_order(self) -> bool:
+        """Whether an order may go out now: not before a list has come, which shows whether it is for us to order."""
+        if self.seen is None or not due(self.not_before, self.clock.now()):
+            return False
+        pause = self.abilities.create_interval
+        return not pause or due(self.ledger.last_rate(self.name) + pause, self.clock.now(), pause)
 
     async def key_name(self, public_key: str) -> str:
         """The controller's key as the provider knows it. Raises what the client raises."""
@@ -177,10 +181,15 @@ class Source:
 
     def may_ask_again(self, machine: Rented) -> bool:
         """Whether to delete a machine that belongs to nobody, or whether that was just asked for."""
-        due = self.clock.now() >= self._orphans.get(machine.id, float("-inf")) + AGAIN_SECONDS
-        if due:
-            self._orphans[machine.id] = self.clock.now()
-        return due
+        again = self._orphans.get(machine.id, float("-inf")) + AGAIN_SECONDS
+        if not due(again, self.clock.now(), AGAIN_SECONDS):
+            return False
+        self._orphans[machine.id] = self.clock.now()
+        return True
+
+    def _past(self, at: float) -> float:
+        """A time that was noted; where the clock has been set back since, so that it is yet to come, our beginning."""
+        return at if at <= self.clock.now() else self._began
 
     async def give_back(self, machines: Sequence[Rented]) -> list[Outcome]:
         """Delete machines. What could not be done shows in the outcomes, and is tried again later."""

@@ -35,7 +35,8 @@ class Tenure:
 
     def __post_init__(self) -> None:
         if self.mark is not None and self.mark.exists():
-            self.ended = self.mark.read_text(encoding="utf-8").strip() or "another service is in charge"
+            said, _, _ = self.mark.read_text(encoding="utf-8").partition("\n")
+            self.ended = said or "another service is in charge"
 
     def token(self) -> str:
         """A new one, for one order. What differs comes first: some providers show only the beginning."""
@@ -46,12 +47,16 @@ class Tenure:
         for source in sources:
             for token, machines in source.seen.machines.items() if source.seen else ():
                 if not self.ended and _since(token) > self.since and not is_ours(token):
-                    self._end(f"{machines[0].id} of {source.name} was rented by a later service of this cluster's")
+                    self._end(f"{machines[0].id} of {source.name}", _since(token))
 
-    def _end(self, why: str) -> None:
-        self.ended = f"{why}; this one touches nothing any more until `shoal up` puts it in charge"
+    def _end(self, machine: str, since: int) -> None:
+        self.ended = (
+            f"{machine} was rented by a later service of this cluster's; this one touches nothing any more until "
+            "`shoal up` puts it in charge"
+        )
         if self.mark is not None:
-            self.mark.write_text(f"{self.ended}\n", encoding="utf-8")
+            # Who is put in charge next is later than that one, whatever the clocks of both say.
+            self.mark.write_text(f"{self.ended}\nsince {since}\n", encoding="utf-8")
         log.error("%s", self.ended)
 
 

@@ -66,7 +66,14 @@ touch "$place/.complete"
 """
 """A venv counts once its mark is there: what a failed run left without one is made anew. No service runs from that."""
 
-IN_CHARGE = 'date +%s > "$1" && rm -f "$2"'
+IN_CHARGE = r"""
+now=$(date +%s)
+for before in $(cat "$1" 2>/dev/null) $(sed -n 's/^since //p' "$2" 2>/dev/null); do
+    [ "$now" -gt "$before" ] || now=$((before + 1))
+done
+echo "$now" > "$1" && rm -f "$2"
+"""
+"""Since now, and in any case later than before and than the one by which the service here was succeeded."""
 
 FORGET = r"""
 for old in "$1"/shoal-* "$2"/*; do

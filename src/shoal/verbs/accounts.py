@@ -79,6 +79,8 @@ async def ask_all(
             return ProviderError(f"{account.name} does not answer within {patience:.0f} s", hint="try again later")
         except ShoalError as error:
             return error
+        except Exception as error:  # a bug in somebody's client is that account's alone
+            return ProviderError(f"{account.name}: its client failed: {type(error).__name__}", hint="report this bug")
 
     said = await asyncio.gather(*(ask(account) for account in accounts.usable))
     answers: dict[str, T] = {}

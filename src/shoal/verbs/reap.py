@@ -91,7 +91,7 @@ async def look(context: Context, opened: Open = renter, pace: Pace | None = None
     """What there is, without touching it. That there is nothing is said when the lists can be believed."""
 
     async def question(account: Account, one: Renter) -> list[Rented]:
-        return await one.rented(context.cluster)
+        return _ours(context.cluster, await one.rented(context.cluster))
 
     answers, failures = await ask_all(open_accounts(context.spec), question, opened)
     found = _holdings((name, machines) for name, machines in answers.items())
@@ -229,6 +229,11 @@ class _Swept:
         return {name: one for name, one in self.sweeps.items() if name not in self.failures and not one.left}
 
 
+def _ours(cluster: str, listed: Iterable[Rented]) -> list[Rented]:
+    """What carries the cluster's mark: a client that lists more must not cost somebody else a machine."""
+    return [machine for machine in listed if machine.cluster == cluster]
+
+
 def _holdings(found: Iterable[tuple[str, Iterable[Rented]]]) -> tuple[Holding, ...]:
     return tuple(Holding(name, machine) for name, machines in found for machine in machines)
 
@@ -254,7 +259,7 @@ class _Sweep:
         said = ""
         while True:
             try:
-                self._see(await at.rented(self.cluster))
+                self._see(_ours(self.cluster, await at.rented(self.cluster)))
             except ProviderError as error:
                 failures += 1
                 if failures >= FAILURES:

@@ -264,9 +264,9 @@ def test_the_last_order_of_an_account_is_remembered_over_a_restart(path: Path) -
     with Ledger.open(path) as ledger:
         assert ledger.last_rate("lambda") == 0.0
         ledger.paced("lambda", 120.0)
-        ledger.paced("lambda", 110.0)  # a clock that was set back
+        ledger.paced("lambda", 110.0)  # after it, by a clock that was set back
     with Ledger.open(path) as ledger:
-        assert ledger.last_rate("lambda") == 120.0
+        assert ledger.last_rate("lambda") == 110.0
 
 
 def test_only_its_owner_can_read_the_file(path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 from tests.unit.elastic.scene import CASES, CLUSTER, Scene, scene
 
+from shoal.elastic.source import Source
 from shoal.elastic.tenure import Tenure
 from shoal.providers.rental import Order
+from shoal.roles.elastic import IN_CHARGE
 
 EARLIER, LATER = 0x6A000000, 0x6A000001
 
@@ -104,3 +111,21 @@ async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_t
 def test_every_token_is_another_one_and_tells_the_time_at_its_end() -> None:
     tokens = {Tenure(LATER).token() for _ in range(100)}
     assert len(tokens) == 100 and all(token.endswith("x6a000001") and len(token) == 17 for token in tokens)
+
+
+@pytest.mark.parametrize("clock", ["right", "behind"])
+def test_shoal_up_puts_a_service_in_charge_that_is_later_than_all_before_it(clock: str, tmp_path: Path) -> None:
+    since, mark = tmp_path / "since", tmp_path / "succeeded"
+    source = SimpleNamespace(name="lambda", seen=SimpleNamespace(machines={}))
+    later = int(time.time()) + (86400 if clock == "behind" else -86400)
+    source.seen.machines = {Tenure(later).token(): (SimpleNamespace(id="i-1"),)}
+    since.write_text(f"{later - 10}\n")
+    ended = Tenure(later - 10, mark)
+    ended.look([cast(Source, source)], lambda token: False)
+    assert Tenure(later - 10, mark).ended == ended.ended != ""
+    began = int(time.time())
+    subprocess.run(["sh", "-c", IN_CHARGE, "sh", str(since), str(mark)], check=True)
+    assert int(since.read_text()) == later + 1 if clock == "behind" else int(since.read_text()) >= began
+    again = Tenure(int(since.read_text()), mark)
+    again.look([cast(Source, source)], lambda token: False)
+    assert again.ended == ""

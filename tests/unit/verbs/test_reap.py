@@ -15,7 +15,7 @@ from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context,
 from shoal.cli.render_money import show_look, show_reap
 from shoal.hosts.fake import FakeHost
 from shoal.plan.progress import Phase, Silence
-from shoal.providers.rental import Abilities, Trouble
+from shoal.providers.rental import Abilities, Rented, Trouble
 from shoal.verbs.held import Held
 from shoal.verbs.reap import ROUNDS, Holding, Look, Pace, ReapResult, look, reap
 
@@ -47,6 +47,33 @@ async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None
     assert result.clean
     assert [one.id for one in lambda_.machines] == ["c"]
     assert (lambda_.closed, cloud.closed) == (1, 1)
+
+
+async def test_what_a_client_lists_of_others_is_never_touched() -> None:
+    class Lists(FakeRenter):
+        async def rented(self, cluster: str) -> list[Rented]:
+            await super().rented(cluster)
+            return self.machines
+
+    theirs = [machine("b", cluster="other"), machine("c", cluster="", node="", token="")]
+    everybodys = Lists(machines=[machine("a"), *theirs])
+    found = await look(context(), clouds(**{"lambda": everybodys}), Pace(sleep=NoSleep()))
+    assert ids(found.found) == [("lambda", "a")]
+    result = await reaped(**{"lambda": everybodys})
+    assert (ids(result.gone), result.clean, everybodys.machines) == ([("lambda", "a")], True, theirs)
+
+
+async def test_a_client_with_a_bug_is_told_of_and_keeps_no_other_account_from_being_cleared() -> None:
+    class Broken(FakeRenter):
+        async def rented(self, cluster: str) -> list[Rented]:
+            raise KeyError("items")
+
+    cloud = FakeRenter(machines=[machine("d")])
+    result = await reaped(**{"lambda": Broken(), "cloud": cloud})
+    assert ids(result.gone) == [("cloud", "d")] and not result.clean
+    assert {name: error.message for name, error in result.failures.items()} == {
+        "lambda": "lambda: its client failed: KeyError"
+    }
 
 
 async def test_looking_touches_nothing() -> None:

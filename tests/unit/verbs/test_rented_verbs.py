@@ -98,11 +98,14 @@ async def test_whatever_ends_the_giving_back_the_service_is_started_again(
     async with trial(CASES["sandbox"]) as cloud:
         world, context = await a_cluster(cloud)
 
-        async def ends(seconds: float) -> None:
+        async def ends(*_: object) -> None:
             raise ending
 
+        monkeypatch.setattr(reap, "strike_off", ends)
+        passing = asyncio.create_task(time_passes(cloud))
         with pytest.raises(type(ending)):
-            await down(context, force=True, pace=reap.Pace(sleep=ends))
+            await down(context, force=True)
+        passing.cancel()
         assert world.hosts["c1"].argvs[-1] == SERVICE[1]
         assert "service slurmd" in world.agents["n1"].items
 
