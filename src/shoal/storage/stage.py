@@ -47,6 +47,9 @@ def copied(some: Iterable[Copied]) -> str:
 def program() -> str:
     """`stage in` before a job, `stage out` after it. Whoever runs it, the shares' account copies, as on servers:
     what users put in the way of root's rsync could lead it anywhere.
+
+    A copy may be written to where the share may not. What Python compiles there on its own is no result, and does not
+    fail to go back.
     """
     return f"""\
 #!/bin/sh
@@ -63,7 +66,7 @@ while read -r where server mode; do
     there={ACCOUNT}@$server:$where/
     case $1.$mode.$where in
         in.*./*) copy "$there" "$where/" || status=1 ;;
-        out.rw./*) copy "$where/" "$there" || status=1 ;;
+        out.rw./*) copy --exclude=__pycache__/ "$where/" "$there" || status=1 ;;
     esac
 done < {LIST}
 exit "$status"

@@ -39,6 +39,11 @@ def test_before_a_job_every_share_comes_and_after_it_those_that_may_be_written_g
     assert run(tmp_path, "out") == (0, [*come, "/data/ shoal-copy@10.0.0.1:/data/"])
 
 
+def test_what_python_compiled_in_a_copy_does_not_go_back() -> None:
+    out = next(line for line in stage.program().splitlines() if line.strip().startswith("out.rw"))
+    assert "--exclude=__pycache__/" in out
+
+
 def test_one_share_that_fails_keeps_no_other_from_being_copied_and_is_told(tmp_path: Path) -> None:
     status, calls = run(tmp_path, "in", failing="/data/")
     assert status == 1 and len(calls) == 2
