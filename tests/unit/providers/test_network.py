@@ -20,8 +20,8 @@ from shoal.providers.sandbox.network import (
     hardware_address,
     render_table,
 )
-from shoal.spec.member import Shape
 from shoal.spec.defaults import WIREGUARD_SUBNET
+from shoal.spec.member import Shape
 
 LAYOUT = Layout(Path("/var/cache/shoal"), "reef-2")
 SITES = [Site("a", 0, "10.70.1.0/24"), Site("b", 1, "10.70.2.0/24")]

@@ -22,8 +22,8 @@ from shoal.errors import ProviderError
 from shoal.providers.sandbox.kernel import raise_settings, restore_settings
 from shoal.providers.sandbox.layout import CONTAINERS, HostRecord, Layout, Site, locked, other_subnets, site_of
 from shoal.providers.sandbox.programs import call
-from shoal.spec.member import Shape
 from shoal.spec.defaults import WIREGUARD_SUBNET
+from shoal.spec.member import Shape
 
 POOL = ipaddress.IPv4Network("10.64.0.0/10")
 MACHINE_LOCK = Path("/run")
