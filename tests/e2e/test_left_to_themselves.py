@@ -14,7 +14,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.leftovers import noted
 from tests.e2e.simulated import Cloud, bill, ended, printed, renting, submit
 
-from shoal.elastic.unclaimed import container_script, machine_script
+from shoal.elastic.unclaimed import machine_script
 from shoal.providers.rental import Account
 from shoal.providers.rented import renter
 from shoal.providers.sandbox.provider import SandboxProvider
@@ -32,12 +32,10 @@ SOON = 30
 ENOUGH = 300.0
 
 
-@pytest.mark.parametrize("container", [False, True], ids=["machine", "container"])
-def test_a_machine_that_nobody_joins_switches_itself_off(container: bool) -> None:
-    script = container_script(SOON) if container else machine_script(SOON)
-    profile = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0, container=container)
+def test_a_machine_that_nobody_joins_switches_itself_off() -> None:
+    profile = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0)
     with noted(OFF):
-        assert asyncio.run(_phases(profile, script)) == ["up", "error"]
+        assert asyncio.run(_phases(profile, machine_script(SOON))) == ["up", "error"]
 
 
 async def _phases(profile: Profile, script: str) -> list[str]:
