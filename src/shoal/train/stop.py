@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,6 +68,7 @@ class Stopper:
         self._ranks: Ranks | None = None
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        _keep_forked_workers()
         if not self._signal:
             self._signal, self._noted_at = _warned_before(environ)
 
@@ -154,7 +157,10 @@ def _number(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def worker_signals(worker_id: int = 0) -> None:
-    """Keep a DataLoader worker alive through the signals that stop the job. Pass it as `worker_init_fn`.
+    """Keep a DataLoader worker alive through the signals that stop the job.
+
+    Workers that are forked have it by themselves. Where they are not (`multiprocessing_context`, and Python 3.14 unless
+    told otherwise), pass it as `worker_init_fn`.
 
     Slurm may signal every process of a job. A worker that dies of it takes the batch that the trainer is waiting for
     along, and the trainer fails instead of saving. The worker still ends when its trainer tells it to, or is gone.
@@ -175,6 +181,26 @@ def _obey(trainer: int) -> None:
         if sent is not None and sent.si_pid == trainer:
             os._exit(0)  # as torch's own handler in a worker does
     os._exit(1)
+
+
+@cache
+def _keep_forked_workers() -> None:
+    """From now on, the workers that a DataLoader of this process forks outlive the signals. Other children do not."""
+
+    def in_child() -> None:
+        noting = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Stopper)
+        if noting and _forked_by("torch.utils.data.dataloader"):
+            worker_signals()
+
+    os.register_at_fork(after_in_child=in_child)
+
+
+def _forked_by(module: str) -> bool:
+    """Whether the fork that has just been made is the doing of this module: its call is still under way."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -198,6 +198,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     protect, context = sys.argv[1] == "protected", sys.argv[2]
     stopper = Stopper(environ={})
+    if sys.argv[1] == "closed":
+        stopper.close()
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
     loader = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=context,
                         worker_init_fn=worker_signals if protect else None)
     with starting_workers() if protect else contextlib.nullcontext():
@@ -254,11 +257,34 @@ def test_data_workers_survive_a_signal_to_the_whole_process_group_and_end_with_t
     assert status == 0
 
 
-def test_without_the_protection_the_workers_die_first(tmp_path: Path) -> None:
-    output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, "bare", "fork")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_forked_workers_of_any_loader_survive_it(tmp_path: Path, number: signal.Signals) -> None:
+    output, errors, status = _signalled_trainer(tmp_path, number, "bare", "fork")
+    assert f"stopped for {number.name}\nover\n" in output, errors
+    assert status == 0
+
+
+@pytest.mark.parametrize(("protect", "context"), [("bare", "spawn"), ("closed", "fork")])
+def test_without_the_protection_the_workers_die_first(tmp_path: Path, protect: str, context: str) -> None:
+    output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, protect, context)
     assert "stopped for" not in output
     assert "is killed by signal: Terminated" in errors
     assert status != 0
+
+
+def test_other_children_of_a_rank_are_left_alone() -> None:
+    program = """
+import os, signal
+from shoal.train.stop import Stopper
+
+stopper = Stopper(environ={})
+if os.fork() == 0:
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+    os._exit(0)
+os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 ORPHANS = TRAINER.replace('print("step", step, flush=True)', "os.kill(os.getpid(), signal.SIGKILL)")
