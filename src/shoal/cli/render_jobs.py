@@ -30,7 +30,10 @@ def show_submitted(console: Console, job: Submitted) -> None:
         f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}",
         highlight=False,
     )
-    console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+    if job.array:
+        console.print(f"  `shoal logs -f {job.id}_N` shows what its task N prints", highlight=False)
+    else:
+        console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
     if job.nodes > 1 and not job.shared:
         console.print("  checkpoints need storage that its nodes share: name it with --directory", highlight=False)
     if job.traces:

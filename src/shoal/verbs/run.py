@@ -62,6 +62,8 @@ class Submitted:
     """The directory on its nodes where the profiler's files will be."""
     shared: bool = True
     """Its nodes have the jobs' directory in common. Checkpoints of several nodes need that."""
+    array: bool = False
+    """It is as many jobs as `--array` says, each with a number behind its own."""
 
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
@@ -117,6 +119,7 @@ async def submit(
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
         _in_common(found, prepared.job),
+        bool(job.array),
     )
 
 

@@ -120,6 +120,12 @@ def test_a_job_on_nodes_that_share_no_storage_says_what_that_costs_it() -> None:
         assert out.getvalue().splitlines()[2:] == said
 
 
+def test_an_array_that_was_queued_says_how_one_of_it_is_followed() -> None:
+    console, output = screen()
+    show_submitted(console, Submitted("17", "train", "main", 1, 4, "c0de", 0, "", array=True))
+    assert "  `shoal logs -f 17_N` shows what its task N prints\n" in output.getvalue()
+
+
 def test_a_profiled_job_says_where_its_traces_will_be() -> None:
     console, out = screen()
     show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
