@@ -1,4 +1,4 @@
-"""Refusals of an order as the providers were seen to write them, or are said to by their documentation."""
+"""Refusals of an order as the documentation of the providers, and what others report of them, has them."""
 
 from __future__ import annotations
 
