@@ -179,7 +179,8 @@ def _lifetimes(data: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(("nodesets", name, "idle"), "not less than `lifetime`", "", "give less")
     for name, partition in _entries(data, "partitions"):
         longest = _job_seconds(partition.get("max_time"))
-        for nodeset in partition.get("nodesets") or ():
+        named = partition.get("nodesets")
+        for nodeset in named if isinstance(named, list | tuple) else ():
             if isinstance(nodeset, str) and nodeset in lives and longest is not None and longest > lives[nodeset]:
                 what = f"a job may run for longer than a node of `{nodeset}` is kept"
                 fix = f"give at most its `lifetime`, or raise that: nodesets.{nodeset}.lifetime"

@@ -156,6 +156,10 @@ def test_any_data_inside_a_spec(data: dict[str, Any], place: str) -> None:
     check(dump(spec))
 
 
+def test_a_word_where_a_list_belongs_is_told_and_nothing_else() -> None:
+    check("cluster: reef\ncontroller: {host: ctl}\nnodesets: {lab: {hosts: [a]}}\npartitions: {lab: {nodesets: }}\n")
+
+
 def dump(data: Any) -> str:
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
