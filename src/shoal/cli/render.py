@@ -57,9 +57,11 @@ def _not_looked_at(plan: Plan) -> str:
 
 
 def show_up(console: Console, result: UpResult) -> None:
-    # What the plan foresaw of a host, and then befell it, is told once.
-    foreseen = [one for one in result.findings if one.level == "error" and one.host in result.failures]
-    show_findings(console, (one for one in result.findings if one not in foreseen))
+    # What the plan foresaw of a host, and then befell it, is told once. What else was foreseen may be next.
+    befell = {name: error.cause for name, error in result.failures.items()}
+    show_findings(
+        console, (one for one in result.findings if not (one.found and one.found in befell.get(one.host, "")))
+    )
     for name, reason in result.unready:
         console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {free(reason)}")
     for name in result.staying:

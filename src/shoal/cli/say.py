@@ -28,18 +28,23 @@ def show_findings(console: Console, findings: Iterable[Finding]) -> None:
     """What was found, a line each, and below it what to do about it."""
     for finding in findings:
         told = finding if finding.level == "info" else replace(finding, fix="")
-        console.print(f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}", highlight=False)
+        console.print(
+            f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}", highlight=False, soft_wrap=True
+        )
         if told.fix != finding.fix:
-            console.print(f"    fix: {escape(finding.fix)}", highlight=False)
+            console.print(f"    fix: {escape(finding.fix)}", highlight=False, soft_wrap=True)
 
 
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
-    """The hosts that dropped out, with the cause and the fix; those with the same share a line."""
+    """The hosts that dropped out, with the cause and the fix; those with the same share a line.
+
+    No line is broken: there are commands in them, which must be whole to be copied.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, error in failures.items():
         said = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
         groups.setdefault(said, []).append(name)
     for (cause, hint), names in groups.items():
-        console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False)
+        console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False, soft_wrap=True)
         if hint:
-            console.print(f"    fix: {escape(hint)}", highlight=False)
+            console.print(f"    fix: {escape(hint)}", highlight=False, soft_wrap=True)
