@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal.train.errors import EnvError
 from shoal.train.launchers import TORCH_NAMES, Variables, in_a_step
@@ -92,4 +92,30 @@ def check_torchrun(environ: Mapping[str, str], world_size: int, local_world_size
             f"srun starts torchrun on {nodes} nodes, and torchrun counts {agents}",
             found=f"SLURM_STEP_NUM_NODES={nodes}, GROUP_WORLD_SIZE={agents}",
             fix=f"torchrun --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=$SLURM_JOB_ID ...",
+        )
+
+
+def check_mpirun(environ: Mapping[str, str], rank: int, world_size: int) -> None:
+    """mpirun's daemons are one task a node. Left over from one around sbatch, its variables make each task rank 0."""
+    if not in_a_step(environ):
+        return
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    if (environ["SLURM_PROCID"], tasks) == (str(rank), world_size):
+        return
+    crowded = max(tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or "1")) > 1
+    if crowded or (world_size == 1 and tasks > 1):
+        raise EnvError(
+            "srun and mpirun both say that they started this process",
+            found=f"task {environ['SLURM_PROCID']} of srun's {tasks}, rank {rank} of mpirun's {world_size}",
+            fix="start it with one of the two: sbatch --export=NONE keeps the variables of an mpirun around it away",
+        )
+
+
+def check_node_rank(read: Variables, node_rank: int, nodes: Sequence[str]) -> None:
+    """A node rank past Slurm's list: nothing would say where rank 0 is."""
+    if nodes and node_rank >= len(nodes):
+        raise EnvError(
+            f"node_rank {node_rank} does not exist: Slurm lists {len(nodes)} nodes, counted from 0",
+            found=f"{read.shown(read.launcher.node_rank, node_rank)}, nodes {', '.join(nodes[:8])}",
+            fix=read.launcher.fix,
         )

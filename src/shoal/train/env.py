@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.train.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
-from shoal.train.contradictions import check_alone, check_bounds, check_torch_names, check_torchrun
+from shoal.train.contradictions import (
+    check_alone,
+    check_bounds,
+    check_mpirun,
+    check_node_rank,
+    check_torch_names,
+    check_torchrun,
+)
 from shoal.train.errors import EnvError
 from shoal.train.interfaces import is_address, is_loopback, resolve
 from shoal.train.launchers import Launcher, LauncherName, Variables, find_launcher
@@ -79,6 +86,8 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
     world_size = read.number("world_size", launcher.world_size)
     nodes, placement = _slurm_places(read, world_size)
     node_rank = read.number("node_rank", launcher.node_rank, _node_rank(environ, nodes, placement, rank))
+    if launcher.name == "srun":
+        check_node_rank(read, node_rank, nodes)
     on_this_node = placement.count(node_rank) if placement else None
     local_world_size = read.number(
         "local_world_size", launcher.local_world_size, on_this_node or _all_here(read, world_size)
@@ -91,8 +100,10 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
     if launcher.name == "torchrun":
         check_torchrun(environ, world_size, local_world_size)
         placement = ()  # torchrun gives out node ranks as its agents arrive, in no order that Slurm knows
+    if launcher.name == "mpirun":
+        check_mpirun(environ, rank, world_size)
     node = environ.get("SLURMD_NODENAME") or (nodes[node_rank] if node_rank < len(nodes) else socket.gethostname())
-    restarts = int(environ.get("SLURM_RESTART_COUNT") or 0) + read.number("restart", launcher.restart, 0)
+    restarts = read.number("restart", ("SLURM_RESTART_COUNT",), 0) + read.number("restart", launcher.restart, 0)
     spread = world_size > local_world_size
     addresses = _node_addresses(environ)
     return Env(
@@ -103,7 +114,7 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
         local_world_size=local_world_size,
         nodes=nodes if spread else (node,),
         master_address=_master_address(environ, launcher, nodes, addresses if spread else None),
-        master_port=read.number("master_port", ("MASTER_PORT",), 0),
+        master_port=_master_port(read),
         launcher=launcher.name,
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart_count=restarts,
@@ -227,6 +238,17 @@ def _master_address(
             + (": mpirun -x MASTER_ADDR" if launcher.name == "mpirun" else ""),
         )
     return first
+
+
+def _master_port(read: Variables) -> int:
+    port = read.number("master_port", ("MASTER_PORT",), 0)
+    if port > 65_535:
+        raise EnvError(
+            "MASTER_PORT is no port",
+            found=f"MASTER_PORT={port}",
+            fix="unset it: the ranks then agree on a port that is free; or set one below 65536",
+        )
+    return port
 
 
 def _key(environ: Mapping[str, str], restarts: int) -> str:

@@ -134,7 +134,11 @@ PLACES: dict[str, tuple[Mapping[str, str], tuple[object, ...]]] = {
         ("torchrun", 1, 1, 0, 2, 2, "localhost", 41000),
     ),
     "mpirun, whose daemons sit in tasks of srun": (
-        SRUN | MPIRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+        IN_ONE_TASK | MPIRUN,
+        ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),
+    ),
+    "srun that an MPI library took for its own mpirun": (
+        SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
         ("mpirun", 3, 1, 1, 4, 2, "gpu01", 0),
     ),
     "mpirun on its own": (MPIRUN | {"MASTER_ADDR": "10.0.0.1"}, ("mpirun", 3, 1, 1, 4, 2, "10.0.0.1", 0)),
@@ -273,6 +277,36 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
         "  found: GROUP_WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, WORLD_SIZE=6\n"
         "  fix: let torchrun set its variables: export none of them before or in the script",
     ),
+    "tasks of srun in the environment of an mpirun around sbatch": (
+        SRUN | MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        "srun and mpirun both say that they started this process\n"
+        "  found: task 3 of srun's 4, rank 0 of mpirun's 4\n"
+        "  fix: start it with one of the two: sbatch --export=NONE keeps the variables of an mpirun around it away",
+    ),
+    "one task a node, each a world of its own": (
+        IN_ONE_TASK | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        "srun and mpirun both say that they started this process\n"
+        "  found: task 1 of srun's 2, rank 0 of mpirun's 1\n"
+        "  fix: start it with one of the two: sbatch --export=NONE keeps the variables of an mpirun around it away",
+    ),
+    "a node that the list does not have": (
+        SRUN | {"SLURM_NODEID": "5"},
+        "node_rank 5 does not exist: Slurm lists 2 nodes, counted from 0\n"
+        "  found: SLURM_NODEID=5, nodes gpu01, gpu02\n"
+        "  fix: start the script with srun inside the job, and pass Slurm's variables on unchanged (containers too)",
+    ),
+    "a port that is none": (
+        HAND | {"MASTER_PORT": "99999"},
+        "MASTER_PORT is no port\n"
+        "  found: MASTER_PORT=99999\n"
+        "  fix: unset it: the ranks then agree on a port that is free; or set one below 65536",
+    ),
+    "a count of restarts that is none": (
+        SRUN | {"SLURM_RESTART_COUNT": "twice"},
+        "restart under srun must be a whole number\n"
+        "  found: SLURM_RESTART_COUNT=twice\n"
+        "  fix: start the script with srun inside the job, and pass Slurm's variables on unchanged (containers too)",
+    ),
     "an address that means every host": (
         HAND | {"MASTER_ADDR": "127.0.1.1"},
         "MASTER_ADDR means this host on every node, and the ranks are on several\n"
@@ -350,7 +384,7 @@ def test_each_start_of_a_job_has_a_key_of_its_own_that_its_ranks_share() -> None
 
 def test_the_ranks_of_mpirun_share_a_key_though_its_daemons_sit_in_different_steps() -> None:
     on_the_first_node = BATCH | MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    elsewhere = SRUN | MPIRUN | {"SLURM_CLUSTER_NAME": ""}
+    elsewhere = IN_ONE_TASK | MPIRUN | {"SLURM_CLUSTER_NAME": ""}
     assert read_env(on_the_first_node).key == read_env(elsewhere).key
 
 
