@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.goldens import assert_golden
 
-from shoal.providers.sandbox.cgroups import Group, groups_named, hierarchies, is_v2_only
+from shoal.providers.sandbox.cgroups import FOR_SLURM, Group, groups_named, hierarchies, is_v2_only
 from shoal.providers.sandbox.layout import HostRecord, Layout
 from shoal.providers.sandbox.machine import cpus_of
 from shoal.providers.sandbox.seed import render_gpus, render_meminfo
@@ -65,6 +65,18 @@ def test_limits_go_into_the_groups(tmp_path: Path) -> None:
     assert (roots["memory"] / "shoal-x-n1/memory.limit_in_bytes").read_text() == "-1"
     assert groups_named("shoal-x-", roots) == [group]
     assert groups_named("shoal-y-", roots) == []
+
+
+def test_controllers_of_cgroup_v2_are_passed_on_only_where_they_are_wanted(tmp_path: Path) -> None:
+    group, passed_on = Group("g", {"unified": tmp_path}), tmp_path / "cgroup.subtree_control"
+    group.make([0], None)
+    assert not passed_on.exists()
+    group.make([0], 512)
+    assert passed_on.read_text() == "+memory"
+    assert (tmp_path / "g/memory.max").read_text() == "536870912"
+    group.make([0], None, controllers=True)
+    assert passed_on.read_text() == f"+{FOR_SLURM[-1]}"  # one write for each: one that is not there spoils no other
+    assert (tmp_path / "g/memory.max").read_text() == "max"
 
 
 def test_processes_are_those_of_all_groups_below_without_the_ones_of_other_namespaces(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from shoal.errors import ProviderError
 
 SECONDS_TO_DIE = 60.0
 SECONDS_TO_FREEZE = 30.0
+FOR_SLURM = ("cpuset", "cpu", "memory", "pids")
+"""Controllers of cgroup v2 that Slurm's plugins use. Devices need none there."""
 
 
 def hierarchies(mounts: str | None = None) -> dict[str, Path]:
@@ -46,8 +48,11 @@ class Group:
     def paths(self) -> list[Path]:
         return [root / self.name for root in self.roots.values()]
 
-    def make(self, cpus: list[int], memory_mb: int | None) -> None:
-        """Make the groups and set their limits. A limit that this machine's hierarchy does not know is left out."""
+    def make(self, cpus: list[int], memory_mb: int | None, *, controllers: bool = False) -> None:
+        """Make the groups and set their limits. A limit that this machine's hierarchy does not know is left out.
+
+        With `controllers` the host may make groups of its own under the unified hierarchy's controllers.
+        """
         for controller, root in self.roots.items():
             group = root / self.name
             group.mkdir(exist_ok=True)
@@ -56,10 +61,12 @@ class Group:
                 (group / "cpuset.cpus").write_text(",".join(str(cpu) for cpu in cpus))
             if controller == "memory":
                 (group / "memory.limit_in_bytes").write_text(str(memory_mb << 20) if memory_mb else "-1")
-            if controller == "unified" and memory_mb:
+            if controller == "unified":
+                for name in FOR_SLURM if controllers else ("memory",) if memory_mb else ():
+                    with contextlib.suppress(OSError):
+                        (root / "cgroup.subtree_control").write_text(f"+{name}")
                 with contextlib.suppress(OSError):
-                    (root / "cgroup.subtree_control").write_text("+memory")
-                    (group / "memory.max").write_text(str(memory_mb << 20))
+                    (group / "memory.max").write_text(str(memory_mb << 20) if memory_mb else "max")
 
     def pids(self) -> list[int]:
         """Every process of the host, as this machine numbers them."""

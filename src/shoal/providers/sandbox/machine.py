@@ -120,7 +120,7 @@ async def start(layout: Layout, host: HostRecord) -> None:
     (home / "ready").unlink(missing_ok=True)
     write_resolver(home / "seed")
     mine = group(layout, host.name)
-    mine.make(cpus_of(host), host.shape.memory_mb)
+    mine.make(cpus_of(host), host.shape.memory_mb, controllers=host.shape.cgroups)
     # In cgroup v2 a group with groups below it holds no process: nspawn makes two below, the launcher gets a third.
     unified = [path for path in mine.paths if path == mine.roots.get("unified", Path()) / mine.name]
     for path in unified:
