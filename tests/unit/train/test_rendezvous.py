@@ -179,6 +179,20 @@ def test_a_notice_left_by_an_earlier_start_does_not_mislead(tmp_path: Path) -> N
             close(first.result())
 
 
+def test_who_answers_at_an_old_address_without_the_word_is_not_followed(tmp_path: Path) -> None:
+    """A program that took the port over and says what rank 0 would say, but for the word of the notice."""
+    zero, one = rank_of(0), rank_of(1)
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor() as pool:
+        FileBoard(tmp_path, one.key).publish([Door("127.0.0.1", impostor.getsockname()[1], "old")])
+        late = start(pool, one, FileBoard(tmp_path, one.key), patience())
+        knocking, _ = impostor.accept()
+        with knocking:
+            knocking.sendall(b'{"welcome": "mine"}\n{"go": ["127.0.0.1", 1, "127.0.0.1"]}\n')
+            first = start(pool, zero, FileBoard(tmp_path, zero.key), patience())
+            assert late.result().store_port == first.result().store_port != 1
+        close(first.result())
+
+
 def test_the_notice_is_for_its_user_only_and_gone_when_all_have_met(tmp_path: Path) -> None:
     env = rank_of(0)
     board = FileBoard(tmp_path, env.key)
