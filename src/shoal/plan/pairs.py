@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, permutations
 
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
@@ -24,6 +25,7 @@ PAIR_SECONDS = 8.0
 """The same for one that should: long enough for the first packets through a tunnel, which may be lost."""
 ANSWERS = ("open", "refused")
 """A refusal is an answer, too: nobody listens there yet."""
+SILENT = "silent"
 HANDSHAKE_SECONDS = 300
 """WireGuard repeats its handshake every two minutes while there is something to send. Twice that, and some."""
 HANDSHAKES = f"date +%s && wg show {INTERFACE} latest-handshakes"
@@ -120,25 +122,16 @@ async def _working(fleet: Fleet, name: str, peers: Sequence[Peer]) -> list[str]:
 
 async def unconnected(spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]) -> list[Finding]:
     """Every host that others cannot reach on the cluster's network, where Slurm's messages go."""
-    controller = next(iter(all_members(spec))).name
     present = [name for name in names if name in addresses and name not in fleet.failures]
-
-    def target(name: str) -> tuple[str, int]:
-        return addresses[name], SLURMCTLD_PORT if name == controller else SLURMD_PORT
-
-    async def look(name: str) -> dict[str, str]:
-        others = [other for other in present if other != name]
-        answers = await (await fleet.agent(name)).reach([target(other) for other in others], PAIR_SECONDS)
-        return {other: said for other, said in zip(others, answers, strict=True) if said not in ANSWERS}
-
-    missing = await fleet.each(present, look)
+    targets = slurm_ports(spec, addresses)
+    missing = await _unanswered(spec, fleet, present, targets)
     findings = []
     for name in present:
-        why = {other: lost[name] for other, lost in missing.items() if name in lost}
+        why = {asking: said for (asking, asked), said in missing.items() if asked == name}
         if not why:
             continue
-        address, port = target(name)
-        said = ", ".join(dict.fromkeys("no answer" if text == "silent" else text for text in why.values()))
+        address, port = targets[name]
+        said = ", ".join(dict.fromkeys("no answer" if text == SILENT else text for text in why.values()))
         findings.append(
             Finding(
                 "error",
@@ -149,6 +142,49 @@ async def unconnected(spec: Spec, addresses: Mapping[str, str], fleet: Fleet, na
             )
         )
     return findings
+
+
+def slurm_ports(spec: Spec, addresses: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Where Slurm's messages to each member go."""
+    controller = next(iter(all_members(spec))).name
+    return {name: (at, SLURMCTLD_PORT if name == controller else SLURMD_PORT) for name, at in addresses.items()}
+
+
+async def _unanswered(
+    spec: Spec, fleet: Fleet, names: Sequence[str], targets: Mapping[str, tuple[str, int]]
+) -> dict[tuple[str, str], str]:
+    """Who gets no answer of whom, and what is said instead."""
+    if spec.network.kind != "wireguard":
+        return await call(fleet, permutations(names, 2), targets)
+    there, back = list(combinations(names, 2)), list(combinations(reversed(names), 2))
+    # Two who call each other for the first time, in one moment, both drop the other's call for their own. They call
+    # again after 5 s, and where hosts are busy in one moment again: so one of the two calls first.
+    missing = await call(fleet, there, targets) | await call(fleet, back, targets)
+    for turn in (there, back):
+        silent = [pair for pair in turn if missing.get(pair) == SILENT]
+        again = await call(fleet, silent, targets)
+        missing = {pair: said for pair, said in missing.items() if pair not in silent} | again
+    return missing
+
+
+async def call(
+    fleet: Fleet, pairs: Iterable[tuple[str, str]], targets: Mapping[str, tuple[str, int]]
+) -> dict[tuple[str, str], str]:
+    """Let the first of each pair connect to the second, all at once: those that get no answer, and what is said."""
+    calls: dict[str, list[str]] = {}
+    for asking, asked in pairs:
+        calls.setdefault(asking, []).append(asked)
+
+    async def one(name: str) -> list[str]:
+        return await (await fleet.agent(name)).reach([targets[asked] for asked in calls[name]], PAIR_SECONDS)
+
+    answers = await fleet.each(calls, one)
+    return {
+        (asking, asked): said
+        for asking, some in answers.items()
+        for asked, said in zip(calls[asking], some, strict=True)
+        if said not in ANSWERS
+    }
 
 
 def _fix(spec: Spec, port: int) -> str:

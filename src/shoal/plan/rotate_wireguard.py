@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from shoal.errors import HostError
+from shoal.hostlist import compress
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE, MARK, NEXT_KEY, PRIVATE_KEY, PUBLIC_KEY
 from shoal.plan.diff import wanted
 from shoal.plan.observe import observe
-from shoal.plan.pairs import ANSWERS, LOOK_SECONDS, reached_addresses
+from shoal.plan.pairs import call, reached_addresses, slurm_ports
 from shoal.plan.pause import no_job_starts
 from shoal.plan.rotating import Rotated, Rotating, apply_all, raise_failed
+from shoal.roles.cluster import Cluster
 from shoal.roles.stage import Stage
-from shoal.roles.wireguard import WireGuard
-from shoal.slurm.conf import SLURMCTLD_PORT
+from shoal.roles.wireguard import WireGuard, place_of
 
 PATIENCE = 60
-"""Seconds until every host must have reached the controller with its new key."""
+"""Seconds until every pair of hosts must have spoken under the new keys."""
 
 MAKE_NEXT = f"set -eu; umask 077; test -s {NEXT_KEY} || {{ wg genkey > {NEXT_KEY}.new; mv {NEXT_KEY}.new {NEXT_KEY}; }}"
 PUT_IN_PLACE = (
@@ -57,8 +60,8 @@ async def _in_the_network(now: Rotating) -> Rotating:
     return replace(now, hosts=tuple(name for name in now.hosts if name not in without))
 
 
-async def _tell_everybody(now: Rotating) -> str:
-    """What `shoal up` does about the network, on all hosts at the same time; the controller's address on it."""
+async def _tell_everybody(now: Rotating) -> Cluster:
+    """What `shoal up` does about the network, on all hosts at the same time."""
     observed = await observe(now.fleet, now.spec)
     raise_failed(now)
     cluster = wanted(now.spec, observed, reached_addresses(now.fleet)).now
@@ -68,30 +71,42 @@ async def _tell_everybody(now: Rotating) -> str:
         if member.name in now.hosts
     }
     await apply_all(now, documents, {})
-    return cluster.addresses[now.controller]
+    return cluster
 
 
-async def _verify(now: Rotating, address: str) -> None:
-    """Every interface has its host's new key, and every host reaches the controller through it."""
-    key = f'test "$(wg show {INTERFACE} public-key)" = "$(cat {PUBLIC_KEY})"'
+async def _verify(now: Rotating, cluster: Cluster) -> None:
+    """Every interface has its host's new key, and every pair of hosts speaks with each other under the new keys."""
+    own_key = f'test "$(wg show {INTERFACE} public-key)" = "$(cat {PUBLIC_KEY})"'
+    calls, ports = _calls(cluster, now.hosts), slurm_ports(now.spec, cluster.addresses)
+    end = time.monotonic() + PATIENCE
 
-    async def through(name: str) -> bool:
-        if (await (await now.fleet.host(name)).run(("sh", "-c", key), timeout=60)).status != 0:
-            return False
-        [said] = await (await now.fleet.agent(name)).reach([(address, SLURMCTLD_PORT)], LOOK_SECONDS)
-        return said in ANSWERS
-
-    async def reach(name: str) -> None:
-        end = time.monotonic() + PATIENCE
-        while not await through(name):
+    async def prove(name: str) -> None:
+        again = "run the same command again"
+        while (await (await now.fleet.host(name)).run(("sh", "-c", own_key), timeout=60)).status != 0:
             if time.monotonic() > end:
-                again = "run the same command again"
-                raise HostError(name, "does not reach the controller with its new key", hint=again)
+                raise HostError(name, "does not use its new key", hint=again)
             await asyncio.sleep(0.5)
+        silent = [pair for pair in calls if pair[0] == name]
+        while silent := list(await call(now.fleet, silent, ports)):
+            if time.monotonic() > end:
+                others = compress(asked for _, asked in silent)
+                raise HostError(name, f"does not reach {others} with its new key", hint=again)
         now.phase.done(name)
 
-    await now.fleet.each(now.hosts, reach)
+    await now.fleet.each(now.hosts, prove)
     raise_failed(now)
+
+
+def _calls(cluster: Cluster, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Of every pair, who calls whom. One of the two alone does: calls that cross are dropped by both.
+
+    It is the one that knows where the other is, which nobody does of a host behind NAT.
+    """
+    known = {name: {peer.name for peer in place_of(cluster, name).peers if peer.endpoint} for name in hosts}
+    return [
+        (other, one) if one in known[other] and other not in known[one] else (one, other)
+        for one, other in combinations(hosts, 2)
+    ]
 
 
 async def _everywhere(now: Rotating, script: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.plan.fake_world import World, host_facts, lab, spec_of
+from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.agent.fake import FakeAgent
@@ -16,6 +16,7 @@ from shoal.network.mesh import Peer
 from shoal.network.wireguard import PEERS, PUBLIC_KEY, peers_conf
 from shoal.plan.fleet import Fleet
 from shoal.plan.pairs import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected
+from shoal.spec.finding import Finding
 from shoal.verbs.check import check
 from shoal.verbs.context import Context
 
@@ -52,6 +53,51 @@ async def test_a_host_that_others_do_not_reach_is_told_with_who_and_why_and_what
     assert [str(finding) for finding in findings] == [
         "n2: cannot be reached from c1,n1, found 10.0.0.12 port 6818: no answer, No route to host, open TCP port 6818 "
         "between the hosts, or join them by `network: wireguard`"
+    ]
+
+
+class Listening(FakeAgent):
+    """An agent that notes in a list, for all hosts, when it was asked to reach whom; silent the first `deaf` times."""
+
+    asked: list[tuple[str, list[str]]]
+    deaf = 0
+
+    def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        events = super()._answer(request)
+        if request["op"] == "reach" and request["targets"]:
+            self.asked.append((self.facts.hostname, [address for address, _ in request["targets"]]))
+            if self.deaf:
+                self.deaf -= 1
+                events[0]["answers"] = ["silent"] * len(request["targets"])
+        return events
+
+
+async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
+    """What is found of three hosts, the last of which is `deaf` that many times; and who was asked, in turn."""
+    world = lab(LAB + "network: wireguard\n")
+    asked: list[tuple[str, list[str]]] = []
+    for name, host in world.hosts.items():
+        agent = Listening(world.agents[name].facts)
+        agent.asked, agent.deaf = asked, deaf if name == "n2" else 0
+        host.answers = {**host.answers, ("python3",): agent.play}
+    async with world.fleet() as fleet:
+        return await unconnected(world.spec, ADDRESSES, fleet, ADDRESSES), asked
+
+
+async def test_over_wireguard_the_two_of_a_pair_call_each_other_one_after_the_other() -> None:
+    findings, asked = await over_wireguard(deaf=0)
+    assert findings == []
+    assert sorted(asked[:2]) == [("c1", ["10.0.0.11", "10.0.0.12"]), ("n1", ["10.0.0.12"])]
+    assert sorted(asked[2:]) == [("n1", ["10.0.0.1"]), ("n2", ["10.0.0.11", "10.0.0.1"])]
+
+
+async def test_over_wireguard_a_pair_that_is_silent_once_is_called_again_and_twice_it_is_told() -> None:
+    findings, asked = await over_wireguard(deaf=1)
+    assert (findings, asked[4:]) == ([], [("n2", ["10.0.0.11", "10.0.0.1"])])
+    findings, asked = await over_wireguard(deaf=2)
+    assert [(finding.host, finding.what) for finding in findings] == [
+        ("c1", "cannot be reached from n2"),
+        ("n1", "cannot be reached from n2"),
     ]
 
 
