@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -21,7 +22,8 @@ import pytest
 import torch
 from tests.unit.train.two_hosts import ADDRESSES, MEET_ONLY, ONE_RANK, TwoHosts, outcome, two_hosts
 
-from shoal.train.dist import set_threads, use_interface
+from shoal.train import explain
+from shoal.train.dist import EXPLAIN_AFTER, init, set_threads, use_interface
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
 from shoal.train.interfaces import interface_of, is_loopback, settings_for, source_address
@@ -90,6 +92,12 @@ def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) 
     errors = [outcome(process)[0]["error"] for process in running]
     assert errors[0] == errors[1]
     assert "for 1 of 3 ranks\n  found: rank 2 on gpu3 is not here; the host does not answer (10.231.77.3)" in errors[0]
+
+
+def test_unless_told_otherwise_it_is_explained_within_15_seconds() -> None:
+    """Of silence, and then of asking a host with two addresses at two ports each, none of which answers."""
+    assert inspect.signature(init).parameters["explain_after"].default == EXPLAIN_AFTER
+    assert EXPLAIN_AFTER + 2 * len(explain._PROBE_PORTS) * explain._PROBE_SECONDS <= 15
 
 
 def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
