@@ -23,13 +23,15 @@ from shoal.cli import (
     simulate_commands,
     ui_commands,
 )
-from shoal.cli.examples import called, show_examples
+from shoal.cli.examples import called
+from shoal.cli.help import Headed, explain
 from shoal.cli.options import Cluster, File, Json
 from shoal.cli.session import Session, run_main
 from shoal.errors import ShoalError
 
 app = typer.Typer(
     name="shoal",
+    cls=Headed,
     help="One Slurm cluster from the machines you have, as shoal.yaml says. Without a file, a sandbox on this machine.",
     no_args_is_help=True,
     add_completion=True,
@@ -283,7 +285,7 @@ bench_commands.register(app)
 env_commands.register(app)
 ui_commands.register(app)
 simulate_commands.register(app)
-show_examples(app)
+explain(app)
 
 
 @app.callback(invoke_without_command=True)

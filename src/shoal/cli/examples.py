@@ -46,13 +46,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 """Command lines, by command. Each is parsed by a test."""
 
 
-def show_examples(app: typer.Typer) -> None:
-    """Put the examples below the help of each command."""
-    for name, command in named_commands(app):
-        # The mark at the beginning keeps the lines as they are.
-        command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES.get(name, ()))
-
-
 def named_commands(app: typer.Typer, before: str = "") -> Iterator[tuple[str, CommandInfo]]:
     """Every command of the app with the words that call it."""
     for command in app.registered_commands:

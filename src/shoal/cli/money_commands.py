@@ -21,8 +21,10 @@ def offers(
     gpu: Annotated[str, typer.Option(help="Only GPUs with this in their name, as H100.")] = "",
     count: Annotated[int, typer.Option(help="At least so many GPUs in one machine.", min=0)] = 0,
     provider: Annotated[list[str] | None, typer.Option(help="Only this account or provider; may be repeated.")] = None,
-    type_: Annotated[list[str] | None, typer.Option("--type", help="Only this type of machine.")] = None,
-    region: Annotated[list[str] | None, typer.Option(help="Only this region.")] = None,
+    type_: Annotated[
+        list[str] | None, typer.Option("--type", help="Only this type of machine; may be repeated.")
+    ] = None,
+    region: Annotated[list[str] | None, typer.Option(help="Only this region; may be repeated.")] = None,
     market: Annotated[
         str | None,
         typer.Option(help="on-demand or spot. Default: both.", autocompletion=words("on-demand", "spot")),

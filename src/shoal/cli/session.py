@@ -42,18 +42,9 @@ T = TypeVar("T")
 
 PARTLY = 3
 BUG = 70
-PIPE_WIDTH = 1000
 
 ClickUsageError: Any = typer.BadParameter.__mro__[1]
 """What typer raises at a wrong command line. Releases differ in where it comes from."""
-
-
-def console(stderr: bool = False) -> Console:
-    """A console as wide as the terminal. What goes into a pipe or a file is not broken into lines of 80."""
-    from rich.console import Console
-
-    made = Console(stderr=stderr)
-    return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
 class Session:
@@ -67,10 +58,14 @@ class Session:
 
     @cached_property
     def console(self) -> Console:
+        from shoal.cli.terminal import console
+
         return console()
 
     @cached_property
     def errors(self) -> Console:
+        from shoal.cli.terminal import console
+
         return console(stderr=True)
 
     def open(self, file: Path | None, cluster: str | None, *, phases: bool = True) -> Context:
@@ -286,4 +281,6 @@ def nobody_reads() -> int:
 
 def discard_output() -> None:
     """What is still to be written goes nowhere: Python would try again at its end, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

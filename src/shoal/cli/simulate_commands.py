@@ -34,7 +34,9 @@ def simulate(
     boot_seconds: Annotated[
         float | None, typer.Option(help="Until a machine is up. Default: what the provider, or the host, takes.", min=0)
     ] = None,
-    limits: Annotated[bool, typer.Option("--limits/--no-limits", help="Keep to the provider's rate limits.")] = True,
+    limits: Annotated[
+        bool, typer.Option("--limits/--no-limits", help="Keep to the provider's rate limits. Default: --limits.")
+    ] = True,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave machines when it ends; started again, it has them.")
     ] = False,

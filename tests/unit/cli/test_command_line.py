@@ -20,6 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
+from shoal.cli.help import placeholder
 
 BAD = "cluster: reef\ncontroler: {host: c1}\nnodesets:\n  lab: {hosts: [n1, n1]}\n"
 ON_A_CLUSTER = [
@@ -88,7 +89,8 @@ def test_help_says_what_the_command_does_and_every_option_of_it(words: tuple[str
     shown = invoke(*words, "--help")
     assert shown.exit_code == 0
     for parameter in ALL[words].params:
-        assert max(parameter.opts, key=len) in shown.output
+        name = max(parameter.opts, key=len)
+        assert (name if name.startswith("-") else placeholder(parameter)) in shown.output
 
 
 @pytest.mark.parametrize("words", [(), *ALL], ids=" ".join)
@@ -321,14 +323,19 @@ def gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+@pytest.mark.parametrize(
+    ("words", "both"),
+    [(["schema"], False), (["check", "--cluster", "t-reader"], False), (["check", "--cluster", "t-reader"], True)],
+    ids=["printed by hand", "printed by rich", "errors as well"],
+)
+def test_a_reader_that_leaves_early_ends_the_command_quietly_as_sigpipe_does(words: list[str], both: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "schema"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    errors = writer if both else subprocess.PIPE
+    done = subprocess.run([sys.executable, "-m", "shoal", *words], stdout=writer, stderr=errors, text=True, timeout=60)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    told = [line for line in (done.stderr or "").splitlines() if not line.startswith("  ")]
+    assert (done.returncode, told) == (141, []), "lines with blanks before them say how far it is"
 
 
 # ---- terminals and files of all kinds

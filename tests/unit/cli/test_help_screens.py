@@ -1,0 +1,83 @@
+"""What `--help` shows of the whole command and of each: headings, and words for what to write."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.unit.cli.test_command_line import ALL, invoke
+from typer.main import get_command
+
+from shoal.cli.app import app
+from shoal.cli.help import HEADINGS, PLACEHOLDERS, placeholder
+
+TYPES = r"\b(str|int|float|bool|path|list|tuple|dict|None|True|False|Path|Annotated|datetime|range)\b"
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def options_of(command: Any) -> list[Any]:
+    return [one for one in command.params if one.opts[0].startswith("-")]
+
+
+def left_column(text: str) -> list[str]:
+    """What stands before the explanations: arguments, and options with what is written behind them."""
+    listed = re.split(r"\n(?:Arguments|Options):\n", text)[1:]
+    return [line.strip().split("  ")[0] for part in listed for line in part.splitlines() if re.match(r"  [-A-Z]", line)]
+
+
+def test_every_command_stands_under_one_heading() -> None:
+    named = Counter(name for names in HEADINGS.values() for name in names)
+    assert named == Counter(list(get_command(app).commands))  # type: ignore[attr-defined]
+
+
+def test_the_headings_are_shown_with_the_descriptions_in_one_column() -> None:
+    shown = invoke("--help").output
+    at = [shown.index(f"\n\n{heading}:\n") for heading in (*HEADINGS, "Options")]
+    assert at == sorted(at)
+    listed = re.findall(r"^  ([a-z]+ +)\S", shown[at[0] : at[-1]], re.MULTILINE)
+    assert [name.strip() for name in listed] == [name for names in HEADINGS.values() for name in names]
+    assert len({len(name) for name in listed}) == 1
+
+
+@pytest.mark.parametrize("words", [(), ("node",), *ALL], ids=" ".join)
+def test_no_python_type_and_no_range_is_shown(words: tuple[str, ...]) -> None:
+    shown = invoke(*words, "--help").output
+    assert [entry for entry in left_column(shown) if re.search(TYPES, entry)] == []
+    assert not re.search(r"<\w|\bx[<>]=|[<>]=x|\[default|list\[", shown)
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_an_option_that_takes_a_value_says_what_kind(words: tuple[str, ...]) -> None:
+    left = left_column(invoke(*words, "--help").output)
+    for option in options_of(ALL[words]):
+        name, word = max(option.opts, key=len), placeholder(option)
+        assert option.is_flag is (word == "")
+        assert any(entry.endswith(f"{name} {word}".strip()) or f"{name} / " in entry for entry in left)
+
+
+def test_an_option_stands_behind_one_placeholder_and_exists() -> None:
+    known = {max(option.opts, key=len) for command in ALL.values() for option in options_of(command)}
+    named = Counter(option for options in PLACEHOLDERS.values() for option in options)
+    assert set(named) <= known | {"--install-completion", "--show-completion"}
+    assert named.most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("run",), "Usage: shoal run [OPTIONS] [SCRIPT] [ARG...]"),
+        (("cancel",), "Usage: shoal cancel [OPTIONS] JOB..."),
+        (("simulate",), "Usage: shoal simulate [OPTIONS] PROVIDER"),
+        (("bench", "links"), "  --seconds SECONDS  How long each direction is measured. Default: 1.0."),
+        (("status",), "  -f, --file FILE  The spec. Default: shoal.yaml here, else the sandbox. Or set\n"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_command_is_told_as_it_is_typed(words: tuple[str, ...], shown: str) -> None:
+    assert shown in invoke(*words, "--help").output
