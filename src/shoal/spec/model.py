@@ -234,7 +234,7 @@ class Machine(Closed):
     gpus: Annotated[int, Between(0, 16)] = 0
     """Simulated GPUs of each host."""
     cgroups: StrictBool = False
-    """Give the hosts writable cgroup controllers, so that Slurm confines jobs to their devices. Only with debian12."""
+    """Give the hosts writable cgroup controllers, so that Slurm confines jobs. With cgroup v1, only with debian12."""
 
 
 class Placed(Closed):

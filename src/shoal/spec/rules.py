@@ -73,8 +73,6 @@ def _sources(data: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _none_of_it(path, entry, _PROVIDER_ONLY if given else _HOSTS_ONLY, "provider" if given else key)
         if entry.get("provider") == "sandbox" and key == "hosts" and not _is_set(entry, "count"):
             yield Problem(path, "missing key `count`", "", "say how many hosts to make: `count: 2`")
-        if made and entry.get("cgroups") is True and entry.get("image", "debian12") in ("debian13", "sid"):
-            yield Problem((*path, "cgroups"), "`cgroups` works with debian12 only", show(entry["image"]), "delete it")
 
 
 def _none_of_it(path: Path, entry: Mapping[str, Any], keys: tuple[str, ...], other: str) -> Iterator[Problem]:

@@ -411,10 +411,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "s.yaml:6:42 nodesets.c.user: `user` without `hosts`, delete it, or use `hosts`",
         ],
     ),
-    "cgroups on another image": (
-        GOOD + "  b: {provider: sandbox, count: 1, image: sid, cgroups: true}\n",
-        ['s.yaml:5:57 nodesets.b.cgroups: `cgroups` works with debian12 only, found "sid", delete it'],
-    ),
     "partition of an unknown nodeset": (
         GOOD + "partitions: {main: {nodesets: [labb]}}\n",
         ['s.yaml:5:32 partitions.main.nodesets[0]: unknown nodeset, found "labb", did you mean `lab`?'],
