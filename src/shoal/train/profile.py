@@ -91,7 +91,7 @@ class Recorder:
         import torch.profiler
 
         # The GPUs come in with the steps: a rank has not chosen its own yet.
-        self._start = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._start = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
         self._start.start()
         # The one clock that interrupts the thread that has to stop the profiler, and that scripts hardly ever use.
         signal.signal(signal.SIGVTALRM, self._long_enough)
