@@ -93,10 +93,11 @@ def _auth_refused(route: Route, found: str, tried: Sequence[str]) -> AuthRefused
             f"gave up on {route.user}@{route.host} after too many keys: {offered}",
             hint="name the right key: `identity:` in the spec, or IdentityFile and IdentitiesOnly in ~/.ssh/config",
         )
+    make = "" if tried else "make a key with ssh-keygen, then "
     return AuthRefused(
         route.name,
         f"does not let {route.user}@{route.host}:{route.port} in (tried {offered})",
-        hint=f"put your public key there: ssh-copy-id -p {route.port} {route.user}@{route.host}; "
+        hint=f"{make}put your public key there: ssh-copy-id -p {route.port} {route.user}@{route.host}; "
         "or name another `user:` or `identity:` in the spec",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,16 @@ _WRONG_TYPE = {
     "dict_type": ("not a mapping", "write `key: value` lines under it"),
     "model_type": ("not a mapping", "write `key: value` lines under it"),
 }
+
+_WRITTEN: dict[Path, str] = {
+    ("cluster",): "cluster: reef",
+    ("controller",): "controller: {host: gpu01}",
+    ("nodesets",): "nodesets: {lab: {hosts: [gpu01, gpu02]}}",
+    ("partitions",): "partitions: {main: {nodesets: [lab]}}",
+    ("storage",): "storage: {/shared: {kind: nfs}}",
+    ("environments",): "environments: {torch: {requirements: requirements.txt}}",
+}
+"""How keys are written that most files have."""
 
 
 def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) -> list[Finding]:
@@ -50,7 +61,9 @@ def _meant(details: list[ErrorDetails], root: type[BaseModel]) -> set[Path]:
 def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding:
     path: Path = detail["loc"]
     if detail["type"] == "missing":
-        return tree.finding(path[:-1], f"missing key `{path[-1]}`", "", f"add `{path[-1]}:` here")
+        line = _written(path)
+        fix = f"add a line such as `{line}`" if line else f"add `{path[-1]}:` here"
+        return tree.finding(path[:-1], f"missing key `{path[-1]}`", "", fix)
     if detail["type"] == "extra_forbidden":
         key = str(path[-1])
         fix = nearest(key, list(_model_at(path[:-1], root).model_fields))
@@ -67,7 +80,24 @@ def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding
     if detail["type"] == "shoal":
         return tree.finding(path, context["what"], context.get("found", found), context["fix"], place=place)
     what, fix = _WRONG_TYPE.get(detail["type"], ("not a value that can stand here", ""))
+    if what == "not a mapping" and (line := _written(path)):
+        fix = f"write it as `{line}`"
+    elif what == "not a list" and isinstance(text := _value_at(tree.data, path), str):
+        fix = f"write {_as_list(text)}"
     return tree.finding(path, what, found, fix, place=place)
+
+
+def _written(path: Path) -> str:
+    """A line as an example; nothing where the key is of the rarer kind."""
+    if len(path) == 2 and path[0] == "nodesets":
+        return f"{path[1]}: {{hosts: [gpu01, gpu02]}}"
+    return _WRITTEN.get(path, "")
+
+
+def _as_list(text: str) -> str:
+    """`gpu01, gpu[02-04]` as the list that was meant: `[gpu01, "gpu[02-04]"]`."""
+    items = (item.strip() for item in re.split(r",(?![^\[]*\])", text))
+    return "[" + ", ".join(one if re.fullmatch(r"[\w.-]+", one) else show(one) for one in items if one) + "]"
 
 
 def _model_at(path: Path, root: type[BaseModel]) -> type[BaseModel]:

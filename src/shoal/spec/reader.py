@@ -44,7 +44,11 @@ _BOOL = {word: truth for truth in (True, False) for word in (str(truth), str(tru
 _SYNTAX = (
     (r"'\\t'", "a tab", "indent with spaces"),
     (r"expected ',' or '\]', but got '\['", "not YAML", 'put quotes around a hostlist: "gpu[01-16]"'),
-    (r"mapping values are not allowed", "not YAML", "check the indentation of this line and the one above"),
+    (
+        r"mapping values are not allowed",
+        "not YAML",
+        "check the indentation here and above, and the blanks after colons",
+    ),
     (r"block end", "not YAML", "indent the line like its neighbours"),
     (r"expected ':'", "not YAML", "write `key: value`, with a blank after the colon"),
     (r"end of stream", "not YAML", "close the quote or bracket that is still open"),
@@ -213,7 +217,7 @@ class _Builder:
         if event.style is not None or (event.tag and event.tag != "!"):
             return text
         if text in _NULL:
-            return self._refuse(event, path, "no value", "nothing", "give one, or delete the key")
+            return self._refuse(event, path, "no value", "nothing", "give one, indent its lines, or delete the key")
         if text in _BOOL:
             return _BOOL[text]
         if _INT.fullmatch(text):

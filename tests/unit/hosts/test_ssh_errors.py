@@ -42,6 +42,15 @@ def test_a_failed_connection_tells_cause_and_fix(error: BaseException, kind: typ
     assert told.hint
 
 
+def test_who_has_no_key_is_told_to_make_one() -> None:
+    without = cannot_connect(ROUTE, asyncssh.PermissionDenied("x"), tried=[], timeout=10)
+    assert without.hint.startswith(
+        "make a key with ssh-keygen, then put your public key there: ssh-copy-id -p 22 ubuntu@10.0.0.1; "
+    )
+    with_one = cannot_connect(ROUTE, asyncssh.PermissionDenied("x"), tried=["~/.ssh/id_ed25519"], timeout=10)
+    assert with_one.hint.startswith("put your public key there: ssh-copy-id -p 22 ubuntu@10.0.0.1; ")
+
+
 def test_the_jump_host_is_named() -> None:
     told = cannot_connect(ROUTE, OSError(errno.EHOSTUNREACH, "x"), tried=[], timeout=10, via="door")
     assert told.message == "gpu01: there is no route to 10.0.0.1:22 (through door)"

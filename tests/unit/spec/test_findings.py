@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "cluster: reef\n  controller: x\n",
         [
             "s.yaml:2:13: not YAML: mapping values are not allowed here, "
-            "check the indentation of this line and the one above"
+            "check the indentation here and above, and the blanks after colons"
         ],
     ),
     "open bracket": (
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "key that is a list": (GOOD + "? [a]\n: b\n", ["s.yaml:5:3: not a key, a key is a plain word"]),
     "no value": (
         GOOD + "partitions:\n",
-        ["s.yaml:5:1 partitions: no value, found nothing, give one, or delete the key"],
+        ["s.yaml:5:1 partitions: no value, found nothing, give one, indent its lines, or delete the key"],
     ),
     "huge number": (
         GOOD.replace("{hosts: [gpu01, gpu02]}", "{provider: sandbox, count: 99999999999999999999}"),
@@ -126,8 +126,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "missing keys": (
         "firewall: true\n",
         [
-            "s.yaml:1:1: missing key `cluster`, add `cluster:` here",
-            "s.yaml:1:1: missing key `controller`, add `controller:` here",
+            "s.yaml:1:1: missing key `cluster`, add a line such as `cluster: reef`",
+            "s.yaml:1:1: missing key `controller`, add a line such as `controller: {host: gpu01}`",
         ],
     ),
     # types and ranges
@@ -141,15 +141,23 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "text for a list": (
         GOOD + "partitions:\n  main: {nodesets: lab}\n",
-        ['s.yaml:6:20 partitions.main.nodesets: not a list, found "lab", write [a, b], or one `- a` a line'],
+        ['s.yaml:6:20 partitions.main.nodesets: not a list, found "lab", write [lab]'],
+    ),
+    "hosts with commas for a list": (
+        HEAD + "nodesets:\n  lab: {hosts: 'n1, gpu[01,03]'}\n",
+        ['s.yaml:4:16 nodesets.lab.hosts: not a list, found "n1, gpu[01,03]", write [n1, "gpu[01,03]"]'],
+    ),
+    "a name for the controller": (
+        GOOD.replace("{host: ctl}", "ctl"),
+        ['s.yaml:2:13 controller: not a mapping, found "ctl", write it as `controller: {host: gpu01}`'],
     ),
     "list for a mapping": (
         HEAD + "nodesets: [a]\n",
-        ["s.yaml:3:1 nodesets: not a mapping, found a list, write `key: value` lines under it"],
+        ["s.yaml:3:1 nodesets: not a mapping, found a list, write it as `nodesets: {lab: {hosts: [gpu01, gpu02]}}`"],
     ),
     "list for a nodeset": (
         HEAD + "nodesets: {lab: [a]}\n",
-        ["s.yaml:3:12 nodesets.lab: not a mapping, found a list, write `key: value` lines under it"],
+        ["s.yaml:3:12 nodesets.lab: not a mapping, found a list, write it as `lab: {hosts: [gpu01, gpu02]}`"],
     ),
     "number for a nodeset in a partition": (
         GOOD + "partitions: {main: {nodesets: [lab, 3]}}\n",
