@@ -9,12 +9,14 @@ step() {
     local title=$1 begun=$SECONDS out pid status width=24 at=0
     shift
     out=$(mktemp)
+    set -m  # a process group of its own: Ctrl-C ends all that it has started
     "$@" >"$out" 2>&1 </dev/null &
     pid=$!
-    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+    set +m
+    trap 'stop_step "$pid" "$out"' INT TERM
     while [ -t 2 ] && kill -0 "$pid" 2>/dev/null; do
         at=$(((at + 1) % width))
-        printf '\r  %-28s [%*s###%*s] %4d s' "$title" "$at" '' $((width - at)) '' $((SECONDS - begun)) >&2
+        printf '\r  %-26s [%*s###%*s] %4d s' "$title" "$at" '' $((width - at)) '' $((SECONDS - begun)) >&2
         sleep 0.2
     done
     status=0
@@ -28,7 +30,15 @@ step() {
         exit 1
     fi
     rm -f "$out"
-    printf '✓ %-28s %6d s\n' "$title" $((SECONDS - begun)) >&2
+    printf '✓ %-26s %6d s\n' "$title" $((SECONDS - begun)) >&2
+}
+
+stop_step() {
+    kill -- "-$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true
+    rm -f "$2"
+    printf '\nstopped; run the same command again to go on from here\n' >&2
+    exit 130
 }
 
 need_root() {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,13 +156,8 @@ def run(
         tell_run(session, submitted)
         from shoal.verbs.logs import follow
 
-        try:
+        with left_running(submitted.id):
             ended = session.run(follow(context, submitted.id, log_line(session, None), directory), watching=True)
-        except Interrupted:
-            number = submitted.id
-            raise Interrupted(
-                f"job {number} goes on", hint=f"`shoal logs -f {number}` shows it, `shoal cancel {number}` ends it"
-            ) from None
         finish_wait(session, submitted, ended)
 
 
@@ -180,6 +176,16 @@ def _submit(session: Session, context: Context, asked: Callable[[], JobSpec], li
             return await submit(context, reached, spec, Path.cwd(), limit)
 
     return session.run(work(), ahead.take_over())
+
+
+@contextmanager
+def left_running(job: str) -> Iterator[None]:
+    """Who stops watching a job does not stop the job."""
+    try:
+        yield
+    except Interrupted:
+        hint = f"`shoal logs -f {job}` shows it, `shoal cancel {job}` ends it"
+        raise Interrupted(f"job {job} goes on", hint=hint) from None
 
 
 def jobs(
@@ -213,7 +219,8 @@ def logs(
         context = session.open(file, cluster, phases=False)
         if follow:
             show = log_line(session, rank, timestamps)
-            followed = session.run(follow_verb(context, job, show, directory), watching=True)
+            with left_running(job):
+                followed = session.run(follow_verb(context, job, show, directory), watching=True)
             return finish_follow(session, followed, rank)
         finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from shoal.cli.job_commands import left_running
 from shoal.cli.job_results import finish_follow, finish_logs, finish_wait
 from shoal.cli.render_jobs import progress_text, show_ending, show_jobs, show_line, show_submitted
 from shoal.cli.session import Session
-from shoal.errors import Unreachable
+from shoal.errors import Interrupted, Unreachable
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
@@ -146,3 +147,10 @@ def test_a_profiled_job_says_where_its_traces_will_be() -> None:
 )
 def test_progress_in_one_line(progress: dict[str, object], text: str) -> None:
     assert progress_text(progress) == text
+
+
+def test_who_stops_watching_a_job_is_told_that_it_goes_on() -> None:
+    with pytest.raises(Interrupted) as told, left_running("17"):
+        raise Interrupted("stopped")
+    assert told.value.message == "job 17 goes on"
+    assert told.value.hint == "`shoal logs -f 17` shows it, `shoal cancel 17` ends it"
