@@ -73,7 +73,7 @@ def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
 def runtime() -> Bundle:
     """Shoal's own part of a job: the program that runs a rank, and the training library for the script to import."""
     package = Path(__file__).resolve().parent.parent
-    contents = {name: package / "jobs" / name for name in ("start.py", "runner.py")}
+    contents = {name: package / "jobs" / name for name in ("start.py", "runner.py", "unreached.py")}
     for path in (package / "__init__.py", package / "hostlist.py", *sorted((package / "train").rglob("*.py"))):
         contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
     data = archive(contents)

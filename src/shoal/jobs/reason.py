@@ -27,6 +27,8 @@ _RENDEZVOUS = re.compile(
 _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
+_UNREACHED = "shoal: torchrun on "
+"""How `unreached.py` begins."""
 _NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
 _LINES = 50
 _AFTER = 16
@@ -229,6 +231,10 @@ _LINE_FIX = "install line_profiler for the Python of the job, or leave out --pro
 
 
 def _never_started(record: JobRecord, batch: Sequence[str]) -> Reason:
+    if unreached := next((text for text in reversed(batch) if text.startswith(_UNREACHED)), ""):
+        text = f"no rank of the job has started: {unreached.removeprefix('shoal: ')}"
+        fix = "let the nodes reach each other on all ports; `shoal check` says what is between them"
+        return Reason("rendezvous", text, node=record.batch_host, fix=fix)
     said = tuple(text for text in batch if text.strip())[-10:]
     code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
     if not said:

@@ -358,6 +358,10 @@ def agent(command: list[str]) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     child = subprocess.Popen(command, preexec_fn=_deaf)
+    if not first:
+        import unreached  # type: ignore[import-not-found]
+
+        unreached.watch(lambda: bool(registered(directory)))
     status = child.wait()
     return status if status >= 0 else 128 - status
 

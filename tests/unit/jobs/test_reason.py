@@ -293,6 +293,23 @@ CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
         0,
         "rank 0 on fish1: cannot start ./go: [Errno 8] Exec format error",
     ),
+    "torchrun of one node does not reach the other": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    BATCH,
+                    "shoal: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port 17: no answer",
+                    *(f"  File torch, line {line}" for line in range(60)),
+                    "srun: error: fish2: task 1: Exited with exit code 1",
+                )
+            )
+        ),
+        "rendezvous",
+        None,
+        "no rank of the job has started: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port"
+        " 17: no answer",
+    ),
     "nothing is known": (
         JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"),
         JobLogs(),
