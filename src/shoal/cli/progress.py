@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 from rich.table import Column
 
+from shoal.hostlist import compress
 from shoal.plan.progress import Phase
 from shoal.spec.words import printable
 
@@ -116,7 +117,7 @@ class PlainPhase:
         ).rstrip()
 
     def line(self, seconds: float) -> str:
-        mark = f"failed on {', '.join(self.failed)}" if self.failed else "done"
+        mark = f"failed on {compress(self.failed)}" if self.failed else "done"
         return f"  {self.title:<26} {mark:<8} {seconds:6.1f} s"
 
 
@@ -140,5 +141,5 @@ class BarPhase(PlainPhase):
 
     def line(self, seconds: float) -> str:
         if self.failed:
-            return f"[red]✗[/] {self.title:<26} failed on {', '.join(self.failed)} {seconds:6.1f} s"
+            return f"[red]✗[/] {self.title:<26} failed on {compress(self.failed)} {seconds:6.1f} s"
         return f"[green]✓[/] {self.title:<26} {seconds:6.1f} s"

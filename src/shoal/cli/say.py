@@ -5,7 +5,8 @@ Light to load: it is between a command and its prompt, and `render.py` knows eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from shoal.hostlist import compress
 from shoal.spec.finding import Finding
 from shoal.spec.words import printable
 
+HOST = "HOST"
+"""Stands for the name where the same is said of several hosts."""
 LEVEL_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -25,8 +28,8 @@ def free(text: str) -> str:
 
 
 def show_findings(console: Console, findings: Iterable[Finding]) -> None:
-    """What was found, a line each, and below it what to do about it."""
-    for finding in findings:
+    """What was found, a line each, and below it what to do about it. Hosts of which the same is found share a line."""
+    for finding in _shared(findings):
         told = finding if finding.level == "info" else replace(finding, fix="")
         console.print(
             f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}", highlight=False, soft_wrap=True
@@ -35,16 +38,31 @@ def show_findings(console: Console, findings: Iterable[Finding]) -> None:
             console.print(f"    fix: {escape(finding.fix)}", highlight=False, soft_wrap=True)
 
 
+def _shared(findings: Iterable[Finding]) -> Iterator[Finding]:
+    groups: dict[Finding, list[Finding]] = {}
+    for one in findings:
+        what, found, fix = (_nameless(text, one.host) for text in (one.what, one.found, one.fix))
+        groups.setdefault(replace(one, what=what, found=found, fix=fix, host=one.host and HOST), []).append(one)
+    for same, alike in groups.items():
+        yield alike[0] if len(alike) == 1 else replace(same, host=same.host and compress(one.host for one in alike))
+
+
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
     """The hosts that dropped out, with the cause and the fix; those with the same share a line.
 
     No line is broken: there are commands in them, which must be whole to be copied.
     """
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, error in failures.items():
-        said = (error.cause, error.hint) if isinstance(error, HostError) else (error, "")
-        groups.setdefault(said, []).append(name)
-    for (cause, hint), names in groups.items():
+    said = {name: (one.cause, one.hint) if isinstance(one, HostError) else (one, "") for name, one in failures.items()}
+    for name, (cause, hint) in said.items():
+        groups.setdefault((_nameless(cause, name), _nameless(hint, name)), []).append(name)
+    for same, names in groups.items():
+        cause, hint = same if len(names) > 1 else said[names[0]]
         console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False, soft_wrap=True)
         if hint:
             console.print(f"    fix: {escape(hint)}", highlight=False, soft_wrap=True)
+
+
+def _nameless(text: str, host: str) -> str:
+    """What is said of a host as it could be said of others: `shoal ssh HOST`."""
+    return re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", HOST, text) if host else text

@@ -20,7 +20,7 @@ from shoal.cli.as_json import plain
 from shoal.cli.columns import Columns
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
-from shoal.cli.say import show_findings
+from shoal.cli.say import show_failures, show_findings
 from shoal.cli.session import Session
 from shoal.errors import ControllerFailed, Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
 from shoal.hosts.api import Result
@@ -34,6 +34,7 @@ from shoal.verbs.status import Status, status
 from shoal.verbs.up import UpResult
 
 AWAY = Unreachable("n9", "does not answer within 10 s", hint="is the host up?")
+NAMES = ("gpu1", "gpu2", "gpu12")
 H100 = NodeState("n1", ("IDLE",), cpus=8, memory_mb=14700, gres="gpu:h100:2(S:0)", version="22.05.8")
 NODES = (
     H100,
@@ -144,6 +145,21 @@ def test_a_finding_says_below_what_to_do_about_it() -> None:
         "error gpu02: ubuntu may not become root, found a password\n"
         "    fix: on gpu02, as root: visudo\n"
         "info changes are due, `shoal plan` shows them\n"
+    )
+
+
+def test_what_is_found_on_several_hosts_is_told_once_without_their_names() -> None:
+    found = [Finding("error", "no sudo", "a password", f"on {name}, as root: visudo", host=name) for name in NAMES]
+    assert drawn(lambda console: show_findings(console, [*found, Finding("info", "x"), Finding("info", "x")])) == (
+        "error gpu[1-2,12]: no sudo, found a password\n    fix: on HOST, as root: visudo\ninfo x\n"
+    )
+    failed = {name: Unreachable(name, f"{name}:22 is silent", hint=f"compare with: ssh -v {name}") for name in NAMES}
+    alone = {"c1": Unreachable("c1", "c1:22 is silent", hint="compare with: ssh -v c1")}
+    assert drawn(lambda console: show_failures(console, failed)) == (
+        "✗ gpu[1-2,12]: HOST:22 is silent\n    fix: compare with: ssh -v HOST\n"
+    )
+    assert drawn(lambda console: show_failures(console, alone)) == (
+        "✗ c1: c1:22 is silent\n    fix: compare with: ssh -v c1\n"
     )
 
 
