@@ -14,8 +14,19 @@ from typing import Literal
 
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
 from shoal.jobs.record import JobRecord
+from shoal.train.contract import EXIT_UNSAVED
 
-Kind = Literal["cancelled", "time limit", "node failure", "out of memory", "rendezvous", "script", "start", "unknown"]
+Kind = Literal[
+    "cancelled",
+    "time limit",
+    "node failure",
+    "out of memory",
+    "rendezvous",
+    "checkpoint",
+    "script",
+    "start",
+    "unknown",
+]
 
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|^MemoryError|Cannot allocate memory|DefaultCPUAllocator"
@@ -24,6 +35,7 @@ _RENDEZVOUS = re.compile(
     r"RendezvousError|Rendezvous\w*Error|DistStoreError|DistNetworkError|EADDRINUSE|Address already in use"
     r"|TCPStore|Connect\w* timed? ?out|client socket has timed out|wait timeout"
 )
+_UNSAVED = re.compile(r"the checkpoint of step \d+ \(.*?\) FAILED: (.*) \(failure \d+ of this process\)")
 _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
@@ -64,6 +76,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> Reason | None:
         return _time_limit(record, ends)
     if record.state in ("NODE_FAIL", "BOOT_FAIL"):
         return _node_failure(record, batch)
+    if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
+        return _unsaved(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
         return memory
     if first is not None:
@@ -185,6 +199,18 @@ def _out_of_memory(
     return None
 
 
+def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> Reason:
+    """The end of the training, or all of a turn. On a full disk the logs may have ended before."""
+    said = next((match[1] for line in reversed(lines) if (match := _UNSAVED.search(line.text))), "")
+    return Reason(
+        "checkpoint",
+        "its last state could not be saved" + (f": {said[:300]}" if said else ""),
+        first.rank if first else None,
+        first.node if first else "",
+        fix="mend that, and run it again with the same directory for its checkpoints: it goes on from the newest",
+    )
+
+
 def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
     own = _of(first, lines)
     printed = last_traceback(own)
@@ -233,7 +259,7 @@ _LINE_FIX = "install line_profiler for the Python of the job, or leave out --pro
 def _never_started(record: JobRecord, batch: Sequence[str]) -> Reason:
     if unreached := next((text for text in reversed(batch) if text.startswith(_UNREACHED)), ""):
         text = f"no rank of the job has started: {unreached.removeprefix('shoal: ')}"
-        fix = "let the nodes reach each other on all ports; `shoal check` says what is between them"
+        fix = "let the nodes reach each other on all ports"
         return Reason("rendezvous", text, node=record.batch_host, fix=fix)
     said = tuple(text for text in batch if text.strip())[-10:]
     code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
