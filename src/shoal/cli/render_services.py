@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -87,9 +86,8 @@ def _ago(seconds: int | None) -> str:
 
 def accounting_line(accounting: AccountingHealth) -> str:
     """`accounting: on c1; newest backup 2026-11-15 03:12`, and what is wrong with it."""
-    when = accounting.last_backup
-    backup = "no backup yet" if when is None else f"newest backup {datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"
-    if accounting.backup_is_old:
+    backup = accounting.newest_backup
+    if accounting.backup_is_missing:
         backup = f"[yellow]{backup}[/]"
     if accounting.well:
         return f"accounting: [green]works[/], on {accounting.host}; {backup}"

@@ -20,6 +20,7 @@ SACCTMGR_CONF = "/etc/shoal/accounting.conf"
 """Where it is, this host has, or had, the database: nothing else asks for it."""
 ACCOUNTS = "/etc/shoal/accounts.json"
 RECORD = "/var/lib/shoal/accounts.json"
+LIMITS = "accounts, users and limits"
 PASSWORD = "/etc/shoal/slurmdbd.password"
 SQL = "/etc/shoal/slurmdbd.sql"
 LOGIN = "/etc/shoal/slurmdbd.cnf"
@@ -142,7 +143,7 @@ def database(cluster: Cluster, member: Member) -> Document:
             retries=15,
         ),
         Directory(PROGRAMS),
-        File(DATABASE_PROGRAM, text.database_program(spec.accounting.backups), mode=0o755),
+        File(DATABASE_PROGRAM, text.database_program(spec.cluster, spec.accounting.backups), mode=0o755),
         File(BACKUP_SERVICE, text.backup_service(DATABASE_PROGRAM)),
         File(BACKUP_TIMER, text.backup_timer(), restarts=(TIMER,)),
         Service(TIMER),
@@ -156,13 +157,12 @@ def accounts(cluster: Cluster) -> Document:
     program = (*WITH_OUR_CONF, "python3", "-I", ACCOUNTS_PROGRAM)
     return (
         File(ACCOUNTS_PROGRAM, text.accounts_program(), mode=0o755),
-        File(ACCOUNTS, text.wanted_accounts(spec.cluster, spec.accounting)),
+        File(ACCOUNTS, text.wanted_accounts(spec.cluster, spec.accounting), reloads=(f"command {LIMITS}",)),
         Command(
-            "accounts, users and limits",
+            LIMITS,
             (*program, "apply", ACCOUNTS, RECORD, DATABASE_PROGRAM, "backup", "change"),
             unless=("bash", "-c", f"{ANSWERS} && exec {' '.join(program)} check {ACCOUNTS} {RECORD}"),
-            retries=5,
-            fix="Slurm removes no user, account or QOS that has jobs: wait for them, or end them with `scancel -u`",
+            fix="mend what it names",
         ),
     )
 

@@ -51,7 +51,12 @@ class Users(Part):
         if not users and not before:
             return {}
         return {
-            Stage.BASE: (*_accounts(cluster, member), *_locked(before, users), *_logins(cluster, member)),
+            Stage.BASE: (
+                *_record(before, users),
+                *_accounts(cluster, member),
+                *_locked(before, users),
+                *_logins(cluster, member),
+            ),
             Stage.SERVICES: tuple(_homes(cluster, member)),
         }
 
@@ -75,6 +80,13 @@ class Users(Part):
 def home_of(spec: Spec, name: str) -> str:
     share = homes_of(spec)
     return f"{share.where if share else '/home'}/{name}"
+
+
+def _record(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Document:
+    """Who is, or was, a user here: noted before anybody is made, so that a run that fails leaves nobody unknown."""
+    lines = {**before, **{name: user.uid for name, user in users.items()}}
+    text = "".join(f"{name} {uid}\n" for name, uid in sorted(lines.items()))
+    return (Directory("/etc/shoal"), File(RECORD, f"# Written by shoal; changes here are lost.\n{text}"))
 
 
 def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
@@ -129,11 +141,6 @@ def _locked(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Iter
         if name not in users:
             yield User(name, uid, group=name, system=False, locked=True)
             yield File(f"{sshfs.KEYS}/{name}")
-    # They stay in the record: it is how the next run knows them.
-    lines = {**before, **{name: user.uid for name, user in users.items()}}
-    yield Directory("/etc/shoal")
-    text = "".join(f"{name} {uid}\n" for name, uid in sorted(lines.items()))
-    yield File(RECORD, f"# Written by shoal; changes here are lost.\n{text}")
 
 
 def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:

@@ -130,10 +130,10 @@ def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge") -> str:
     )
 
 
-def database_program(keep: int) -> str:
+def database_program(cluster: str, keep: int) -> str:
     """The program that makes, lists and restores backups."""
     text = files("shoal.slurm").joinpath("database.sh").read_text()
-    settings = {"@DATABASE@": DATABASE, "@BACKUPS@": BACKUPS, "@KEEP@": str(keep)}
+    settings = {"@CLUSTER@": cluster, "@DATABASE@": DATABASE, "@BACKUPS@": BACKUPS, "@KEEP@": str(keep)}
     for word, value in settings.items():
         text = text.replace(word, value)
     return text

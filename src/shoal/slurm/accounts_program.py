@@ -15,13 +15,18 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List
+    from typing import Any, Callable, Dict, List, TypeVar
 
     Data = Dict[str, Any]
     Words = List[str]
+    T = TypeVar("T")
+
+PAUSES = (2, 3, 5, 5)
+"""Seconds between tries while slurmdbd, which may have just started, does not do what it is asked."""
 
 ASSOCIATION = {
     # what `sacctmgr show` calls a setting, and what `sacctmgr modify` does
@@ -49,24 +54,67 @@ QOS = {
 }
 
 
+class Refused(Exception):
+    """What could not be done, and what to do about it."""
+
+
 def main() -> None:
     verb, wanted_file, record_file = sys.argv[1:4]
     with open(wanted_file) as file:
         wanted = json.load(file)
     ours = remembered(record_file)
-    nothing = not any(ours.values()) and names(wanted) == ours
-    commands = [] if nothing else differences(wanted, ours, current(wanted["cluster"]))
-    if verb == "check":
-        for command in commands:
-            print(" ".join(command))
-        sys.exit(1 if commands or names(wanted) != ours else 0)
+    try:
+        if verb == "check":
+            commands = due(wanted, ours)
+            print("".join(" ".join(command) + "\n" for command in commands), end="")
+            sys.exit(1 if commands or names(wanted) != ours else 0)
+        apply(wanted, ours, record_file, backup=sys.argv[4:])
+    except Refused as refused:
+        sys.exit(str(refused))
+
+
+def due(wanted: Data, ours: dict[str, Words]) -> list[Words]:
+    """What is to be done. Where nothing is wanted, and nothing was, Slurm need not be asked."""
+    if not any(ours.values()) and names(wanted) == ours:
+        return []
+    return differences(wanted, ours, current(wanted["cluster"]))
+
+
+def apply(wanted: Data, ours: dict[str, Words], record_file: str, backup: Words) -> None:
+    commands = patiently(due, wanted, ours)
     if commands:
-        subprocess.run(sys.argv[4:], check=True, stdout=subprocess.DEVNULL)
+        run(backup, "no backup could be made, so nothing was changed")
     # Noted before anything is made, so that a run that is killed leaves nothing that no later one removes.
     write(record_file, {kind: sorted({*ours[kind], *found}) for kind, found in names(wanted).items()})
     for command in commands:
-        sacctmgr("-i", "-Q", *command)
+        if command[0] == "delete":
+            delete(command)
+        else:
+            patiently(sacctmgr, *command)
     write(record_file, names(wanted))
+
+
+def delete(command: Words) -> None:
+    """Slurm keeps users and accounts that have jobs, but no QOS: jobs that wait for one would wait for ever."""
+    _, kind, name = command[:3]
+    if kind == "qos":
+        jobs = run(["squeue", "-h", "-q", name, "-o", "%i"], "cannot see whether jobs have the QOS " + name).split()
+        if jobs:
+            raise Refused(f"the QOS {name} has jobs: {', '.join(jobs)}. Wait for them, or end them with scancel")
+    try:
+        sacctmgr(*command)
+    except Refused as refused:
+        raise Refused(f"{refused}. Wait for the jobs, or end them with scancel") from None
+
+
+def patiently(ask: Callable[..., T], *about: Any) -> T:
+    """slurmdbd may have just started, and learns only after that, from slurmctld, that there are GPUs."""
+    for pause in PAUSES:
+        try:
+            return ask(*about)
+        except Refused:
+            time.sleep(pause)
+    return ask(*about)
 
 
 def remembered(path: str) -> dict[str, Words]:
@@ -120,27 +168,31 @@ class Question:
 
     def __init__(self, kind: str, words: Words, fields: Words) -> None:
         self.fields = fields
-        self.words = ["-n", "-P", "show", kind, *words, "format=" + ",".join(fields)]
+        self.words = ["sacctmgr", "-n", "-P", "show", kind, *words, "format=" + ",".join(fields)]
         self.process = start(self.words)
 
     def rows(self) -> list[dict[str, str]]:
-        lines = finish(self.words, self.process).splitlines()
+        lines = finish(self.process, " ".join(self.words)).splitlines()
         enough = len(self.fields) - 1
         return [dict(zip(self.fields, line.split("|"))) for line in lines if line.count("|") >= enough]
 
 
-def sacctmgr(*words: str) -> str:
-    return finish([*words], start([*words]))
+def sacctmgr(*words: str) -> None:
+    run(["sacctmgr", "-i", "-Q", *words], f"sacctmgr {' '.join(words)}")
 
 
-def start(words: Words) -> subprocess.Popen[str]:
-    return subprocess.Popen(["sacctmgr", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def run(argv: Words, what: str) -> str:
+    return finish(start(argv), what)
 
 
-def finish(words: Words, process: subprocess.Popen[str]) -> str:
+def start(argv: Words) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], what: str) -> str:
     text, _ = process.communicate()
     if process.returncode:
-        sys.exit(f"sacctmgr {' '.join(words)}: {' '.join(text.split()) or process.returncode}")
+        raise Refused(f"{what}: {' '.join(text.split())[-400:] or process.returncode}")
     return text
 
 

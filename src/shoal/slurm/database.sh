@@ -3,16 +3,22 @@
 #
 #   backup REASON    dump the accounting database, and keep the newest of each reason
 #   list             the backups: name, bytes, seconds since the epoch; newest first
-#   restore NAME     put one back; what is there now is backed up first, and nothing is dropped before NAME is loaded
+#   restore NAME     put one back; what is there now is backed up first, and stays until NAME takes its place at once
 set -euo pipefail
 umask 077
-database=@DATABASE@ backups=@BACKUPS@ keep=@KEEP@
+cluster=@CLUSTER@ database=@DATABASE@ backups=@BACKUPS@ keep=@KEEP@
+fresh="${database}_restore" former="${database}_former"
 mkdir -p -m 700 "$backups"
+
+refuse() {
+  echo "$*" >&2
+  exit 2
+}
 
 backup() {
   local name="$backups/$database-$(date -u +%Y%m%dT%H%M%SZ)-$1.sql.gz"
   rm -f "$backups"/*.part
-  mariadb-dump --single-transaction --quick "$database" | gzip >"$name.part"
+  mariadb-dump --single-transaction --quick "$database" | gzip >"$name.part" || { rm -f "$name.part"; return 1; }
   sync "$name.part"
   mv "$name.part" "$name"
   find "$backups" -maxdepth 1 -name "$database-*-$1.sql.gz" -printf '%f\n' | sort -r | tail -n "+$((keep + 1))" |
@@ -21,23 +27,30 @@ backup() {
 }
 
 restore() {
-  local file="$backups/$1" fresh="${database}_restore" table
-  case "$1" in */* | "" | .*) echo "not a backup: $1" >&2; exit 2 ;; esac
-  [ -f "$file" ] || { echo "there is no backup $1" >&2; exit 2; }
+  local file="$backups/$1"
+  case "$1" in */* | "" | .*) refuse "not a backup: $1" ;; esac
+  [ -f "$file" ] || refuse "there is no backup $1"
   gzip -t "$file"
-  mariadb -e "DROP DATABASE IF EXISTS $fresh; CREATE DATABASE $fresh"
+  gzip -dc "$file" | tail -n 1 | grep -q '^-- Dump completed' || refuse "$1 breaks off before its end"
+  trap 'drop "$fresh"' EXIT
+  drop "$fresh" && mariadb -e "CREATE DATABASE $fresh"
   gzip -dc "$file" | mariadb "$fresh"
-  [ -n "$(mariadb -N -e "SHOW TABLES" "$fresh")" ] || { echo "$1 has no tables in it" >&2; exit 2; }
+  tables "$fresh" | grep -xF "${cluster}_job_table" >/dev/null || refuse "$1 has no records of the cluster $cluster"
   # From here on slurmctld keeps what it has to say, and says it once slurmdbd is back.
-  trap 'systemctl start slurmdbd' EXIT
+  trap 'systemctl start slurmdbd; drop "$fresh"' EXIT
   systemctl stop slurmdbd
   backup restore
-  mariadb -e "DROP DATABASE IF EXISTS $database; CREATE DATABASE $database"
-  mariadb -N -e "SHOW TABLES" "$fresh" | while read -r table; do
-    echo "RENAME TABLE $fresh.\`$table\` TO $database.\`$table\`;"
-  done | mariadb
-  mariadb -e "DROP DATABASE $fresh"
+  drop "$former" && mariadb -e "CREATE DATABASE $former"
+  # One statement is done whole, or not at all.
+  { moves "$database" "$former"; moves "$fresh" "$database"; } | paste -s -d , | sed 's/^/RENAME TABLE /' | mariadb
+  drop "$former"
 }
+
+drop() { mariadb -e "DROP DATABASE IF EXISTS $1"; }
+
+tables() { mariadb -N -e "SHOW TABLES" "$1"; }
+
+moves() { tables "$1" | sed "s/.*/$1.\`&\` TO $2.\`&\`/"; }
 
 exec 9>"$backups/.lock"
 flock 9
@@ -45,5 +58,5 @@ case "${1:-}" in
   backup) backup "${2:-hand}" ;;
   list) find "$backups" -maxdepth 1 -name "$database-*.sql.gz" -printf '%f %s %T@\n' | sort -r ;;
   restore) restore "${2:-}" ;;
-  *) echo "usage: $0 backup REASON | list | restore NAME" >&2; exit 2 ;;
+  *) refuse "usage: $0 backup REASON | list | restore NAME" ;;
 esac

@@ -21,7 +21,7 @@ OLD = 2 * 86400
 COMMAND = (
     "sh",
     "-c",
-    "systemctl is-active mariadb slurmdbd; "
+    "systemctl is-active mariadb slurmdbd; systemctl show -p Result --value shoal-backup; "
     f"find {BACKUPS} -maxdepth 1 -name '*.sql.gz' -printf '%T@\\n' | sort -n | tail -n 1",
 )
 
@@ -35,6 +35,8 @@ class AccountingHealth:
     slurmdbd: str
     last_backup: float | None = None
     """Seconds since the epoch; None while there is none."""
+    backup_failed: bool = False
+    """Whether the one of last night could not be made."""
     error: str = ""
     """Why the host could not be asked."""
 
@@ -49,8 +51,14 @@ class AccountingHealth:
         return ", ".join(f"{name} is {state}" for name, state in daemons if state != "active")
 
     @property
-    def backup_is_old(self) -> bool:
-        return self.last_backup is not None and time.time() - self.last_backup > OLD
+    def backup_is_missing(self) -> bool:
+        """Whether last night's could not be made, or was not even tried."""
+        return self.backup_failed or (self.last_backup is not None and time.time() - self.last_backup > OLD)
+
+    @property
+    def newest_backup(self) -> str:
+        when = self.last_backup
+        return "no backup yet" if when is None else f"newest backup {datetime.fromtimestamp(when):%Y-%m-%d %H:%M}"
 
 
 async def accounting_health(fleet: Connections, spec: Spec) -> AccountingHealth | None:
@@ -64,8 +72,8 @@ async def accounting_health(fleet: Connections, spec: Spec) -> AccountingHealth 
         result = await (await fleet.host(name)).run(COMMAND, timeout=PATIENCE)
     except HostError as error:
         return AccountingHealth(name, "unknown", "unknown", error=error.cause)
-    said = [*result.text.split(), "unknown", "unknown"]
-    return AccountingHealth(name, said[0], said[1], _number(said[2]))
+    mariadb, slurmdbd, night, made = [*result.text.split(), *["unknown"] * 4][:4]
+    return AccountingHealth(name, mariadb, slurmdbd, _number(made), night not in ("success", "unknown"))
 
 
 async def accounting_findings(fleet: Connections, spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
@@ -81,11 +89,10 @@ async def accounting_findings(fleet: Connections, spec: Spec, facts: Mapping[str
         what = "accounting does not work: jobs run on, and slurmctld keeps their records until it does"
         fix = f"run `shoal up`; `shoal ssh {name} journalctl -u mariadb -u slurmdbd` shows why"
         findings.append(Finding("error", what, health.down, fix, host=name))
-    if health.backup_is_old and health.last_backup is not None:
-        made = f"the newest is of {datetime.fromtimestamp(health.last_backup):%Y-%m-%d %H:%M}"
+    if health.backup_is_missing:
         fix = f"`shoal ssh {name} journalctl -u shoal-backup` shows why; is the disk full?"
         what = "the accounting database was not backed up last night"
-        findings.append(Finding("warning", what, made, fix, host=name))
+        findings.append(Finding("warning", what, health.newest_backup, fix, host=name))
     return findings
 
 

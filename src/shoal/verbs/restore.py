@@ -13,6 +13,11 @@ from shoal.verbs.usage import require_accounting
 LATEST = "latest"
 PATIENCE = 3600.0
 """Seconds for a large database."""
+ASK = (
+    *(*WITH_OUR_CONF, "sh", "-c"),
+    "timeout 60 sacctmgr -nP show cluster >/dev/null 2>&1 && echo answers || systemctl is-active slurmdbd",
+)
+"""Prints `answers` where slurmdbd does; else after half a minute what systemd says of it."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,10 @@ async def restore(context: Context, wanted: str) -> RestoreResult:
             if done.status != 0:
                 raise ShoalError(
                     f"{name}: {chosen.name} could not be restored: {done.error_text.strip() or done.text.strip()}",
-                    hint="the records are as they were, or in the newest backup; `shoal restore` lists them",
+                    hint="the records are as they were; `shoal restore` lists the other backups",
                 )
             phase.at(0.8, "waiting for slurmdbd")
-            await _wait_for_slurmdbd(host, context.cluster)
+            await _wait_for_slurmdbd(host, before=_newest_of(await _backups(host), "restore"))
             # It has the accounts of the other database in mind; it reads them when it starts, and jobs run on.
             controller = await fleet.host(context.controller.name)
             again = await controller.run(
@@ -103,16 +108,20 @@ def _newest_of(backups: tuple[Backup, ...], reason: str) -> str | None:
     return next((backup.name for backup in backups if backup.name.endswith(f"-{reason}.sql.gz")), None)
 
 
-async def _wait_for_slurmdbd(host: Host, cluster: str) -> None:
-    """slurmdbd may first have to bring an old backup to what it wants."""
-    command = (*WITH_OUR_CONF, "timeout", "60", "sacctmgr", "-nP", "show", "cluster", cluster, "format=cluster")
+async def _wait_for_slurmdbd(host: Host, before: str | None) -> None:
+    """It may first have to bring the tables of an older Slurm to its own. Those of a newer one it does not take."""
+    failed = 0
     for _ in range(20):
-        result = await host.run(command, timeout=90)
-        if result.status == 0 and result.text.strip() == cluster:
+        said = (await host.run(ASK, timeout=90)).text.strip()
+        if said == "answers":
             return
+        failed += said != "active"
+        if failed == 3:
+            break
     raise SlurmError(
-        f"slurmdbd on {host.name} does not answer after the restore: {result.error_text.strip()}",
-        hint=f"its log: `shoal ssh {host.name} journalctl -u slurmdbd`; then run `shoal up`",
+        f"slurmdbd on {host.name} does not start with this backup; `shoal ssh {host.name} journalctl -u slurmdbd` "
+        "shows why",
+        hint=f"`shoal restore {before} --yes` puts back what was there",
     )
 
 

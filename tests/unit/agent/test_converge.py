@@ -282,6 +282,16 @@ async def test_a_reload_that_failed_is_tried_again_by_the_next_run(place: Place)
 # What a dry run must foresee, and what it must not do
 
 
+async def test_a_dry_run_foresees_a_command_whose_guard_still_looks_at_the_old_file(place: Place) -> None:
+    tell = Command("tell", ("false",), unless=("grep", "-q", "new", place.path("told")))
+    await place.apply(place.file("told", "new"))
+    items = (place.file("told", "newer", reloads=("command tell",)), tell)
+    foreseen = await place.check(*items)
+    assert foreseen[-1].action == f"run tell (file {place.path('told')} changes)"
+    assert [item.status for item in await place.apply(*items)] == ["changed", "ok"]  # the guard knows better by then
+    assert [item.status for item in await place.check(*items)] == ["ok", "ok"]
+
+
 async def test_a_dry_run_foresees_users_packages_and_services_that_are_still_to_come(place: Place) -> None:
     items = (
         User("shoal-test-user", 64999, "shoal-test-group", groups=("nobody-yet",)),

@@ -25,7 +25,7 @@ from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_
 from shoal.verbs.context import Context
 from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
-from shoal.verbs.restore import list_backups, restore
+from shoal.verbs.restore import ASK, list_backups, restore
 from shoal.verbs.up import plan, up
 from shoal.verbs.usage import UsageResult, usage
 
@@ -140,7 +140,7 @@ async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
         return b""
 
     answer(made, DATABASE_PROGRAM, "restore", with_=put_back)
-    answer(made, "env", with_=b"reef\n")
+    answer(made, *ASK, with_=b"answers\n")
     answer(made, "sh", with_=b"")
     result = await restore(context_of(made), "latest")
     assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
@@ -151,7 +151,7 @@ async def test_a_slurmctld_that_does_not_start_again_after_the_restore_is_told()
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=b"")
-    answer(made, "env", with_=b"reef\n")
+    answer(made, *ASK, with_=b"answers\n")
     answer(made, "sh", with_=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
     with pytest.raises(SlurmError) as caught:
         await restore(context_of(made), "latest")
@@ -168,7 +168,22 @@ async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_reco
     with pytest.raises(ShoalError) as caught:
         await restore(context_of(made), "latest")
     assert "c1: slurm_acct_db-2-daily.sql.gz could not be restored: gzip: unexpected end of file" in str(caught.value)
-    assert "the records are as they were, or in the newest backup" in str(caught.value)
+    assert "the records are as they were; `shoal restore` lists the other backups" in str(caught.value)
+
+
+@pytest.mark.parametrize(("said", "asked"), [(b"activating\n", 3), (b"active\n", 20)], ids=["it ends", "it hangs"])
+async def test_a_slurmdbd_that_does_not_take_the_backup_is_told_with_the_way_back(said: bytes, asked: int) -> None:
+    made = world()
+    answer(made, DATABASE_PROGRAM, "list", with_=b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST)
+    answer(made, DATABASE_PROGRAM, "restore", with_=b"")
+    answer(made, *ASK, with_=said)
+    with pytest.raises(SlurmError) as caught:
+        await restore(context_of(made), "slurm_acct_db-1-change.sql.gz")
+    assert str(caught.value) == (
+        "slurmdbd on c1 does not start with this backup; `shoal ssh c1 journalctl -u slurmdbd` shows why\n"
+        "  fix: `shoal restore slurm_acct_db-3-restore.sql.gz --yes` puts back what was there"
+    )
+    assert made.hosts["c1"].argvs.count(ASK) == asked
 
 
 async def test_no_backup_and_no_database_are_told_apart() -> None:
@@ -200,7 +215,7 @@ async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str
 
 async def test_status_asks_the_host_of_the_database() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
-    answer(made, *COMMAND, with_=b"active\nfailed\n1000.5\n", host="n2")
+    answer(made, *COMMAND, with_=b"active\nfailed\nsuccess\n1000.5\n", host="n2")
     async with made.fleet() as fleet:
         told = await accounting_health(fleet, made.spec)
     assert told == AccountingHealth("n2", "active", "failed", 1000.5)
@@ -213,17 +228,32 @@ async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old()
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
     async with made.fleet() as fleet:
         assert await accounting_findings(fleet, made.spec, {"n2": host_facts("n2", "10.0.0.12")}) == []  # no `up` yet
-        answer(made, *COMMAND, with_=f"active\nactive\n{time.time() - 86400}\n".encode(), host="n2")
+        answer(made, *COMMAND, with_=f"active\nactive\nsuccess\n{time.time() - 86400}\n".encode(), host="n2")
         assert await accounting_findings(fleet, made.spec, {"n2": facts}) == []
-        answer(made, *COMMAND, with_=b"inactive\nfailed\n86400\n", host="n2")
+        answer(made, *COMMAND, with_=b"inactive\nfailed\nsuccess\n86400\n", host="n2")
         down, old = await accounting_findings(fleet, made.spec, {"n2": facts})
     assert str(down) == (
         "n2: accounting does not work: jobs run on, and slurmctld keeps their records until it does, found MariaDB is "
         "inactive, slurmdbd is failed, run `shoal up`; `shoal ssh n2 journalctl -u mariadb -u slurmdbd` shows why"
     )
     assert (down.level, old.level) == ("error", "warning")
-    assert str(old).startswith("n2: the accounting database was not backed up last night, found the newest is of 1970-")
+    assert str(old).startswith("n2: the accounting database was not backed up last night, found newest backup 1970-")
     assert "; [yellow]newest backup 1970-" in accounting_line(AccountingHealth("n2", "active", "active", 86400.0))
+
+
+async def test_a_backup_that_failed_last_night_is_told_however_new_the_last_one_is() -> None:
+    made = world(LAB + "accounting: {host: n2}\n")
+    facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
+    answer(made, *COMMAND, with_=f"active\nactive\nexit-code\n{time.time() - 60}\n".encode(), host="n2")
+    async with made.fleet() as fleet:
+        [failed] = await accounting_findings(fleet, made.spec, {"n2": facts})
+        answer(made, *COMMAND, with_=b"active\nactive\nexit-code\n", host="n2")
+        [never] = await accounting_findings(fleet, made.spec, {"n2": facts})
+    assert str(failed).startswith("n2: the accounting database was not backed up last night, found newest backup 20")
+    assert str(never) == (
+        "n2: the accounting database was not backed up last night, found no backup yet, "
+        "`shoal ssh n2 journalctl -u shoal-backup` shows why; is the disk full?"
+    )
 
 
 async def test_a_host_that_does_not_answer_stops_no_status() -> None:

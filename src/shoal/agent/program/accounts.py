@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 REMOTE = ("autofs", "nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "beegfs", "glusterfs")
 VOLATILE = ("/proc", "/sys", "/dev", "/run")
 SEARCH_SECONDS = 120.0
+PEOPLE = 1000
+"""The first id of people. Below it are accounts that the host's own programs run as."""
 
 
 def check_group(item: Item, world: World) -> Change | None:
@@ -33,6 +35,8 @@ def check_group(item: Item, world: World) -> Change | None:
         pass
     if not found:
         return Change(f"create group {name} with id {gid}")
+    if found.gr_gid < PEOPLE and any(not user.get("system", True) for user in _users_of(item, world)):
+        raise Failure(not_a_person("group", name, found.gr_gid))
     refuse_dependants(name, "group", found.gr_gid, gid, *_hand_over(item, world))
     return Change(f"change the id of group {name} from {found.gr_gid} to {gid}")
 
@@ -49,8 +53,12 @@ def make_group(item: Item, world: World) -> str:
 
 def _hand_over(item: Item, world: World) -> tuple[list[str], list[str]]:
     """What may be handed over with a group: what its users' items say."""
-    users = [user for user in world.items if user["kind"] == "user" and user["group"] == item["name"]]
+    users = _users_of(item, world)
     return [path for user in users for path in user["owns"]], [name for user in users for name in user["services"]]
+
+
+def _users_of(group: Item, world: World) -> list[Item]:
+    return [user for user in world.items if user["kind"] == "user" and user["group"] == group["name"]]
 
 
 def check_user(item: Item, world: World) -> Change | None:
@@ -59,7 +67,10 @@ def check_user(item: Item, world: World) -> Change | None:
 
     name, uid, found, group = item["name"], item["uid"], user_of(item["name"]), group_of(item["group"])
     if item.get("locked"):
-        return Change(f"lock user {name}") if found and not expired(name) else None
+        # Who has the name and another id is somebody else.
+        return Change(f"lock user {name}") if found and found.pw_uid == uid and not expired(name) else None
+    if found and found.pw_uid < PEOPLE and not item.get("system", True):
+        raise Failure(not_a_person("user", name, found.pw_uid))
     if not found or found.pw_uid != uid:
         try:
             other = pwd.getpwuid(uid).pw_name
@@ -137,6 +148,10 @@ def taken(kind: str, name: str, number: int, other: str) -> str:
         f"the id {number} wanted for {kind} {name} belongs to {kind} {other} on this host; give {other} another id "
         f"({kind}mod, then chown its files), or choose another id for {name}"
     )
+
+
+def not_a_person(kind: str, name: str, number: int) -> str:
+    return f"{kind} {name} is this host's own, with id {number}, and programs of it run as that; choose another name"
 
 
 def renumber(world: World, argv: list[str], kind: str, old: int, new: int, owns: list[str], services: list[str]) -> str:

@@ -11,12 +11,14 @@ from shoal.agent.program.world import Change, World, settle
 
 
 def check_command(item: Item, world: World) -> Change | None:
-    if item["on_change"] and item["key"] not in world.due:
+    reason = world.due.get(item["key"], "")
+    if item["on_change"] and not reason:
         return None
-    if item["unless"] and run(item["unless"], timeout=30.0)[0] == 0:
+    # In a dry run the guard would look at what is about to change.
+    foreseen = world.dry and item["key"] in world.noted
+    if item["unless"] and not foreseen and run(item["unless"], timeout=30.0)[0] == 0:
         return None
-    reason = f" ({world.due[item['key']]})" if item["on_change"] else ""
-    return Change(f"run {item['name']}{reason}")
+    return Change(f"run {item['name']}" + (f" ({reason})" if reason else ""))
 
 
 def make_command(item: Item, world: World) -> str:

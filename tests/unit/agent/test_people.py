@@ -1,0 +1,48 @@
+"""People's accounts on a host: those that the host has for its own programs are never taken for a person's."""
+
+from __future__ import annotations
+
+import grp
+import pwd
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.agent.program import accounts
+from shoal.agent.program.failure import Failure
+
+DAEMON = pwd.getpwnam("daemon")
+
+
+def user(name: str, uid: int, **more: Any) -> dict[str, Any]:
+    settings = {"group": name, "home": "/home/" + name, "shell": "/bin/bash", "groups": (), "owns": [], "services": []}
+    return {"kind": "user", "name": name, "uid": uid, "system": False, **settings, **more}
+
+
+def world(*items: dict[str, Any]) -> Any:
+    return SimpleNamespace(items=list(items), dry=True)
+
+
+@pytest.mark.parametrize("uid", [58123, DAEMON.pw_uid])
+def test_an_account_of_the_hosts_own_is_not_made_a_persons(uid: int) -> None:
+    person = user("daemon", uid)
+    with pytest.raises(Failure) as caught:
+        accounts.check_user(person, world(person))
+    assert str(caught.value) == (
+        f"user daemon is this host's own, with id {DAEMON.pw_uid}, and programs of it run as that; choose another name"
+    )
+
+
+def test_neither_is_its_group() -> None:
+    group, gid = {"kind": "group", "name": "video", "gid": 58123}, grp.getgrnam("video").gr_gid
+    with pytest.raises(Failure) as caught:
+        accounts.check_group(group, world(group, user("video", 58123)))
+    assert str(caught.value).startswith(f"group video is this host's own, with id {gid}, and programs of it run as")
+
+
+def test_who_leaves_is_locked_and_nobody_else_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "expired", lambda name: False)
+    change = accounts.check_user(user("daemon", DAEMON.pw_uid, locked=True), world())
+    assert change is not None and change.action == "lock user daemon"
+    assert accounts.check_user(user("daemon", 58123, locked=True), world()) is None

@@ -1,0 +1,131 @@
+"""The program that brings Slurm's accounts about, run whole, with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import spec_of
+from tests.unit.slurm.test_slurm_accounting import BASE
+
+from shoal.slurm.accounting import accounts_program, wanted_accounts
+
+LAB = "accounting: {accounts: {lab: {users: [ann]}}, qos: {fast: {priority: 10}}}\n"
+SACCTMGR = """\
+#!/bin/sh
+case "$*" in *show*) cat {place}/shown-"$4" 2>/dev/null; exit 0 ;; esac
+echo "sacctmgr $*" >> {place}/heard
+! grep -qs "$3 $4 $5" {place}/refuses || {{ echo "Error with request: Job(s) active"; exit 1; }}
+"""
+SQUEUE = """\
+#!/bin/sh
+cat {place}/queued
+"""
+BACKUP = """\
+#!/bin/sh
+echo backup >> {place}/heard
+[ ! -e {place}/full ] || {{ echo "gzip: stdout: No space left on device" >&2; exit 1; }}
+"""
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Runs it; `wants` is the `accounting:` of a spec."""
+    for name, text in {"sacctmgr": SACCTMGR, "squeue": SQUEUE, "backup": BACKUP}.items():
+        (tmp_path / name).write_text(text.format(place=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "shown-qos").write_text("normal|0" + "|" * 8 + "\n")
+    (tmp_path / "accounts.py").write_text(accounts_program().replace("PAUSES = (2, 3, 5, 5)", "PAUSES = (0, 0)"))
+    wanted, record = tmp_path / "wanted.json", tmp_path / "state" / "record.json"
+
+    def run(verb: str, wants: str = LAB) -> subprocess.CompletedProcess[str]:
+        accounting = spec_of(BASE + wants).accounting
+        assert accounting is not None
+        wanted.write_text(wanted_accounts("reef", accounting))
+        line = [sys.executable, "-I", tmp_path / "accounts.py", verb, wanted, record, tmp_path / "backup"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+
+    return run
+
+
+def heard(place: Path) -> list[str]:
+    return (place / "heard").read_text().splitlines() if (place / "heard").exists() else []
+
+
+def made_by_us(place: Path) -> None:
+    """As if an earlier run had made the account, its user and the QOS."""
+    (place / "state").mkdir()
+    record = {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
+    (place / "state" / "record.json").write_text(json.dumps(record))
+    (place / "shown-assoc").write_text("lab||root|1" + "|" * 9 + "\nlab|ann||1" + "|" * 9 + "\n")
+    (place / "shown-qos").write_text("normal|0" + "|" * 8 + "\nfast|10" + "|" * 8 + "\n")
+    (place / "shown-user").write_text("ann|lab\n")
+
+
+def test_a_backup_is_made_before_the_first_change_and_only_one(program: Program, tmp_path: Path) -> None:
+    assert program("check").returncode == 1 and heard(tmp_path) == []
+    done = program("apply")
+    assert done.returncode == 0, done.stderr
+    first, *rest = heard(tmp_path)
+    assert first == "backup" and "backup" not in rest
+    assert rest[0] == "sacctmgr -i -Q add qos fast" and any("add user ann account=lab" in line for line in rest)
+    record = json.loads((tmp_path / "state" / "record.json").read_text())
+    assert record == {"qos": ["fast"], "accounts": ["lab"], "users": ["ann@lab"]}
+
+
+def test_without_a_backup_nothing_is_changed_and_that_is_said(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    done = program("apply")
+    assert done.returncode == 1
+    assert done.stderr == ("no backup could be made, so nothing was changed: gzip: stdout: No space left on device\n")
+    assert heard(tmp_path) == ["backup"] and not (tmp_path / "state").exists()
+
+
+def test_a_slurmdbd_that_does_not_know_gpus_yet_is_asked_again_without_a_second_backup(
+    program: Program, tmp_path: Path
+) -> None:
+    (tmp_path / "refuses").write_text("add qos fast\n")
+    done = program("apply")
+    assert done.stderr == "sacctmgr add qos fast: Error with request: Job(s) active\n"
+    assert heard(tmp_path) == ["backup", *["sacctmgr -i -Q add qos fast"] * 3]
+    # It failed, and still the next run knows what to remove.
+    assert json.loads((tmp_path / "state" / "record.json").read_text())["users"] == ["ann@lab"]
+
+
+def test_what_is_so_already_is_neither_backed_up_nor_changed(program: Program, tmp_path: Path) -> None:
+    made_by_us(tmp_path)
+    assert program("check").returncode == 0, program("check").stdout
+    assert program("apply").returncode == 0 and heard(tmp_path) == []
+
+
+def test_a_qos_that_jobs_have_is_not_deleted_under_them(program: Program, tmp_path: Path) -> None:
+    made_by_us(tmp_path)
+    (tmp_path / "queued").write_text("17\n18\n")
+    without = "accounting: {accounts: {lab: {users: [ann]}}}\n"
+    done = program("apply", without)
+    assert done.returncode == 1
+    assert done.stderr == "the QOS fast has jobs: 17, 18. Wait for them, or end them with scancel\n"
+    (tmp_path / "queued").unlink()
+    silent = program("apply", without).stderr
+    assert silent.startswith("cannot see whether jobs have the QOS fast: cat: ") and heard(tmp_path) == ["backup"] * 2
+    (tmp_path / "queued").write_text("")
+    assert program("apply", without).returncode == 0
+    assert heard(tmp_path)[-1] == "sacctmgr -i -Q delete qos fast"
+    assert json.loads((tmp_path / "state" / "record.json").read_text())["qos"] == []
+
+
+def test_a_user_whom_slurm_keeps_for_their_jobs_is_told_once_with_the_remedy(program: Program, tmp_path: Path) -> None:
+    made_by_us(tmp_path)
+    (tmp_path / "refuses").write_text("delete user ann\n")
+    done = program("apply", "accounting: {accounts: {lab: {}}, qos: {fast: {priority: 10}}}\n")
+    assert done.stderr == (
+        "sacctmgr delete user ann account=lab cluster=reef: Error with request: Job(s) active. "
+        "Wait for the jobs, or end them with scancel\n"
+    )
+    assert heard(tmp_path) == ["backup", "sacctmgr -i -Q delete user ann account=lab cluster=reef"]
