@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shoal.cli.columns import Columns
 from shoal.cli.render_services import show_services
-from shoal.cli.say import free, show_failures, show_findings
+from shoal.cli.say import free, show_failures, show_findings, time_limit
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
@@ -134,7 +134,7 @@ def show_status(console: Console, status: Status) -> None:
             job.user,
             job.state.lower(),
             job.time_used,
-            job.time_limit.lower(),
+            time_limit(job.time_limit),
             str(job.node_count),
             free(where),
         )

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from shoal.cli.columns import Columns
-from shoal.cli.say import free, show_failures
+from shoal.cli.say import free, show_failures, time_limit
 from shoal.jobs.logs import BATCH, LogLine
 from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
@@ -55,7 +55,7 @@ def show_jobs(console: Console, result: JobsResult) -> None:
             free(record.user),
             Text(_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
             record.run_time,
-            record.time_limit.lower(),
+            time_limit(record.time_limit),
             free(record.nodes) or str(record.node_count),
             free(_why(view)),
         )

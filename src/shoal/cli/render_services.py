@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from shoal.cli.render_rented import rented_lines
 from shoal.cli.render_tailnet import tailnet_lines
+from shoal.cli.say import say
 from shoal.hostlist import compress
 from shoal.spec.words import printable
 from shoal.verbs.accounting_health import AccountingHealth
@@ -65,7 +66,7 @@ def show_services(console: Console, status: Status) -> None:
     if lines:
         console.print()
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def wireguard_line(view: WireGuardView) -> str:

@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from shoal.errors import HostError
 from shoal.hostlist import compress
@@ -27,13 +29,35 @@ def free(text: str) -> str:
     return escape(printable(text))
 
 
+def say(console: Console, markup: str) -> None:
+    """Print a line, on a terminal broken between words; a command in it (`shoal up`) stays whole, to be copied.
+
+    The line below it, with what to do, is never broken: much of it is commands.
+    """
+    for line in Text.from_markup(markup).split("\n", allow_blank=True):
+        for part in line.divide(_breaks(line.plain, console.width) if console.is_terminal else ()):
+            part.rstrip()
+            console.print(part, highlight=False, soft_wrap=True)
+
+
+def _breaks(line: str, width: int) -> Iterator[int]:
+    begun = 0
+    for word in re.finditer(r"(?:`[^`]*`|\S)+", line):
+        if cell_len(line[begun : word.end()]) > width and word.start() > begun:
+            begun = word.start()
+            yield begun
+
+
+def time_limit(text: str) -> str:
+    """A job's time limit. Slurm lets a job without one run for a year, and says so once it runs."""
+    return "unlimited" if text == "365-00:00:00" else text.lower()
+
+
 def show_findings(console: Console, findings: Iterable[Finding]) -> None:
     """What was found, a line each, and below it what to do about it. Hosts of which the same is found share a line."""
     for finding in _shared(findings):
         told = finding if finding.level == "info" else replace(finding, fix="")
-        console.print(
-            f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}", highlight=False, soft_wrap=True
-        )
+        say(console, f"[{LEVEL_STYLE[finding.level]}]{finding.level}[/] {escape(str(told))}")
         if told.fix != finding.fix:
             console.print(f"    fix: {escape(finding.fix)}", highlight=False, soft_wrap=True)
 
@@ -48,17 +72,14 @@ def _shared(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def show_failures(console: Console, failures: Mapping[str, HostError | str]) -> None:
-    """The hosts that dropped out, with the cause and the fix; those with the same share a line.
-
-    No line is broken: there are commands in them, which must be whole to be copied.
-    """
+    """The hosts that dropped out, with the cause and the fix; those with the same share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     said = {name: (one.cause, one.hint) if isinstance(one, HostError) else (one, "") for name, one in failures.items()}
     for name, (cause, hint) in said.items():
         groups.setdefault((_nameless(cause, name), _nameless(hint, name)), []).append(name)
     for same, names in groups.items():
         cause, hint = same if len(names) > 1 else said[names[0]]
-        console.print(f"[red]✗[/] {compress(names)}: {escape(cause)}", highlight=False, soft_wrap=True)
+        say(console, f"[red]✗[/] {compress(names)}: {escape(cause)}")
         if hint:
             console.print(f"    fix: {escape(hint)}", highlight=False, soft_wrap=True)
 

@@ -223,15 +223,17 @@ class Session:
         if self.json:
             print(dump(error))
             return
+        from rich.markup import escape
+
+        from shoal.cli.say import say
+
         if isinstance(error, SpecError):
             for finding in error.findings:
-                self.errors.print(str(finding), markup=False, highlight=False, soft_wrap=True)
+                say(self.errors, escape(str(finding)))
             return
         # Who pressed Ctrl-C has made no error, and there is nothing to mend.
         stopped = isinstance(error, Interrupted)
-        if not stopped:
-            self.errors.print("[red]error:[/] ", end="")
-        self.errors.print(error.message, markup=False, highlight=False, soft_wrap=True)
+        say(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
         if error.hint:
             label = "" if stopped else "fix: "
             self.errors.print(f"  {label}{error.hint}", markup=False, highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from shoal.cli.as_json import plain
 from shoal.cli.columns import Columns
 from shoal.cli.progress import TerminalProgress
 from shoal.cli.render import show_exec, show_plan, show_status, show_up
-from shoal.cli.say import show_failures, show_findings
+from shoal.cli.say import say, show_failures, show_findings
 from shoal.cli.session import Session
 from shoal.errors import ControllerFailed, Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
 from shoal.hosts.api import Result
@@ -161,6 +161,20 @@ def test_what_is_found_on_several_hosts_is_told_once_without_their_names() -> No
     assert drawn(lambda console: show_failures(console, alone)) == (
         "✗ c1: c1:22 is silent\n    fix: compare with: ssh -v c1\n"
     )
+
+
+def test_a_line_is_broken_between_words_and_never_inside_a_command() -> None:
+    told = "[red]no[/] NFS in the kernel of gpu01, `shoal node drain gpu01` takes it out\n\nof-it-all-and-for-ever"
+
+    def drawn_at(width: int, terminal: bool) -> str:
+        out = StringIO()
+        say(Console(file=out, width=width, force_terminal=terminal, color_system=None), told)
+        return out.getvalue()
+
+    assert drawn_at(20, True) == (
+        "no NFS in the kernel\nof gpu01,\n`shoal node drain gpu01`\ntakes it out\n\nof-it-all-and-for-ever\n"
+    )
+    assert drawn_at(20, False) == told.replace("[red]no[/]", "no") + "\n"
 
 
 def test_a_plan_with_diffs_shows_them_by_host() -> None:

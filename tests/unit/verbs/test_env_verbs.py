@@ -224,10 +224,11 @@ def shown(show: Any, *values: Any) -> str:
 def test_screens_of_environments() -> None:
     made = Made.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
     text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
-    assert "torch: built; 1 packages, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
+    assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
     assert "copied to n[1-2]" in text
     text = shown(show_list, [Listed("torch", "built", "shared", made), Listed("sea", "not built", "local")])
-    assert "2.13.0 cuda 13.0" in text and "`shoal env build sea` makes what is missing" in text
+    assert "2.13.0 cuda 13.0" in text and "\ntorch is in /shared/environments/ab12\n" in text
+    assert "`shoal env build sea` makes what is missing" in text
     text = shown(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
     assert text == "removed ab from c1\nkept cd: a process uses it\n"
     assert shown(show_cleaned, CleanResult("reef"), True) == "nothing to clean\n"
