@@ -35,8 +35,20 @@ class Columns(Table):
                 text = cell if isinstance(cell, Text) else Text.from_markup(cell)
                 self._least[number] = max(self._least[number], text.cell_len)
 
+    def fold_same(self, console: Console, titles: Collection[str]) -> str:
+        """Where the table is too wide: take out those columns that say the same in every row, and tell what that is."""
+        if self._wanted(console, console.options) <= console.width:
+            return ""
+        same = [column for column in self.columns if column.header in titles and len(set(column.cells)) == 1]
+        kept = [(column, least) for column, least in zip(self.columns, self._least, strict=True) if column not in same]
+        self.columns, self._least = [column for column, _ in kept], [least for _, least in kept]
+        return ", ".join(f"{column.header} {next(iter(column.cells))}" for column in same)
+
+    def _wanted(self, console: Console, options: ConsoleOptions) -> int:
+        return self.__rich_measure__(console, options.update(max_width=ANY_WIDTH)).maximum
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wanted = self.__rich_measure__(console, options.update(max_width=ANY_WIDTH)).maximum
+        wanted = self._wanted(console, options)
         if wanted > options.max_width >= sum(self._least) + GAP * len(self._least):
             for column, least in zip(self.columns, self._least, strict=True):
                 if column.header not in self._wraps:

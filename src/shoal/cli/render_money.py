@@ -28,29 +28,32 @@ def show_offers(console: Console, result: OffersResult) -> None:
     if not result.offers:
         console.print("nothing of that kind is offered" + " by those that answered" * bool(result.failures))
         return
-    titles = ("provider", "type", "where", "market", "GPUs", "price of", "stock")
-    table = _table(*titles, right=("$/hour", "$/GPU"))
-    for offer in result.offers[:ROWS]:
-        style = "dim" if offer.available == "no" else ""
-        where = f"{offer.region} {offer.zone}".strip() if not offer.zone.startswith(offer.region) else offer.zone
-        gpus = f"{offer.gpus} × {offer.gpu}" if offer.gpus else "none"
-        day = offer.as_of or ("now" if offer.usd_hour is not None else "")
-        cells = (
-            offer.provider,
-            offer.type,
-            where,
-            offer.market,
-            gpus,
-            day,
-            AVAILABLE[offer.available],
-            *_prices(offer),
-        )
-        table.add_row(*(escape(printable(cell)) for cell in cells), style=style)
+    rows: dict[tuple[str, ...], list[Offer]] = {}
+    for offer in result.offers:
+        rows.setdefault(_all_but_where(offer), []).append(offer)
+    titles = ("provider", "type", "market", "GPUs", "price of", "stock")
+    table = Columns(*titles, "$/hour", "$/GPU", "where", right=("$/hour", "$/GPU"), wraps=("where",))
+    for cells, offers in list(rows.items())[:ROWS]:
+        told = [escape(printable(cell)) for cell in (*cells, ", ".join(map(_where, offers)))]
+        table.add_row(*told, style="dim" if offers[0].available == "no" else "")
+    same = table.fold_same(console, ("provider", "market", "price of", "stock"))
+    if same:
+        console.print(f"of all of them: {same}\n", highlight=False)
     console.print(table)
-    if len(result.offers) > ROWS:
-        console.print(f"\nand {len(result.offers) - ROWS} more; --json shows all", highlight=False)
-    if any(offer.usd_hour is None for offer in result.offers[:ROWS]):
+    if len(rows) > ROWS:
+        console.print(f"\nand {len(rows) - ROWS} more; --json shows all", highlight=False)
+    if any(offers[0].usd_hour is None for offers in list(rows.values())[:ROWS]):
         console.print(f"\n{UNPRICED}", highlight=False, soft_wrap=True)
+
+
+def _all_but_where(offer: Offer) -> tuple[str, ...]:
+    gpus = f"{offer.gpus} × {offer.gpu}" if offer.gpus else "none"
+    day = offer.as_of or ("now" if offer.usd_hour is not None else "")
+    return offer.provider, offer.type, offer.market, gpus, day, AVAILABLE[offer.available], *_prices(offer)
+
+
+def _where(offer: Offer) -> str:
+    return offer.zone if offer.zone.startswith(offer.region) else f"{offer.region} {offer.zone}".strip()
 
 
 UNPRICED = "?: neither the provider nor Shoal's table knows the price. Under a budget or a max_price it is not rented."

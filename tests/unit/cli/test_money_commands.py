@@ -146,7 +146,7 @@ def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_par
 ) -> None:
     done = shoal("offers", "--gpu", "H100", "--count", "8")
     assert done.exit_code == 0, done.output
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["runpod"] * 3 + ["lambda"] * 2
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["runpod", "lambda"]
     found = json.loads(shoal("offers", "--gpu", "h100", "--provider", "lambda", "--json").stdout)["offers"]
     assert {one["provider"] for one in found} == {"lambda"}
     assert [one["usd_hour"] for one in found] == sorted(one["usd_hour"] for one in found)

@@ -26,9 +26,9 @@ A3 = Offer("cloud", "a3-highgpu-8g", "us-central1", "us-central1-b")
 SPOT = replace(A3, market="spot")
 
 
-def text_of(result: OffersResult) -> str:
+def text_of(result: OffersResult, width: int = 160) -> str:
     out = StringIO()
-    show_offers(Console(file=out, width=160), result)
+    show_offers(Console(file=out, width=width), result)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -70,7 +70,7 @@ async def test_where_there_is_no_price_the_table_says_that_no_budget_rents_it() 
     unpriced = Offer("cloud", "g2-standard-8", "us-central1", "us-central1-a", gpu="L4", gpus=1, available="unknown")
     both = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter([unpriced])})
     shown = text_of(await offers(context(), Query(), opened=both))
-    assert shown.splitlines()[2].split()[-2:] == ["?", "?"]
+    assert shown.splitlines()[2].split()[-3:-1] == ["?", "?"]
     assert shown.endswith(
         "\n?: neither the provider nor Shoal's table knows the price. Under a budget or a max_price it is not rented."
     )
@@ -153,15 +153,25 @@ async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> N
     result = await offers(context(), Query(), opened=renters)
     lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
     assert lines == [
-        "provider type where market GPUs price of stock $/hour $/GPU",
-        "lambda gpu_8x_h100_sxm5 us-west-1 on-demand 8 × H100 now there 31.92 3.99",
-        "cloud a3-highgpu-8g us-central1-b on-demand 8 × H100 2026-09-26 not told 87.83 10.98",
+        "provider type market GPUs price of stock $/hour $/GPU where",
+        "lambda gpu_8x_h100_sxm5 on-demand 8 × H100 now there 31.92 3.99 us-west-1",
+        "cloud a3-highgpu-8g on-demand 8 × H100 2026-09-26 not told 87.83 10.98 us-central1-b",
     ]
     assert json.loads(dump(result))["offers"][1]["as_of"] == "2026-09-26"
 
 
+def test_the_same_machine_in_several_places_is_one_row_and_in_a_narrow_terminal_what_is_alike_is_told_once() -> None:
+    found = OffersResult("reef", (A10, replace(A10, region="us-south-1"), H100))
+    wide = text_of(found).splitlines()
+    assert len(wide) == 3 and f"{A10.region}, us-south-1" in wide[1]
+    narrow = text_of(found, 76).splitlines()
+    assert narrow[0] == "of all of them: provider lambda, market on-demand, price of now, stock there"
+    assert narrow[2].split() == ["type", "GPUs", "$/hour", "$/GPU", "where"]
+    assert [line.split()[0] for line in narrow[3:]] == [A10.type, H100.type]
+
+
 def test_a_long_table_is_cut_and_says_so() -> None:
-    many = tuple(replace(A10, region=f"r{number}") for number in range(ROWS + 3))
+    many = tuple(replace(A10, type=f"t{number}") for number in range(ROWS + 3))
     assert text_of(OffersResult("reef", many)).endswith("and 3 more; --json shows all")
     assert text_of(OffersResult("reef", ())) == "nothing of that kind is offered"
     silent = OffersResult("reef", (), {"lambda": ShoalError("cannot be reached")})
