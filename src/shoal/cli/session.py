@@ -23,7 +23,7 @@ from shoal.cli import interrupt
 from shoal.cli.as_json import dump, plain
 from shoal.cli.encoding import write_anywhere
 from shoal.cli.this_machine import trouble_here
-from shoal.errors import Interrupted, ShoalError, SpecError, UsageError
+from shoal.errors import ControllerFailed, Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -225,12 +225,15 @@ class Session:
             return
         from rich.markup import escape
 
-        from shoal.cli.say import say
+        from shoal.cli.say import say, show_failures
 
         if isinstance(error, SpecError):
             for finding in error.findings:
                 say(self.errors, escape(str(finding)))
             return
+        if isinstance(error, ControllerFailed):
+            show_failures(self.errors, error.failures)
+            return say(self.errors, f"[red]error:[/] nothing can be done without {error.host}, the controller")
         # Who pressed Ctrl-C has made no error, and there is nothing to mend.
         stopped = isinstance(error, Interrupted)
         say(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))

@@ -364,6 +364,14 @@ def test_without_the_controller_json_has_the_failure_of_every_host() -> None:
     }
 
 
+def test_without_the_controller_hosts_that_fail_alike_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = {name: Unreachable(name, "silent", hint="is it up?") for name in ("n2", "c1", "n1")}
+    assert ended(Session(json=False), fails(ControllerFailed("c1", failures))) == 1
+    assert capsys.readouterr().err == (
+        "✗ c1,n[1-2]: silent\n    fix: is it up?\nerror: nothing can be done without c1, the controller\n"
+    )
+
+
 def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     window = VersionWindow("cannot talk", findings=(Finding("error", "too old", host="n1"),))
     assert ended(Session(json=True), fails(window)) == 1
