@@ -34,7 +34,7 @@ class Cgroup:
     version: int = 0
     """0 (none), 1 or 2."""
     writable: tuple[str, ...] = ()
-    """The controllers in which root can make groups."""
+    """The controllers in which root can make groups; in version 2, which has none for them, also `devices`."""
 
 
 @dataclass(frozen=True)

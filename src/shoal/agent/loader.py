@@ -16,7 +16,7 @@ PACKAGE = "shoal.agent.program"
 MODULES = (
     *("quick", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
     *("packages", "accounts", "files", "secrets", "supervise", "supervised", "services", "mounts", "kernel"),
-    *("commands", "tailscale", "reach", "facts", "converge", "main"),
+    *("commands", "tailscale", "reach", "cgroups", "facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew

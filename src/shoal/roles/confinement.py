@@ -30,8 +30,7 @@ def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confi
     version = computes[0].cgroup.version if same else 0
     shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
     if version == 2 and "cpuset" in shared:
-        # On the unified hierarchy devices are confined by a program, not by a controller.
-        return Confinement(tracked=True, devices=True, cores=True, memory="memory" in shared, plugin="autodetect")
+        return Confinement(True, "devices" in shared, True, "memory" in shared, "autodetect")
     if version == 1 and "freezer" in shared:
         return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared, "autodetect")
     if version == 1:

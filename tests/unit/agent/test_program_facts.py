@@ -183,3 +183,18 @@ def test_a_file_can_be_asked_for_without_being_read(tmp_path: Path) -> None:
     (tmp_path / "library").touch()
     assert facts.file_fact(str(tmp_path / "library"), "there") == {"there": True}
     assert facts.file_fact(str(tmp_path / "none"), "there") == {"there": False}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what root may do: run the tests as root")
+def test_a_kernel_that_refuses_programs_for_devices_is_noticed() -> None:
+    ask = "from shoal.agent.program.cgroups import may_load_device_programs as may; print(may())"
+    # Without capabilities, as in a container: whatever the kernel lets other processes do.
+    bare = ["setpriv", "--inh-caps", "-all", "--bounding-set", "-all", "--no-new-privs"]
+    source = os.fspath(Path(facts.__file__).parents[3])
+    done = subprocess.run(
+        [*bare, "/usr/bin/python3", "-c", ask],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.stdout == "False\n", done.stderr

@@ -45,7 +45,7 @@ def host_facts(name: str, address: str, **changes: Any) -> Facts:
         package_manager="apt",
         cpu=Cpu(cpus=4, sockets=1, cores_per_socket=2, threads_per_core=2),
         memory_mb=16000,
-        cgroup=Cgroup(2, ("cpuset", "cpu", "memory")),
+        cgroup=Cgroup(2, ("cpuset", "cpu", "memory", "devices")),
         addresses=(Address("eth0", address, 24),),
         files=dict.fromkeys(fact_files(spec_of(LAB)), FileFact()),
         users={"munge": Account(104, 110)},

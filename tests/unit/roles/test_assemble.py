@@ -137,12 +137,14 @@ def test_the_version_of_a_system_that_we_do_not_know_is_unknown() -> None:
 
 
 V1 = ("freezer", "cpuset", "devices", "memory")
+V2 = ("cpuset", "devices", "memory")
 STRONG = Confinement(True, True, True, True, "autodetect")
 NONE = Confinement(False, False, False, False, "cgroup/v1")
 DISABLED = replace(NONE, plugin="disabled")
 TABLE: list[tuple[list[Cgroup], str, Confinement]] = [
-    ([Cgroup(2, ("cpuset", "memory"))] * 2, "22.05.8", STRONG),
-    ([Cgroup(2, ("cpuset", "memory")), Cgroup(2, ("cpuset",))], "22.05.8", replace(STRONG, memory=False)),
+    ([Cgroup(2, V2)] * 2, "22.05.8", STRONG),
+    ([Cgroup(2, V2), Cgroup(2, V2[:2])], "22.05.8", replace(STRONG, memory=False)),
+    ([Cgroup(2, V2), Cgroup(2, ("cpuset", "memory"))], "22.05.8", replace(STRONG, devices=False)),
     ([Cgroup(2, ("memory",))], "22.05.8", NONE),
     ([Cgroup(2, ("memory",))], "24.11.5", DISABLED),
     ([Cgroup(1, V1)], "22.05.8", STRONG),

@@ -34,7 +34,7 @@ nodesets:
 storage:
   /data: {host: controller}
 """
-CGROUPS = Cgroup(2, ("cpuset", "memory"))
+CGROUPS = Cgroup(2, ("cpuset", "memory", "devices"))
 KEY = "ssh-ed25519 AAAATUNNEL shoal tunnels\n"
 
 
@@ -229,6 +229,10 @@ def test_slurm_knows_where_rented_containers_will_answer_before_there_is_any() -
     ]
     assert cluster.tunnels == {}
     assert not cluster.conf.one_address, "a rented node's address is where it calls from, which must be the loopback"
+    assert (
+        "nodesets.pods: nodeset `pods`: because of it Slurm listens on all addresses of all hosts, and not on the "
+        "network's alone, found rented containers, which call slurmctld from the end of a tunnel"
+    ) in [str(finding) for finding in cluster.findings]
 
 
 def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_name() -> None:

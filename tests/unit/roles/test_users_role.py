@@ -25,7 +25,7 @@ users:
   bob: {uid: 2002, gid: 2100, docker: true}
 """
 ADDRESSES = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11"}
-CGROUPS = {"cgroup": Cgroup(2, ("cpuset", "memory"))}
+CGROUPS = {"cgroup": Cgroup(2, ("cpuset", "memory", "devices"))}
 
 
 def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:

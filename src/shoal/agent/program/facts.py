@@ -7,6 +7,7 @@ import sys
 import time
 
 from shoal.agent.program.accounts import accounts, group_of, remote_mounts, user_of
+from shoal.agent.program.cgroups import cgroup
 from shoal.agent.program.disk import read_bytes, read_text, sha256
 from shoal.agent.program.failure import disk_space
 from shoal.agent.program.netlink import addresses, firewall
@@ -177,32 +178,6 @@ def has_module(name: str, release: str) -> bool:
 def opens(path: str) -> bool:
     try:
         os.close(os.open(path, os.O_RDWR))
-    except OSError:
-        return False
-    return True
-
-
-def cgroup() -> Item:
-    base = "/sys/fs/cgroup"
-    if os.path.exists(base + "/cgroup.controllers"):
-        return {"version": 2, "writable": read_text(base + "/cgroup.controllers").split() if can_group(base) else []}
-    try:
-        names = [name for name in sorted(os.listdir(base)) if os.path.exists(f"{base}/{name}/cgroup.procs")]
-    except OSError:
-        names = []
-    controllers = [name for name in names if name not in ("systemd", "unified")]
-    return {
-        "version": 1 if controllers else 0,
-        "writable": [name for name in controllers if can_group(base + "/" + name)],
-    }
-
-
-def can_group(folder: str) -> bool:
-    """Whether a control group can be made here; nothing but trying tells."""
-    probe = f"{folder}/shoal-probe-{os.getpid()}"
-    try:
-        os.mkdir(probe)
-        os.rmdir(probe)
     except OSError:
         return False
     return True

@@ -202,8 +202,9 @@ def _whole_machine(layout: Layout, host: HostRecord) -> list[str]:
     binds.append(f"--bind={layout.shared}:/shared")
     return [
         *_same_for_all(layout, host), "--boot", "--capability=all", "--console=read-only",
-        # By it nfs-ganesha finds files; nspawn refuses it, as who may do all else could leave the container with it.
-        "--system-call-filter=open_by_handle_at", *binds,
+        # By the first nfs-ganesha finds files, by the second Slurm confines devices on cgroup v2. nspawn refuses both,
+        # as who may do all else could leave the container with them.
+        "--system-call-filter=open_by_handle_at bpf", *binds,
     ]  # fmt: skip
 
 
