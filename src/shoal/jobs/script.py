@@ -132,6 +132,8 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
         yield f"export {contract.SHOAL_EXPERIMENT}={shlex.quote(spec.experiment)}"
     if shipped.environment:
         yield f"export VIRTUAL_ENV={shipped.environment} PATH={shipped.environment}/bin:$PATH"
+    if spec.gpus_per_node == 0:
+        yield "export CUDA_VISIBLE_DEVICES=  # where no cgroup hides them, it would see those of other jobs"
     for name, value in spec.env.items():
         yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={sent}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"

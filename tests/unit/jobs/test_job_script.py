@@ -59,6 +59,12 @@ def test_bash_can_read_it(case: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_job_that_wants_no_gpu_sees_none() -> None:
+    hidden = "\nexport CUDA_VISIBLE_DEVICES=  #"
+    assert hidden in sbatch_script(resolved("train.py", gpus_per_node=0), SHIPPED)
+    assert hidden not in sbatch_script(resolved("train.py"), SHIPPED)
+
+
 def test_there_is_a_launcher_for_every_name_that_a_job_may_say() -> None:
     assert tuple(LAUNCHERS) == LAUNCHER_NAMES
 
