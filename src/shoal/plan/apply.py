@@ -13,7 +13,7 @@ from shoal.hosts.api import Host
 from shoal.hosts.fanout import Outcome
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import HostPlan, Plan
-from shoal.plan.nodes import LEAVING, drain, jobs_on, resume, unready
+from shoal.plan.nodes import LEAVING, ask_again, drain, jobs_on, resume, unready
 from shoal.plan.progress import Phase, Progress
 from shoal.plan.secrets import secrets_for
 from shoal.roles.stage import Stage
@@ -145,6 +145,7 @@ async def _wait_for_nodes(
     if not missing:
         return ()
     with progress.phase("nodes register with Slurm", len(due)) as phase:
+        await ask_again(host, list(missing))
         seen: set[str] = set()
         while True:
             for name in due:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from shoal.errors import SlurmError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.slurm.state import ACTIVE_STATES, JOBS_COMMAND, NODES_COMMAND, JobState, parse_jobs, parse_nodes
+from shoal.slurm.state import (
+    ACTIVE_STATES,
+    JOBS_COMMAND,
+    NODES_COMMAND,
+    SILENT_REASON,
+    JobState,
+    parse_jobs,
+    parse_nodes,
+)
 
 LEAVING = "shoal: leaving the cluster"
 """The reason on nodes that the spec no longer names. Nodes drained for any other reason are left to whoever did it."""
@@ -30,6 +38,17 @@ async def resume(host: Host, names: Sequence[str]) -> list[str]:
     due = [name for name in names if name not in working]
     await _update(host, due, "state=resume")
     return due
+
+
+async def ask_again(host: Host, names: Sequence[str]) -> None:
+    """Have Slurm ask nodes at once that it has given up: it would in half an hour. Drained ones stay drained."""
+    result = await host.run(NODES_COMMAND, timeout=30)
+    given_up = [
+        node.name
+        for node in parse_nodes(result.text)
+        if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(SILENT_REASON)
+    ]
+    await _update(host, [name for name in names if name in given_up], "state=resume")
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:

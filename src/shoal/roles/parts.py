@@ -16,6 +16,7 @@ from shoal.roles.environments import Environments
 from shoal.roles.links import Links
 from shoal.roles.part import How, Kept, Part
 from shoal.roles.reduced import Reduced
+from shoal.roles.returning import ReturningNodes
 from shoal.roles.storage import Storage
 from shoal.roles.tailscale import TailscalePart
 from shoal.roles.time import Time
@@ -42,6 +43,7 @@ PARTS: tuple[Part, ...] = (
     AccountingPart(),
     Elastic(),
     Reduced(),
+    ReturningNodes(),
 )
 
 

@@ -61,6 +61,10 @@ STATE_SUFFIXES = {
 }
 
 
+SILENT_REASON = "Not responding"
+"""What Slurm writes on a node that it has given up, because it was not heard from for SlurmdTimeout."""
+
+
 @dataclass(frozen=True)
 class NodeState:
     """A node as slurmctld has it."""

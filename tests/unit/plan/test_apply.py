@@ -236,6 +236,25 @@ async def test_a_node_that_somebody_drained_is_left_to_them() -> None:
     assert (done.unready, world.slurm.updates) == ((), [])
 
 
+async def test_a_node_that_slurm_has_given_up_is_asked_again() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = "DOWN+NOT_RESPONDING", "Not responding"
+    done, _ = await bring(world, patience=Patience(nodes=30))
+    assert world.slurm.updates == [("nodename=n2", "state=resume")]
+    assert done.unready == ()
+
+
+async def test_a_node_that_was_drained_or_taken_down_before_slurm_gave_it_up_stays_so() -> None:
+    world = lab()
+    await bring(world)
+    world.slurm.states = {"n1": "DOWN+DRAIN+NOT_RESPONDING", "n2": "DOWN+NOT_RESPONDING"}
+    world.slurm.reasons = {"n1": "Not responding", "n2": "fan broken"}
+    done, _ = await bring(world)
+    assert world.slurm.updates == []
+    assert done.unready == (("n1", "Not responding"), ("n2", "fan broken"))
+
+
 async def test_nodes_that_never_register_are_reported_with_the_reason() -> None:
     world = lab()
     world.slurm.states = {"n1": "DOWN*", "n2": "UNKNOWN*"}
