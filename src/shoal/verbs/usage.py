@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal.errors import SlurmError, UsageError
 from shoal.slurm.usage import WAYS, By, UsageRow, parse_usage, sum_up, total, usage_command
+from shoal.spec.members import all_members
 from shoal.verbs.context import Context
 from shoal.verbs.period import parse_period
 from shoal.verbs.status import ask
@@ -39,7 +40,7 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
         except SlurmError as error:
             raise SlurmError(f"slurmdbd does not tell: {error.message}", hint=error.hint) from None
     runs = parse_usage(text, now)
-    nodesets = {member.name: member.nodeset for member in context.members}
+    nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
     prices = {name: nodeset.price for name, nodeset in context.spec.nodesets.items() if nodeset.price is not None}
     rows = sum_up(runs, way, begin, end, nodesets, prices)
     return UsageResult(context.cluster, way, begin, end, rows, total(rows, len({run.id for run in runs})))

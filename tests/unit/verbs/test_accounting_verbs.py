@@ -30,6 +30,9 @@ from shoal.verbs.up import plan, up
 from shoal.verbs.usage import UsageResult, usage
 
 BOOKS = LAB + "accounting: true\n"
+RENTS = BOOKS.replace("[lab]", "[lab, cloud]").replace(
+    "partitions:", "  cloud: {provider: lambda, type: gpu_1x_a10, max: 2, price: 0.75}\npartitions:"
+)
 LIST = b"slurm_acct_db-2-daily.sql.gz 2048 2000.5\nslurm_acct_db-1-change.sql.gz 1024 1000.5\n"
 OLD = (
     b"JobId=3 UserId=root(0) GroupId=root(0) Name=x JobState=COMPLETED Partition=main TimeLimit=UNLIMITED "
@@ -68,6 +71,14 @@ async def test_use_is_asked_of_slurmdbd_and_summed_up() -> None:
     result = await usage(context_of(made), "nodeset", "1970-01-01", None)
     assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("lab", 2.0, None)]
     assert result.total.jobs == 1
+
+
+async def test_rented_nodes_count_for_their_nodeset_whether_they_are_up_or_not() -> None:
+    made = world(RENTS + "providers: {lambda: {key: env:KEY}}\n")
+    line = "\x1f".join(("1", "ann", "lab", "1000", "4600", "cloud[1-2]", "cpu=4,gres/gpu=2", "train")) + "\n"
+    answer(made, "env", with_=line.encode())
+    result = await usage(context_of(made), "nodeset", "1970-01-01", None)
+    assert [(row.name, row.gpu_hours, row.cost) for row in result.rows] == [("cloud", 2.0, 1.5)]
 
 
 async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:

@@ -46,7 +46,10 @@ def taken_port(name: str) -> str:
     import re
 
     log = read_text(f"/var/log/slurm/{name}.log")[-4096:] + run(["journalctl", "-q", "-n", "20", "-u", name])[1]
-    for port in re.findall(r"port \((\d+)\): Address already in use", log)[-1:]:
-        holder = port_holder(int(port))
-        return f"\nport {port} is taken by {holder}; stop it and run again" if holder else ""
-    return ""
+    if "ddress already in use" not in log:
+        return ""
+    # Slurm's daemons say which; of others it stands in the unit.
+    known = re.findall(r"port \((\d+)\): Address already in use", log)
+    known = known or re.findall(r"--port (\d+)", run(["systemctl", "show", "-p", "ExecStart", "--", name])[1])
+    holder = port_holder(int(known[-1])) if known else ""
+    return f"\nport {known[-1]} is taken by {holder}; stop it and run again" if holder else ""

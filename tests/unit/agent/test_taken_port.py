@@ -1,0 +1,48 @@
+"""Who sits on the port that a daemon could not have is named with the failure."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.agent.program import complaints
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of this machine that is taken, by ourselves."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("journal", "unit"),
+    [
+        ("slurmd: error: Error binding slurm stream socket to port ({port}): Address already in use", ""),
+        (
+            "ERROR: [Errno 98] Address already in use",
+            "ExecStart={{ argv[]=/opt/mlflow server --port {port} --workers 2 }}",
+        ),
+        ("[Errno 98] error while attempting to bind on address: address already in use", "argv[]=x --port {port}"),
+    ],
+    ids=["Slurm", "MLflow", "another MLflow"],
+)
+def test_who_has_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, journal: str, unit: str) -> None:
+    said = {"journalctl": journal.format(port=port), "systemctl": unit.format(port=port)}
+    monkeypatch.setattr(complaints, "run", lambda argv: (0, said[argv[0]]))
+    told = complaints.taken_port("it")
+    assert told.startswith(f"\nport {port} is taken by ") and told.endswith(
+        f"(pid {os.getpid()}); stop it and run again"
+    )
+
+
+@pytest.mark.parametrize("journal", ["Failed with result 'exit-code'.", "Address already in use"])
+def test_where_that_is_not_the_complaint_or_not_known_nothing_is_added(
+    monkeypatch: pytest.MonkeyPatch, port: int, journal: str
+) -> None:
+    unit = f"--port {port}" if "use" not in journal else "ExecStart=it"
+    monkeypatch.setattr(complaints, "run", lambda argv: (0, journal if argv[0] == "journalctl" else unit))
+    assert complaints.taken_port("it") == ""
