@@ -52,6 +52,14 @@ def test_the_readme_has_an_example_of_at_most_15_lines() -> None:
     assert len(text.splitlines()) <= 15
 
 
+@pytest.mark.parametrize("name", ["network", "tailscale", "storage", "environments", "accounting", "tracking", "keys"])
+def test_the_page_of_a_service_starts_with_the_five_lines_it_is_about(name: str) -> None:
+    document = ROOT / "docs" / f"{name}.md"
+    title, _, fence, *rest = document.read_text().splitlines()
+    assert title.startswith("# ") and fence == "```yaml"
+    assert rest.index("```") <= 5
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_command_line_that_is_named_can_be_typed(document: Path) -> None:
     for line in (*said(document.read_text()), *(line for block in commands(document) for line in block)):
