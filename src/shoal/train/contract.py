@@ -59,6 +59,9 @@ SHOAL_PROOF_STEPS = "SHOAL_PROOF_STEPS"
 EXIT_REQUEUE = 85
 """The status a script leaves with when it has saved and wants to go on later, and could not requeue itself."""
 
+EXIT_UNSAVED = 86
+"""The status a script leaves with when its last state, or all of a turn, could not be saved."""
+
 # ---- environment variables
 
 SHOAL_JOB_DIR = "SHOAL_JOB_DIR"
