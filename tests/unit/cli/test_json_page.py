@@ -1,0 +1,116 @@
+"""The page on `--json` names every key that every command prints, and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+
+import pytest
+from tests.documents import ROOT
+from tests.unit.cli.test_command_line import ALL
+from tests.unit.cli.test_screens import FINISHES, ended
+
+from shoal.cli.render_money import cost_json
+from shoal.cli.session import Session
+from shoal.elastic.costs import Costs
+from shoal.jobs.logs import LogLine
+from shoal.jobs.reason import Reason
+from shoal.jobs.record import JobRecord
+from shoal.network.links import Link
+from shoal.plan.model import Change
+from shoal.proof.model import ProofResult
+from shoal.providers.rental import Offer
+from shoal.slurm.state import JobState, NodeState, PartitionState
+from shoal.slurm.usage import UsageRow
+from shoal.spec.finding import Finding
+from shoal.verbs.cancel import CancelResult
+from shoal.verbs.cost import CostResult
+from shoal.verbs.env import CleanResult, Listed
+from shoal.verbs.env_build import BuildResult
+from shoal.verbs.jobs import JobsResult, JobView
+from shoal.verbs.keys import KeysResult
+from shoal.verbs.links import LinksResult
+from shoal.verbs.logs import LogsResult
+from shoal.verbs.offers import OffersResult
+from shoal.verbs.reap import ReapResult
+from shoal.verbs.restore import Backup, RestoreResult
+from shoal.verbs.run import Submitted
+from shoal.verbs.simulate import Simulated
+from shoal.verbs.ui import Page
+from shoal.verbs.usage import UsageResult
+
+PAGE = (ROOT / "docs/json.md").read_text()
+
+
+def of(kind: type, *more: str) -> set[str]:
+    """The keys of a value of this class."""
+    return {*(field.name for field in fields(kind)), *more}
+
+
+COMMANDS = {
+    "run": of(Submitted),
+    "logs": of(LogsResult),
+    "jobs": of(JobsResult),
+    "cancel": of(CancelResult),
+    "prove": of(ProofResult, "passed"),
+    "usage": of(UsageResult),
+    "restore": of(RestoreResult),
+    "keys rotate": of(KeysResult),
+    "offers": of(OffersResult),
+    "cost": set(cost_json(CostResult("reef", Costs(0, "2026-11", 0, 0, 0, 0)))),
+    "reap": of(ReapResult),
+    "bench links": of(LinksResult, "whole"),
+    "env build": of(BuildResult),
+    "env clean": of(CleanResult),
+    "ui": of(Page),
+    "simulate": of(Simulated),
+}
+"""What commands print whose object is a value of a class; those of the others are printed below."""
+PARTS = {
+    "`findings`": of(Finding),
+    "`changes` of `plan`": of(Change),
+    "`nodes` of `status`": of(NodeState),
+    "`partitions` of `status`": of(PartitionState),
+    "`jobs` of `status`": of(JobState),
+    "`jobs` of `jobs`": of(JobView),
+    "`record`": of(JobRecord),
+    "`reason` beside a `record`": of(Reason),
+    "`lines` of `logs`": of(LogLine),
+    "`rows` and `total` of `usage`": of(UsageRow),
+    "`backups` of `restore`": of(Backup),
+    "`offers` of `offers`": of(Offer),
+    "`links` of `bench links`": of(Link),
+    "`environments` of `env list`": of(Listed),
+}
+
+
+def told(first: str) -> set[str]:
+    """The keys that a row of the page names."""
+    [keys] = re.findall(rf"^\| {re.escape(first)} \| (.*) \|$", PAGE, re.MULTILINE)
+    return set(re.findall(r"`(\w+)`", keys))
+
+
+def test_every_command_has_a_row() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", PAGE.split("## What is in them")[0], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert named - {"run --dry-run"} == {" ".join(words) for words in ALL} - {"schema"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_row_names_the_keys_of_its_command(command: str) -> None:
+    assert told(f"`{command}`") == COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "up", "down", "status", "exec"])
+def test_a_row_names_what_the_command_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(Session(json=True), FINISHES[command][0])
+    printed = json.loads(capsys.readouterr().out)
+    assert told("`up`, `node remove`" if command == "up" else f"`{command}`") == set(printed)
+    if command == "exec":
+        assert told("`groups` of `exec`") == set(printed["groups"][0])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_row_names_the_keys_of_a_part(part: str) -> None:
+    assert told(part) == PARTS[part]
