@@ -10,13 +10,16 @@ PIPE_WIDTH = 1000
 
 
 class Terminal(Console):
-    """A console that leaves it to the command to end when nobody reads any more; rich would exit 1."""
+    """A console without rich's guesses at what to colour, which ends a command quietly when nobody reads any more."""
 
-    def on_broken_pipe(self) -> None:
+    def __init__(self, stderr: bool, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=False)
+
+    def on_broken_pipe(self) -> None:  # rich would exit 1
         raise BrokenPipeError
 
 
 def console(stderr: bool = False) -> Console:
     """A console as wide as the terminal. What goes into a pipe or a file is not broken into lines of 80."""
-    made = Terminal(stderr=stderr)
-    return made if made.is_terminal or "COLUMNS" in os.environ else Terminal(stderr=stderr, width=PIPE_WIDTH)
+    made = Terminal(stderr)
+    return made if made.is_terminal or "COLUMNS" in os.environ else Terminal(stderr, PIPE_WIDTH)
