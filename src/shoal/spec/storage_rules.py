@@ -23,6 +23,7 @@ def storage_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[
         if not isinstance(where, str) or not isinstance(share, Mapping):
             continue
         yield from _one_share(data, where, share, hosts)
+        yield from _beside_others(where, shares, hosts)
         outer = next((other for other in shares if isinstance(other, str) and where.startswith(f"{other}/")), None)
         if outer:
             yield Problem(("storage", where), "a share inside another", show(outer), "give it a path beside that one")
@@ -45,6 +46,36 @@ def _one_share(
     if _has_sandbox(data) and (where + "/").startswith(SANDBOX_SHARED + "/"):
         fix = "delete it, or choose another path"
         yield Problem(("storage", where), "sandbox hosts have this directory in common already", show(where), fix)
+
+
+def _beside_others(where: str, shares: Mapping[Any, Any], hosts: Sequence[str]) -> Iterator[Problem]:
+    """A share's `path` is served once, and on the host that keeps it nothing is mounted over it."""
+
+    def kept(share: Mapping[str, Any]) -> object:
+        server = share.get("host", CONTROLLER)
+        return hosts[0] if server == CONTROLLER and hosts else server
+
+    path = shares[where].get("path")
+    if not isinstance(path, str):
+        return
+    for other, share in shares.items():
+        if other == where or not isinstance(other, str) or not isinstance(share, Mapping):
+            continue
+        if kept(share) == kept(shares[where]):
+            if path == share.get("path", other):
+                yield Problem(
+                    ("storage", where, "path"),
+                    f"the share {show(other)} is this directory already",
+                    show(path),
+                    "choose another, or delete one of the two shares",
+                )
+        elif f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
+            yield Problem(
+                ("storage", where, "path"),
+                f"the share {show(other)} is mounted there, and would hide what is in it",
+                show(path),
+                "choose a directory beside that one",
+            )
 
 
 def _has_sandbox(data: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from shoal.verbs.accounting_health import accounting_findings
 from shoal.verbs.context import Context, requests
 from shoal.verbs.env import environment_states
 from shoal.verbs.health import tracking_health
-from shoal.verbs.shares import share_probes, share_ways
+from shoal.verbs.shares import share_probes, share_ways, unservable
 from shoal.verbs.status import ask, look_at_slurmctld
 from shoal.verbs.up import survey
 
@@ -65,6 +65,7 @@ async def _look(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Ins
     if context.spec.storage:
         findings += share_ways(context.spec, observed.facts)
         findings += await share_probes(context.spec, observed.facts, fleet)
+        findings += await unservable(context.spec, observed.facts, fleet)
     findings += await accounting_findings(fleet, context.spec, observed.facts)
     if plan.changes:
         hosts = compress({change.host for change in plan.changes})

@@ -18,7 +18,7 @@ from shoal.plan.connections import Connections
 from shoal.roles.shares import RECORD, Served, shares, text_of
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
-from shoal.storage.ways import WORDS, way
+from shoal.storage.ways import WORDS, served_by_kernel, way
 
 PATIENCE = 5.0
 """Seconds for a share or its server to answer."""
@@ -105,6 +105,51 @@ def share_ways(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
         for (words, why), names in groups.items():
             findings.append(Finding("info", f"{share.where} on {compress(names)}: {words}", why))
     return findings
+
+
+HANDLES = """
+import ctypes, errno, os, subprocess, sys
+class Handle(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_uint), ("type", ctypes.c_int), ("bytes", ctypes.c_char * 128)]
+libc = ctypes.CDLL(None, use_errno=True)
+for path in sys.argv[1:]:
+    handle, mount = Handle(128), ctypes.c_int()
+    asked = libc.name_to_handle_at(-100, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0)
+    if asked and ctypes.get_errno() == errno.EOPNOTSUPP:
+        print(path, subprocess.run(["stat", "-f", "-c", "%T", path], stdout=subprocess.PIPE).stdout.decode().strip())
+"""
+"""Prints those of the directories whose file system gives no handles, and what that is."""
+
+
+async def unservable(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:
+    """Shares that nfs-ganesha does not serve and says nothing of it: it knows files by handles, as NFS does."""
+
+    async def one(server: str, mine: list[Served]) -> list[Finding]:
+        try:
+            host = await fleet.host(server)
+            line = ("python3", "-c", HANDLES, *(share.path for share in mine))
+            said = dict(found.split(" ", 1) for found in (await host.run(line, timeout=PATIENCE)).text.splitlines())
+        except ShoalError:
+            return []  # what is wrong with the host is said elsewhere
+        return [_unservable(share, said[share.path], facts) for share in mine if share.path in said]
+
+    by_ganesha: dict[str, list[Served]] = {}
+    for share in shares(spec):
+        if share.share.kind == "nfs" and share.server in facts and not served_by_kernel(facts[share.server]):
+            by_ganesha.setdefault(share.server, []).append(share)
+    found = await asyncio.gather(*(one(server, mine) for server, mine in by_ganesha.items()))
+    return [finding for some in found for finding in some]
+
+
+def _unservable(share: Served, filesystem: str, facts: Mapping[str, Facts]) -> Finding:
+    without = [name for name, fact in facts.items() if way(share.share, share.server, name, fact).kind == "nfs"]
+    return Finding(
+        "error" if without else "info",
+        f"{share.where} is not served by NFS" + (f", and {compress(without)} cannot mount it" if without else ""),
+        f"{share.path} is on {filesystem or 'a file system'}, which gives nfs-ganesha no handles of files",
+        "keep it on ext4 or XFS (`path` says where), or write `kind: sshfs`" if without else "",
+        host=share.server,
+    )
 
 
 async def share_probes(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:

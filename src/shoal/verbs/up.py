@@ -24,6 +24,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
 from shoal.verbs.context import Context, cannot_make, computing, telling
 from shoal.verbs.held import Held, held, strike_off
+from shoal.verbs.shares import unservable
 from shoal.verbs.succession import note, predecessor, succeed
 
 
@@ -117,7 +118,7 @@ async def up(
         note(context, fleet)
         await strike_off(context, left)
         meanwhile = await _ordered_meanwhile(context, observed)
-        lost = await _unconnected(context, fleet, observed) if applied.changed else []
+        lost = await _in_the_way(context, fleet, observed) if applied.changed else []
         removed = () if applied.staying else await _remove(context, planned, applied)
         return UpResult(
             cluster=context.cluster,
@@ -177,11 +178,13 @@ async def _refuse_wanting(context: Context, fleet: Fleet, observed: Observed) ->
         refuse(wanting((*planned.hosts, *planned.after_drain), planned.given))
 
 
-async def _unconnected(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
-    """Members that others cannot reach, looked for whenever something has changed."""
+async def _in_the_way(context: Context, fleet: Fleet, observed: Observed) -> list[Finding]:
+    """Members that others cannot reach and shares that nobody is served, looked for whenever something has changed."""
     with context.progress.phase("members reach each other", 1):
         addresses = network_addresses(context.spec, observed, reached_addresses(fleet))
-        return await unconnected(context.spec, addresses, fleet, observed.facts)
+        found = await unconnected(context.spec, addresses, fleet, observed.facts)
+    shares = await unservable(context.spec, observed.facts, fleet)
+    return [*found, *(finding for finding in shares if finding.level == "error")]
 
 
 async def survey(context: Context) -> Survey:

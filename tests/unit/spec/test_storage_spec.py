@@ -45,6 +45,26 @@ CASES: dict[str, tuple[str, str]] = {
         "storage: {/data: {}, /data/big: {}}",
         '5:22 storage."/data/big": a share inside another, found "/data", give it a path beside that one',
     ),
+    "one directory twice": (
+        "storage: {/data: {path: /srv/data}, /sets: {host: ctl, path: /srv/data}}",
+        '5:62 storage."/sets".path: the share "/data" is this directory already, found "/srv/data", choose another, or '
+        "delete one of the two shares",
+    ),
+    "a directory that is another share's": (
+        "storage: {/data: {}, /sets: {path: /data}}",
+        '5:36 storage."/sets".path: the share "/data" is this directory already, found "/data", choose another, or '
+        "delete one of the two shares",
+    ),
+    "a directory over which another share is mounted": (
+        "storage: {/data: {}, /sets: {host: gpu01, path: /data/sets}}",
+        '5:49 storage."/sets".path: the share "/data" is mounted there, and would hide what is in it, found '
+        '"/data/sets", choose a directory beside that one',
+    ),
+    "a directory in which another share is mounted": (
+        "storage: {/srv/data: {}, /sets: {host: gpu01, path: /srv}}",
+        '5:53 storage."/sets".path: the share "/srv/data" is mounted there, and would hide what is in it, found '
+        '"/srv", choose a directory beside that one',
+    ),
     "homes twice": (
         "storage: {/home: {}, /data: {homes: true}}",
         '5:22 storage."/data": two shares for the users\' homes, found "/data", `/home` has them already; delete '
@@ -103,6 +123,11 @@ def test_a_bad_share_or_user_is_told_at_its_place(case: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_text(f"{GOOD}{lines}\n", "s.yaml")
     assert f"s.yaml:{expected}" in [str(finding) for finding in caught.value.findings]
+
+
+def test_directories_side_by_side_or_inside_one_that_the_same_host_keeps_may_be_shared() -> None:
+    shares = "{/data: {}, /sets: {path: /data/sets, read_only: true}, /scratch: {host: gpu01, path: /data2}}"
+    assert list(load_text(f"{GOOD}storage: {shares}\n", "s.yaml").storage) == ["/data", "/sets", "/scratch"]
 
 
 def test_a_private_key_is_refused_and_not_shown(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,16 @@ from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
 from shoal.plan.connections import Connections
 from shoal.roles.shares import RECORD
 from shoal.verbs import shares
-from shoal.verbs.shares import ShareState, parse_quotas, parse_room, share_probes, share_states, share_ways
+from shoal.verbs.shares import (
+    HANDLES,
+    ShareState,
+    parse_quotas,
+    parse_room,
+    share_probes,
+    share_states,
+    share_ways,
+    unservable,
+)
 
 SPEC = spec_of(
     """
@@ -125,3 +135,37 @@ async def test_a_share_that_does_not_answer_is_found_where_it_is_mounted_and_now
         )
     async with fleet(FakeHost("n2", {("stat",): b"ok"})) as hosts:
         assert await share_probes(SPEC, facts, hosts) == []
+
+
+async def told_of_home(*kernel_has: str) -> list[str]:
+    """What is said of /home, which is on an overlay, where the nodes' kernels have these file systems."""
+    nodes = {"n1": "10.0.0.11", "n2": "10.0.0.12"}
+    facts = {name: host_facts(name, at, filesystems=kernel_has) for name, at in nodes.items()}
+    facts["c1"] = host_facts("c1", "10.0.0.1", filesystems=())
+    async with fleet(FakeHost("c1", {("python3", "-c", HANDLES, "/home"): b"/home overlayfs\n"})) as hosts:
+        return [f"{finding.level}: {finding}" for finding in await unservable(SPEC, facts, hosts)]
+
+
+async def test_a_share_that_ganesha_serves_to_nobody_is_told_with_who_misses_it() -> None:
+    why = "/home is on overlayfs, which gives nfs-ganesha no handles of files"
+    assert await told_of_home("nfs4") == [
+        f"error: c1: /home is not served by NFS, and n[1-2] cannot mount it, found {why}, keep it on ext4 or XFS "
+        "(`path` says where), or write `kind: sshfs`"
+    ]
+    assert await told_of_home() == [f"info: c1: /home is not served by NFS, found {why}"]
+
+
+async def test_the_kernels_own_server_and_one_that_hangs_are_not_asked_for_handles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shares, "PATIENCE", 0.05)
+    by_kernel = {"c1": host_facts("c1", "10.0.0.1", filesystems=("nfsd",))}
+    async with fleet(FakeHost("c1")) as hosts:
+        assert await unservable(SPEC, by_kernel, hosts) == []
+    async with fleet(FakeHost("c1", {("python3",): hang})) as hosts:
+        assert await unservable(SPEC, {"c1": host_facts("c1", "10.0.0.1", filesystems=())}, hosts) == []
+
+
+def test_handles_are_asked_of_each_directory_and_one_that_is_not_there_yet_is_not_spoken_of() -> None:
+    line = [sys.executable, "-c", HANDLES, "/proc", "/dev/shm", "/not/there"]
+    assert subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout == "/proc proc\n"
