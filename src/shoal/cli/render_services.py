@@ -92,5 +92,7 @@ def accounting_line(accounting: AccountingHealth) -> str:
         backup = f"[yellow]{backup}[/]"
     if accounting.well:
         return f"accounting: [green]works[/], on {accounting.host}; {backup}"
-    wrong = escape(printable(accounting.error or accounting.down))
+    if accounting.error:
+        return f"accounting: [red]{escape(printable(accounting.error))}[/], on {accounting.host}"
+    wrong = escape(printable(accounting.down))
     return f"accounting: [red]{wrong}[/], on {accounting.host}; {backup}"

@@ -27,7 +27,7 @@ from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
 from shoal.verbs.restore import ASK, list_backups, restore
 from shoal.verbs.up import plan, up
-from shoal.verbs.usage import UsageResult, usage
+from shoal.verbs.usage import ANSWERS, UsageResult, usage
 
 BOOKS = LAB + "accounting: true\n"
 RENTS = BOOKS.replace("[lab]", "[lab, cloud]").replace(
@@ -43,7 +43,7 @@ OLD = (
 
 def world(text: str = BOOKS, **answers: object) -> World:
     made = lab(text)
-    made.hosts["c1"].answers = {**made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
+    made.hosts["c1"].answers = {ANSWERS: b"reef\n", **made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
     return made
 
 
@@ -96,10 +96,18 @@ async def test_a_wrong_way_to_sum_up_is_refused_with_those_there_are() -> None:
 
 
 async def test_a_slurmdbd_that_is_away_is_told() -> None:
-    made = world()
-    answer(made, "env", with_=Result(1, stderr=b"sacct: error: Connection refused\n"))
-    with pytest.raises(SlurmError, match=r"slurmdbd does not tell: .* Connection refused"):
+    made = world(LAB + "accounting: {host: n2}\n")
+    answer(made, *ANSWERS, with_=Result(1, stderr=b"sacctmgr: error: n2:6819: Connection refused\n"))
+    with pytest.raises(SlurmError) as caught:
         await usage(context_of(made), "user", None, None)
+    assert str(caught.value) == (
+        "slurmdbd on n2 does not answer: sacctmgr: error: n2:6819: Connection refused\n"
+        "  fix: `shoal status` says how it does; `shoal jobs --all` knows ended jobs without it"
+    )
+    answer(made, *ANSWERS, with_=Result(124))
+    with pytest.raises(SlurmError, match="slurmdbd on n2 does not answer"):
+        await usage(context_of(made), "user", None, None)
+    assert not any(argv[0] == "env" for argv in made.hosts["c1"].argvs)  # sacct would wait for minutes
 
 
 def test_hours_without_a_price_are_named_apart() -> None:
@@ -274,7 +282,7 @@ async def test_a_host_that_does_not_answer_stops_no_status() -> None:
         told = await accounting_health(fleet, made.spec)
         assert await accounting_health(fleet, world(LAB).spec) is None
     assert told is not None
-    assert accounting_line(told) == "accounting: [red]no route[/], on n2; no backup yet"
+    assert accounting_line(told) == "accounting: [red]no route[/], on n2"
     well = AccountingHealth("c1", "active", "active")
     assert accounting_line(well) == "accounting: [green]works[/], on c1; no backup yet"
 
