@@ -209,7 +209,10 @@ def pack(place: str, archive: str) -> None:
 
 def pip(asked: dict[str, Any], line: list[str], what: str) -> None:
     """Run pip, and tell which package it is at."""
-    own = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", **asked["proxy"])
+    room = asked["local"] + "/.pip"  # packages have gigabytes, and /tmp is often a part of the memory
+    shutil.rmtree(room, ignore_errors=True)
+    os.makedirs(room, mode=0o700)
+    own = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", TMPDIR=room, **asked["proxy"])
     child = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=own)
     said: list[str] = []
     assert child.stdout
@@ -219,7 +222,10 @@ def pip(asked: dict[str, Any], line: list[str], what: str) -> None:
         match = re.match(r"\s*(Collecting|Downloading|Building|Installing collected)\s?(\S*)", text)
         if match:
             tell("progress", text=" ".join(match.groups()).strip()[:60])
-    if child.wait() != 0:
+    child.stdout.close()
+    status = child.wait()
+    shutil.rmtree(room, ignore_errors=True)
+    if status != 0:
         errors = [text for text in said if text.startswith("ERROR")] or said[-5:]
         raise Failed("pip could not %s: %s" % (what, hidden("\n".join(errors))), remedy("\n".join(said)))
 

@@ -86,6 +86,13 @@ def test_another_version_is_another_environment_and_the_first_one_stays(place: P
     assert (says(old["path"]), says(new["path"])) == ("herring 1.0", "herring 1.1")
 
 
+def test_pip_unpacks_beside_the_environments_for_tmp_may_be_small(tmp_path: Path) -> None:
+    where = f"import pathlib, tempfile; pathlib.Path('{tmp_path}/told').write_text(tempfile.gettempdir())"
+    builder.pip({"local": str(tmp_path), "proxy": {}}, [sys.executable, "-c", where], "do it")
+    assert (tmp_path / "told").read_text() == f"{tmp_path}/.pip"
+    assert not (tmp_path / ".pip").exists()
+
+
 def test_wheels_are_gathered_once(place: Place) -> None:
     made = place.build("herring==1.1")
     Path(made["path"], builder.MARK).unlink()
