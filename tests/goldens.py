@@ -1,4 +1,4 @@
-"""Whole-file goldens: the entire text is compared. `UPDATE_GOLDEN=1` writes them anew; read the diff afterwards."""
+"""Whole-file goldens: the entire text is compared. `UPDATE_GOLDEN=1` updates them; read the diff afterwards."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def main() -> int:
             f"{'':<12}{'twice':>8}{'never':>8}   how it is resumed",
             f"{'shoal':<12}{repeated(ours):>8,}{len(keys - set(ours)):>8,}   state_dict, load_state_dict",
             f"{'webdataset':<12}{repeated(theirs):>8,}{len(keys - set(theirs)):>8,}   "
-            "it keeps no position: anew, for the steps that are left",
+            "it keeps no position: from the start, for the steps that are left",
         ]
     text = "\n".join(lines) + "\n"
     print(text, end="")

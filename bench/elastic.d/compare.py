@@ -1,6 +1,6 @@
 """A comparison of many machines with Slurm and the ledger, in turn with ParallelCluster's of as many instances.
 
-Nothing is to be mended on either side: each node is idle and has its machine. Both clouds answer from memory and both
+Neither side finds anything to do: each node is idle and has its machine. Both clouds answer from memory and both
 Slurms are shell scripts that print a file, so the time is the reconciler's own, the reading of all that included.
 """
 
@@ -93,7 +93,7 @@ async def _rounds(url: str, rounds: int, peer: Clustermgtd | None, say: Callable
             beside = f", clustermgtd {theirs.wall[-1]:.2f} s" if peer else ""
             say(f"{MANY} machines, round {turn or 'to warm up'}: {ours.wall[-1]:.2f} s{beside}")
         if {one.state for one in ledger.live()} != {"joined"} or len(ledger.live()) != MANY:
-            raise BenchFailed("the bench's own machines are not all there, or something was mended")
+            raise BenchFailed("the bench's own machines are not all there, or something was corrected")
     for times in (ours, theirs):  # the first round read everything for the first time
         del times.wall[:1], times.cpu[:1], times.listed[:1]
     return ours, theirs

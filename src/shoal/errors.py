@@ -13,7 +13,7 @@
     │   ├── TimedOut                      a command did not end in time; the host itself answers
     │   ├── ConnectionLost                the host went away while we worked
     │   ├── AgentFailed                   the agent could not converge the host
-    │   └── ControllerFailed              nothing goes on without it; carries what befell every other host
+    │   └── ControllerFailed              nothing goes on without it; carries what happened to every other host
     ├── ProviderError            exit 1   a provider cannot give us what we asked for
     ├── LedgerError              exit 1   the record of rented machines cannot be read or kept
     ├── SlurmError               exit 1   Slurm said no

@@ -181,7 +181,7 @@ class _Range:
 
 
 def _close(parts: list[str], prefix: str, ranges: list[_Range]) -> None:
-    """Write the collected ranges of one prefix as one part, and start anew."""
+    """Write the collected ranges of one prefix as one part, and start again."""
     if ranges:
         text = ",".join(map(str, ranges))
         parts.append(f"{prefix}[{text}]" if "," in text or "-" in text else prefix + text)

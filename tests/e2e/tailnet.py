@@ -82,7 +82,7 @@ class Tailnet(Protocol):
         """End a host's key now."""
 
     def forget(self, hostname: str) -> None:
-        """Know nothing of a host any more: it has to join anew, and gets another address."""
+        """Know nothing of a host any more: it has to join again, and gets another address."""
 
     def expire(self, hostname: str, when: str) -> None:
         """Say when a host's key will end."""

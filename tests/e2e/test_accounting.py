@@ -156,7 +156,7 @@ def test_a_backup_is_put_back_and_so_is_what_was_there_before_it(cluster: Cluste
     wait_for_records(cluster, [job])
     oldest = cluster.json("restore")["backups"][-1]["name"]
     refused = cluster.shoal("restore", oldest, status=2)
-    assert "say --yes" in refused.stderr
+    assert "use --yes" in refused.stderr
     assert "there is no backup 'none.sql.gz'" in cluster.shoal("restore", "none.sql.gz", "--yes", status=2).stderr
     half = "cd /var/backups/shoal && gzip -dc $0 | head -n 40 | gzip > slurm_acct_db-20200101T000000Z-half.sql.gz"
     cluster.on(CONTROLLER, "sh", "-c", half, oldest)

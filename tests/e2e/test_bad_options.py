@@ -42,8 +42,8 @@ def state_of(cluster: Cluster, job: str) -> str:
 @pytest.mark.parametrize(
     ("options", "complaint", "advice"),
     [
-        ("{Nope: 1}", "unrecognized key: Nope", "mend or delete slurm.options.Nope"),
-        ("{KillWait: soon}", 'KillWait value "soon" is not a valid number', "mend or delete slurm.options.KillWait"),
+        ("{Nope: 1}", "unrecognized key: Nope", "correct or delete slurm.options.Nope"),
+        ("{KillWait: soon}", 'KillWait value "soon" is not a valid number', "correct or delete slurm.options.KillWait"),
     ],
 )
 def test_what_slurm_cannot_read_is_found_by_check_and_never_put_in_place(
@@ -77,7 +77,7 @@ def test_what_slurmctld_does_not_start_with_is_taken_back(cluster: Cluster, job:
     finally:
         cluster.edit(options, GOOD)
     assert "slurmctld did not start with the new /etc/slurm/slurm.conf" in done.stderr
-    assert "mend or delete slurm.options.PreemptType" in done.stderr
+    assert "correct or delete slurm.options.PreemptType" in done.stderr
     assert "The old file is back in force, and slurmctld runs" in done.stderr
     assert cluster.on("controller", "cat", "/etc/slurm/slurm.conf") == before
     cluster.wait("slurmctld answers again, and the job still runs", lambda: state_of(cluster, job) == "RUNNING")

@@ -53,7 +53,7 @@ def test_plan_shows_the_hosts_to_be_made_and_changes_nothing(cluster: Cluster) -
 
 def test_killed_at_several_points_the_next_up_goes_on(cluster: Cluster) -> None:
     # Each: the phase that has just ended, and how far into the next one the kill falls.
-    # Agents end what they are at when their `up` is killed, so what is left for the next one cannot be foretold.
+    # Agents end what they are at when their `up` is killed, so what is left for the next one is not known beforehand.
     killed = 0
     for phase, seconds in (("", 1.0), ("sandbox hosts", 0.1), ("compare", 1.5), ("packages", 0.0), ("compare", 0.1)):
         process = cluster.background("up")

@@ -1,7 +1,7 @@
 """Hosts as people really have them: other ids, other package managers, no Python, a Slurm of their own, a busy apt.
 
 Six lent hosts, each odd in its own way, and four runs of `up`: the first meets them all, the second has agents and
-connections killed under it, the third finds everything mended, the fourth has nothing left to do. Sandbox hosts share
+connections killed under it, the third finds everything repaired, the fourth has nothing left to do. Sandbox hosts share
 this machine's clock; one that is wrong is wrong for Python only, by faketime.
 """
 
@@ -251,7 +251,7 @@ def test_the_steps_that_were_told_mend_the_files_and_the_process_is_what_is_left
     assert set(second["failures"]) == {"stuck", "bare", "alien"}
 
 
-# ---------------------------------------------------------------- everything mended
+# ---------------------------------------------------------------- everything repaired
 
 
 @pytest.fixture(scope="module")

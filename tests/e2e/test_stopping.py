@@ -55,7 +55,7 @@ def test_a_running_cluster_that_breaks_the_contract_is_found_by_check(cluster: M
     assert not {less, lost} & {*_findings(cluster)}
     cluster.edit("SlurmdTimeout: 20", "SlurmdTimeout: 20, KillWait: 5, PreemptMode: CANCEL")
     cluster.json("up")
-    cluster.edit(", KillWait: 5, PreemptMode: CANCEL", "")  # the file is mended, the cluster not yet
+    cluster.edit(", KillWait: 5, PreemptMode: CANCEL", "")  # the file is corrected, the cluster not yet
     found = _findings(cluster)
     assert (found[less], found[lost]) == ("run `shoal up`, which sets 30", "run `shoal up`, which sets REQUEUE")
     cluster.json("up")

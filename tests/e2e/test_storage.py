@@ -209,7 +209,7 @@ def test_a_share_is_read_by_nfs_by_members_alone_and_their_root_is_nobody_on_it(
     lab.shell("fish2", "install -d -m 0755 /data/roots; echo theirs > /data/roots/file; echo open > /data/open")
     at = f"nfs://{lab.address('fish2')}/shared/data"
     as_root = "version=4&uid=0&gid=0"
-    # The server was started anew: until all that knew it before had their say it opens nothing.
+    # The server was started again: until all that knew it before had their say it opens nothing.
     lab.wait("it is open", lambda: lab.ssh("fish1", f"nfs-cat '{at}/open?{as_root}'").stdout == "open\n")
     into = f"echo mine > /tmp/mine; nfs-cp /tmp/mine '{at}/WHERE?{as_root}' 2>&1"
     assert lab.ssh("fish1", into.replace("WHERE", "roots/mine")).returncode != 0

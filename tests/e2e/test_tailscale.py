@@ -273,7 +273,7 @@ def test_a_host_without_tun_joins_with_a_network_stack_of_its_own(reef: Reef) ->
     reef.lent.shell("gpu02", "tailscale logout; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
     found = reef.cluster.json("plan", status=None)
     assert ("gpu02", "file /etc/shoal/tailscaled.env") in {(one["host"], one["what"]) for one in found["changes"]}
-    # Slurm on that host has no way to the others, and `up` would wait for it in vain.
+    # Slurm on that host has no way to the others, and `up` would wait for it without end.
     joining = reef.cluster.background("up")
     try:
         read_until(joining, "preparation")

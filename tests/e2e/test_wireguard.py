@@ -254,7 +254,7 @@ def test_members_come_and_go_and_the_others_keep_their_sessions(cluster: Cluster
     less = sessions(cluster)
     assert less.keys() == old.keys()
     for address, (handshake, received, sent) in old.items():
-        # A session that is begun anew has counters that begin anew.
+        # A session that is started again has counters that start again.
         assert less[address][0] >= handshake
         assert less[address][1] >= more[address][1] >= received
         assert less[address][2] >= more[address][2] >= sent

@@ -22,7 +22,7 @@ from shoal.spec.rented import Budget, OfferChoice
 ENOUGH = 2.0
 """The budget admits so many machines at their price, and one that costs twice as much where prices change."""
 MENDED = ("balance", "auth")
-"""What somebody must act on: jobs wait, and go on when it is mended."""
+"""What somebody must act on: jobs wait, and go on when it is solved."""
 LONG = 12 * 3600.0
 """Both jobs are done within so many seconds; the longest that is waited for is the hour of a quota."""
 
@@ -55,7 +55,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "error-after-create": ("", ""),
     "error-before-create": ("ledger", r"no machine of this order turned up within 120 s"),
     "slow-boot": ("", ""),
-    "never-reachable": ("ledger", r"\S+ of {provider} is no node after \d+ s: \S+ does not answer"),
+    "never-reachable": ("ledger", r"\S+ of {provider} is not a node after \d+ s: \S+ does not answer"),
     "dies": ("node", r"shoal: \S+ of {provider} is (unhealthy|failed|TERMINATED|ERROR|off) "),
     "preempt": ("node", r"shoal: ({provider} takes \S+ away|\S+ of {provider} is gone) "),
     "lagging-list": ("", ""),
@@ -63,8 +63,8 @@ WORDS: dict[str, tuple[str, str]] = {
     "price-change": ("", ""),
     "bad-gpu": ("ledger", r"\S+ of {provider}: CUDA error 802: system not yet initialized"),
     "list-fails": ("", ""),
-    "balance": ("job", r"{provider} has no money of ours left \(pay; it is tried again every hour\)"),
-    "auth": ("job", r"{provider} does not accept our key \(mend it, then run `shoal up`\)"),
+    "balance": ("job", r"{provider} has no money left of ours \(top it up; it is tried again every hour\)"),
+    "auth": ("job", r"{provider} does not accept our key \(replace it, then run `shoal up`\)"),
 }
 """The reason that must be read, and where: on the first job, on a node, or in the ledger. None where nobody waits."""
 ALWAYS = r"trying |rented from |the budget of \$[0-9.]+ an hour: \$[0-9.]+ is in use, and |burst\d+: "

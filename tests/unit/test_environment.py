@@ -86,7 +86,7 @@ def test_the_two_environments_used_last_stay_in_the_cache_and_clusters_keep_thei
     assert len(made) == 2
     assert (machine.shared("one") / "env/tiny.py").read_text() == "answer = 42\n"
     machine.requirements.write_text(first)
-    machine.give("one")  # made anew
+    machine.give("one")  # rebuilt
 
 
 def test_a_cluster_that_is_not_there_is_told(machine: Machine) -> None:

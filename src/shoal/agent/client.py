@@ -75,7 +75,7 @@ class Report:
     failed: int
 
     def raise_failed(self, host: str, again: str) -> None:
-        """Raises AgentFailed for the first item that failed, if one did. `again` is the command to run once mended."""
+        """Raises AgentFailed for the first item that failed, if one did. `again` is the command to run after that."""
         failed = next((item for item in self.items if item.status == "failed"), None)
         if failed is not None:
             hint = f"{failed.fix or _remedy(failed.key, host)}, then run `{again}` again"
@@ -204,7 +204,7 @@ class AgentSession:
                 raise AgentFailed(
                     self._host.name,
                     event["text"],
-                    hint=f"mend it on the host (`shoal ssh {self._host.name}`), then run the command again",
+                    hint=f"repair it on the host (`shoal ssh {self._host.name}`), then run the command again",
                 )
             yield event
         raise await self._ended()
@@ -244,7 +244,7 @@ def _remedy(key: str, host: str) -> str:
         return f"look at `shoal ssh {host} journalctl -u {name}`"
     if kind == "packages":
         return f"see what `shoal ssh {host} apt-get install {name}` says"
-    return f"mend it on the host (`shoal ssh {host}`)"
+    return f"repair it on the host (`shoal ssh {host}`)"
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

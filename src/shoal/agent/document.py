@@ -128,7 +128,7 @@ class Group(Item):
 
 @dataclass(frozen=True)
 class User(Item):
-    """A system user with fixed ids. One that has other ids is mended when nothing depends on the old ones."""
+    """A system user with fixed ids. One that has other ids is corrected when nothing depends on the old ones."""
 
     kind: ClassVar[str] = "user"
     name: str

@@ -14,12 +14,12 @@ STATE = "/var/lib/shoal"
 PACKAGE = "shoal.agent.program"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
-    *("quick", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
+    *("fast_stdlib", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
     *("packages", "accounts", "files", "secrets", "supervise", "supervised", "services", "mounts", "kernel"),
     *("commands", "tailscale", "reach", "cgroups", "facts", "converge", "main"),
 )
 
-# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it anew
+# Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it again
 # costs as much as all the rest of a run that changes nothing. Files are compiled under their own names, so that a
 # traceback tells where to look.
 LOADER = """

@@ -77,7 +77,7 @@ def _confirm(cluster: str, backup: str, yes: bool) -> None:
         return
     what = f"the records of cluster {cluster} with {backup}"
     if not sys.stdin.isatty():
-        raise UsageError(f"this replaces {what}", hint="say --yes")
+        raise UsageError(f"this replaces {what}", hint="use --yes")
     if not typer.confirm(f"Replace {what}?", err=True):
         raise Interrupted("nothing was changed")
 

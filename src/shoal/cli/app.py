@@ -125,7 +125,7 @@ def up(
     drain_timeout: DrainTimeout = None,
     allow_job_loss: Annotated[bool, typer.Option("--allow-job-loss", help="Go on when a change ends jobs.")] = False,
     leave_rented: Annotated[
-        bool, typer.Option("--leave-rented", help="Go on when rented machines are left that nobody gives back.")
+        bool, typer.Option("--leave-rented", help="Go on although nobody will give some rented machines back.")
     ] = False,
     leave_records: Annotated[
         bool, typer.Option("--leave-records", help="Go on when accounting moves and its records do not.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.verbs.ahead import Ahead
+    from shoal.verbs.connect_early import Ahead
     from shoal.verbs.context import Context
 
 _begun: list[Ahead] = []
@@ -28,14 +28,14 @@ def begin(words: Sequence[str]) -> None:
     cluster = _value(words, ("--cluster",)) or os.environ.get("SHOAL_CLUSTER")
     context = recalled_hosts(Path(file) if file else None, cluster)
     if context is not None:
-        from shoal.verbs.ahead import Ahead
+        from shoal.verbs.connect_early import Ahead
 
         _begun.append(Ahead(context))
 
 
 def begun(context: Context) -> Ahead:
     """The reaching of this cluster, whether it has begun or begins now."""
-    from shoal.verbs.ahead import Ahead
+    from shoal.verbs.connect_early import Ahead
 
     while _begun:
         ahead = _begun.pop()

@@ -71,12 +71,12 @@ def run(
     dependency: Annotated[
         str | None, typer.Option("--dependency", "-d", help="Wait for other jobs: afterok:17, or singleton.")
     ] = None,
-    nodelist: Annotated[str | None, typer.Option("--nodelist", "-w", help="The very nodes: gpu[01-02].")] = None,
+    nodelist: Annotated[str | None, typer.Option("--nodelist", "-w", help="Exactly these nodes: gpu[01-02].")] = None,
     switches: Annotated[int | None, typer.Option(help="How many sites it may span. Default: one.")] = None,
     exclusive: Annotated[bool | None, typer.Option("--exclusive", help="Share the nodes with no other job.")] = None,
     requeue: Annotated[
         bool | None,
-        typer.Option("--requeue/--no-requeue", help="Queue it again after a failed node, preemption, or on its wish."),
+        typer.Option("--requeue/--no-requeue", help="Requeue it after a failed node, preemption, or when it asks."),
     ] = None,
     signal: Annotated[
         str | None, typer.Option(help="The warning before the end, and how many seconds before. Default: USR1@60.")
@@ -137,7 +137,7 @@ def run(
 
             spec = load_job(job, options)
         if wait and spec.array:
-            raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows how they do")
+            raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows them all")
         check_secrets(spec)
         if env and python:
             raise UsageError("--env brings its own Python, and --python names another", hint="leave one of them out")
@@ -242,7 +242,7 @@ def exported(text: str) -> tuple[str, str]:
     """The name and the value in an --export."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"--export {name} has no value", hint=f"say --export {name}=VALUE")
+        raise UsageError(f"--export {name} has no value", hint=f"use --export {name}=VALUE")
     return name, value
 
 

@@ -23,7 +23,7 @@ def rotate(
         ),
     ],
     leave_unreachable: Annotated[
-        bool, typer.Option("--leave-unreachable", help="Go on without hosts that do not answer; `up` mends them.")
+        bool, typer.Option("--leave-unreachable", help="Go on without hosts that do not answer; `up` repairs them.")
     ] = False,
     file: File = None,
     cluster: Cluster = None,

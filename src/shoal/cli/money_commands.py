@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def offers(
-    gpu: Annotated[str, typer.Option(help="Only GPUs with this in their name, as H100.")] = "",
-    count: Annotated[int, typer.Option(help="At least so many GPUs in one machine.", min=0)] = 0,
+    gpu: Annotated[str, typer.Option(help="Only GPUs with this in their name, such as H100.")] = "",
+    count: Annotated[int, typer.Option(help="At least this many GPUs in one machine.", min=0)] = 0,
     provider: Annotated[list[str] | None, typer.Option(help="Only this account or provider; may be repeated.")] = None,
     type_: Annotated[
         list[str] | None, typer.Option("--type", help="Only this type of machine; may be repeated.")
@@ -50,7 +50,7 @@ def offers(
 
 
 def cost(
-    month: Annotated[str | None, typer.Option(help="Another month than this one, as 2026-10.")] = None,
+    month: Annotated[str | None, typer.Option(help="A month other than this one, such as 2026-10.")] = None,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
@@ -70,7 +70,7 @@ def cost(
 def reap(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Strike off the ledger also what it has and no list ever showed.")
+        bool, typer.Option("--force", help="Also remove from the ledger what no provider's list ever showed.")
     ] = False,
     file: File = None,
     cluster: Cluster = None,
@@ -118,9 +118,9 @@ def _confirm(seen: Look, yes: bool) -> None:
     if seen.found:
         what = f"deletes {len(seen.found)} rented machines of cluster {seen.cluster}, with what is on their disks"
     else:
-        what = f"strikes {len(seen.unseen)} machines of cluster {seen.cluster} off its ledger, though nothing proves it"
+        what = f"removes {len(seen.unseen)} machines of cluster {seen.cluster} from its ledger, unproved"
     if not sys.stdin.isatty():
-        raise UsageError(f"this {what}", hint="say --yes")
+        raise UsageError(f"this {what}", hint="use --yes")
     if not typer.confirm(f"This {what}. Go on?", err=True):
         raise Interrupted("nothing was changed")
 

@@ -57,10 +57,10 @@ def _not_looked_at(plan: Plan) -> str:
 
 
 def show_up(console: Console, result: UpResult) -> None:
-    # What the plan foresaw of a host, and then befell it, is told once. What else was foreseen may be next.
-    befell = {name: error.cause for name, error in result.failures.items()}
+    # What the plan foresaw of a host, and that then happened, is said once. What else was foreseen may be next.
+    happened = {name: error.cause for name, error in result.failures.items()}
     show_findings(
-        console, (one for one in result.findings if not (one.found and one.found in befell.get(one.host, "")))
+        console, (one for one in result.findings if not (one.found and one.found in happened.get(one.host, "")))
     )
     for name, reason in result.unready:
         console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {free(reason)}")
@@ -72,7 +72,7 @@ def show_up(console: Console, result: UpResult) -> None:
     done = ", ".join(f"{word} {compress(names)}" for word, names in told if names) or "no changes"
     if not result.whole:
         console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
-        console.print(f"  mend what is named above, then run `{result.again}` again", highlight=False)
+        console.print(f"  solve what is named above, then run `{result.again}` again", highlight=False)
         return
     console.print(f"[green]✓[/] {result.cluster}: {done}")
     if (result.created or result.changed) and not result.removed:

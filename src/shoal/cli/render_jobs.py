@@ -103,7 +103,7 @@ def progress_text(progress: Mapping[str, Any]) -> str:
         total = f"/{known['total_steps']}" if "total_steps" in known else ""
         parts.append(f"step {known['step']}{total}")
     if progress.get("diverged") is True:
-        parts.append("loss is no number any more")
+        parts.append("the loss is no longer a number")
     elif "loss" in known:
         parts.append(f"loss {known['loss']:.4g}")
     if "samples_per_second" in known:

@@ -74,11 +74,9 @@ def show_cost(console: Console, result: CostResult) -> None:
         _parts(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
         _jobs(console, result)
     if costs.unpriced:
-        console.print(
-            f"\nnot in these sums, for nobody knows their price: {', '.join(costs.unpriced)}", highlight=False
-        )
+        console.print(f"\nnot in these sums, as their price is unknown: {', '.join(costs.unpriced)}", highlight=False)
     if costs.unattributed:
-        console.print(f"\n[yellow]![/] by user and job it is not told: {escape(costs.unattributed)}", highlight=False)
+        console.print(f"\n[yellow]![/] not known by user and job: {escape(costs.unattributed)}", highlight=False)
 
 
 def cost_json(result: CostResult) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def show_reap(console: Console, result: ReapResult) -> None:
     _silent(console, result.failures)
     show_findings(console, result.findings)
     if result.remaining:
-        console.print("still there, or nobody knows:")
+        console.print("still there, or unknown:")
         _machines(console, result.remaining)
     gone = f"{len(result.gone)} machine" + "s" * (len(result.gone) != 1)
     mark = "[green]✓[/]" if result.clean else "[yellow]![/]"

@@ -195,7 +195,7 @@ class Session:
         if not lent or yes:
             return
         if not sys.stdin.isatty():
-            raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="say --yes")
+            raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="use --yes")
         if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", err=True):
             raise Interrupted("nothing was changed")
 
@@ -234,7 +234,7 @@ class Session:
         if isinstance(error, ControllerFailed):
             show_failures(self.errors, error.failures)
             return say(self.errors, f"[red]error:[/] nothing can be done without {error.host}, the controller")
-        # Who pressed Ctrl-C has made no error, and there is nothing to mend.
+        # Who pressed Ctrl-C has made no error, and there is nothing to correct.
         stopped = isinstance(error, Interrupted)
         say(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
         if error.hint:

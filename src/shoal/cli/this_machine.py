@@ -22,4 +22,4 @@ def trouble_here(error: BaseException | None) -> ShoalError | None:
     if not isinstance(error, OSError) or error.errno not in FIX:
         return None
     on = f"{error.filename}: " if error.filename else ""
-    return ShoalError(f"this machine says no: {on}{error.strerror}", hint=FIX[error.errno])
+    return ShoalError(f"this machine refuses: {on}{error.strerror}", hint=FIX[error.errno])

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from shoal.elastic.clock import SystemClock
 from shoal.elastic.couriers import couriers
+from shoal.elastic.fence import Fence
 from shoal.elastic.fleet import Fleet
 from shoal.elastic.inbox import Inbox
+from shoal.elastic.job_starts import Starts
 from shoal.elastic.join import LiveJoiner
 from shoal.elastic.ledger import LEDGER, Ledger
 from shoal.elastic.service import Service, alone
 from shoal.elastic.settings import Settings, read_settings
 from shoal.elastic.slurm import LiveSlurm
 from shoal.elastic.source import Source, Unusable
-from shoal.elastic.starts import Starts
 from shoal.elastic.status import STATUS
-from shoal.elastic.tenure import Tenure
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
@@ -60,7 +60,7 @@ def service(settings: Settings, ledger: Ledger) -> Service:
         clock=clock,
         public_key=settings.public_key,
         budget=spec.budget,
-        tenure=Tenure(settings.since, Path(SUCCEEDED)),
+        fence=Fence(settings.since, Path(SUCCEEDED)),
         hold=Path(HOLD),
     )
     return Service(fleet, inbox=Inbox(), status_file=STATUS)
@@ -86,15 +86,15 @@ async def _run() -> None:
     running = service(settings, ledger)
     work = asyncio.ensure_future(running.run())
     carrying = couriers(settings.spec, ledger, here)
-    beside = [asyncio.ensure_future(one) for one in (settle(running), Starts(here).run(), carrying.run())]
+    tasks = [asyncio.ensure_future(one) for one in (settle(running), Starts(here).run(), carrying.run())]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
         await work
     except asyncio.CancelledError:
-        logging.getLogger("shoal.elastic").info("told to end; what is rented stays, and the next service goes on")
+        logging.getLogger("shoal.elastic").info("asked to end; what is rented stays, and the next service goes on")
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         await running.close()
         ledger.close()

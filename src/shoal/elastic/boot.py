@@ -77,7 +77,7 @@ class Boot:
         if source is None or now < rental.intended_at + source.abilities.boot_seconds:
             return False
         said = self._said.get(rental.token) or ("the machine is not up" if self._up(rental) is None else "not joined")
-        why = f"{rental.id} of {rental.account} is no node after {source.abilities.boot_seconds} s: {said}"
+        why = f"{rental.id} of {rental.account} is not a node after {source.abilities.boot_seconds} s: {said}"
         self.fleet.useless(rental, why)
         return True
 
@@ -104,6 +104,6 @@ class Boot:
 async def _join(fleet: Fleet, ready: Mapping[str, Rented]) -> Mapping[str, str]:
     try:
         return await fleet.joiner.join(ready)
-    except Exception as error:  # whatever befalls one join, machines are not left behind
+    except Exception as error:  # whatever happens to one join, machines are not left behind
         log.exception("%s could not be joined", ", ".join(ready))
         return dict.fromkeys(ready, f"{type(error).__name__}: {error}")

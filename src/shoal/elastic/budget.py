@@ -154,6 +154,6 @@ def _named(nodeset: str) -> str:
 def _unpriced(wish: Wish) -> str:
     offer = wish.offer
     return (
-        f"nobody knows what {offer.provider} {offer.place} asks for {offer.type}, so no budget can hold it"
+        f"it is not known what {offer.provider} {offer.place} asks for {offer.type}, so no budget can hold it"
         " (rent a type that has a price in `shoal offers`, or take the budget away)"
     )

@@ -60,18 +60,16 @@ def block(offer: Offer, outcome: Outcome, now: float) -> Block | None:
             why = f"{_at(account, place)} out of {offer.type}{_spot(offer)}"
             return Block(account, offer.type, place, offer.market, now + CAPACITY_SECONDS, why)
         case Trouble.QUOTA if outcome.scope == "provider":
-            return Block(
-                account, until=now + QUOTA_SECONDS, why=f"{account} lets us have no more: our quota is used up"
-            )
+            return Block(account, until=now + QUOTA_SECONDS, why=f"{account} has no more for us: our quota is used up")
         case Trouble.QUOTA:
             region = offer.region
-            why = f"{_at(account, region)} lets us have no more {offer.type}: our quota is used up"
+            why = f"{_at(account, region)} has no more {offer.type} for us: our quota is used up"
             return Block(account, offer.type, region, until=now + QUOTA_SECONDS, why=why)
         case Trouble.BALANCE:
-            why = f"{account} has no money of ours left (pay; it is tried again every hour)"
+            why = f"{account} has no money left of ours (top it up; it is tried again every hour)"
             return Block(account, until=now + MONEY_SECONDS, why=why)
         case Trouble.AUTH:
-            return Block(account, why=f"{account} does not accept our key (mend it, then run `shoal up`)")
+            return Block(account, why=f"{account} does not accept our key (replace it, then run `shoal up`)")
         case Trouble.INVALID | Trouble.CONFLICT:
             said = f": {outcome.message}" if outcome.message else ""
             why = f"{_at(account, place)} does not take an order for {offer.type}{said}"
@@ -134,7 +132,7 @@ def _too_dear(nodeset: RentedSet, offer: Offer) -> bool:
 def _dearest(nodeset: RentedSet, choice: OfferChoice, offers: Iterable[Offer]) -> str:
     known = [offer.usd_hour for offer in offers if offer.usd_hour is not None]
     if not known:
-        return f"{_line(choice)} tells no price, and max_price is ${nodeset.max_price:.2f}"
+        return f"{_line(choice)} gives no price, and max_price is ${nodeset.max_price:.2f}"
     return f"{_line(choice)} costs ${min(known):.2f} an hour, and max_price is ${nodeset.max_price:.2f}"
 
 

@@ -152,7 +152,7 @@ def decode(text: str) -> Costs:
     """The same back; what a later Shoal added is left out. ValueError where it is none."""
     told = json.loads(text)
     if not isinstance(told, dict) or "per_hour" not in told:
-        raise ValueError("this is no account of costs")
+        raise ValueError("this is not an account of costs")
     known: dict[str, Any] = {name: value for name, value in told.items() if name in Costs.__dataclass_fields__}
     names = JobCost.__dataclass_fields__
     jobs = [{name: value for name, value in job.items() if name in names} for job in known.get("jobs", ())]

@@ -105,7 +105,7 @@ def couriers(spec: Spec, ledger: Ledger, controller: Host) -> Couriers:
 
 
 class Hopeless(Exception):
-    """What a job needs cannot be brought, and time does not mend it. The job is told, and ends."""
+    """What a job needs cannot be brought, and time does not cure it. The job is told, and ends."""
 
 
 class Couriers:

@@ -291,9 +291,9 @@ class FakeSlurm:
             "nodes": [asdict(node) for node in self.node_by_name.values()],
             "jobs": [asdict(job) for job in self.job_by_id.values()],
         }
-        beside = self._path.with_suffix(".new")
-        beside.write_text(json.dumps(kept))
-        beside.replace(self._path)
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps(kept))
+        temporary.replace(self._path)
 
 
 class FakeJoiner:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shoal.elastic.beside import PATIENCE
+from shoal.elastic.background import PATIENCE
 from shoal.elastic.clock import Clock
+from shoal.elastic.fence import Fence
 from shoal.elastic.ledger import Ledger
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import Job, Slurm
 from shoal.elastic.source import Source
-from shoal.elastic.tenure import Tenure
 from shoal.errors import SlurmError
 from shoal.providers.rental import Rented
 from shoal.roles.elastic import HOLD_SECONDS
@@ -77,7 +77,7 @@ class Fleet:
     budget: Budget | None = None
     patience: float = PATIENCE
     """Seconds that a step waits for calls to providers before it goes on beside them."""
-    tenure: Tenure = field(default_factory=Tenure)
+    fence: Fence = field(default_factory=Fence)
     """Whether it is for us to act."""
     hold: Path | None = None
     """A file that says that no machine is to become a node now."""

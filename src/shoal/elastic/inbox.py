@@ -42,7 +42,7 @@ class Inbox:
             try:
                 requests.append(_read(path))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                log.warning("request %s makes no sense and is left out: %s", name, error)
+                log.warning("request %s cannot be understood and is left out: %s", name, error)
             path.unlink(missing_ok=True)
         return requests
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
-from shoal.elastic.fit import broken_gpus, unregistered
+from shoal.elastic.connect import MachineConnector, meet
+from shoal.elastic.node_checks import broken_gpus, unregistered
 from shoal.elastic.settings import KNOWN_HOSTS, Settings
-from shoal.elastic.ways import Ways, meet
 from shoal.elastic.with_rented import barred, unfit_versions, with_rented
 from shoal.errors import HostError, ShoalError
 from shoal.hosts.api import Connector
@@ -79,7 +79,7 @@ class LiveJoiner:
         self._spec = on_controller(settings.spec)
         self._others = others
         self._controller = members(settings.spec)[0]
-        self._ways = Ways(self._controller.name, settings.identity, known_hosts, here, there)
+        self._connector = MachineConnector(self._controller.name, settings.identity, known_hosts, here, there)
         self._one_at_a_time = asyncio.Lock()
         self._ready: list[_Ready] = []
         """What has its packages, and is to be entered into the cluster."""
@@ -109,7 +109,10 @@ class LiveJoiner:
             await (await fleet.host(name)).run(LOGOUT, timeout=PART_SECONDS, root=True)
 
         with contextlib.suppress(ShoalError, TimeoutError):
-            async with asyncio.timeout(PART_SECONDS), self._ways.fleet({name: nodes[name] for name in due}) as fleet:
+            async with (
+                asyncio.timeout(PART_SECONDS),
+                self._connector.fleet({name: nodes[name] for name in due}) as fleet,
+            ):
                 await fleet.each(due, log_out)
 
     async def settle(self) -> None:
@@ -118,7 +121,7 @@ class LiveJoiner:
             neighbours = self._neighbours()
             if self._told == self._known():
                 return
-            async with self._ways.fleet(neighbours) as fleet:
+            async with self._connector.fleet(neighbours) as fleet:
                 await self._enter(fleet, [])
             self._told = self._known()
 
@@ -128,7 +131,7 @@ class LiveJoiner:
         def due() -> dict[str, Rented]:
             return {name: machine for name, machine in nodes.items() if not said[name]}
 
-        async with self._ways.fleet(nodes) as fleet:
+        async with self._connector.fleet(nodes) as fleet:
             try:
                 said |= await self._answering(fleet, nodes)
                 if due():
@@ -180,10 +183,10 @@ class LiveJoiner:
         return own.cluster, own.refused
 
     async def _enter_ready(self) -> None:
-        """Enter all that are ready. What befalls all of them is raised, and the next one tries with the others."""
+        """Enter all that are ready. What fails for all of them is raised, and the next one tries with the others."""
         group = [one for one in self._ready if one.cluster is None]
         machines = {name: machine for one in group for name, machine in one.machines.items()}
-        async with self._ways.fleet({**self._neighbours(), **machines}) as fleet:
+        async with self._connector.fleet({**self._neighbours(), **machines}) as fleet:
             for one in group:
                 fleet.take(one.fleet)
             try:
@@ -209,7 +212,7 @@ class LiveJoiner:
         }
         entered = {name: machine for name, (_, machine) in self._entered.items()}
         if None not in self._others().values():
-            self._ways.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
+            self._connector.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
         return {**entered, **joined}
 
     def _known(self) -> frozenset[str]:

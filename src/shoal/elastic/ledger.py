@@ -258,7 +258,7 @@ class Ledger:
     def _check(self) -> None:
         """Whether it is a ledger, and one that we know how to read."""
         if self._pragma("application_id") != APPLICATION:
-            raise LedgerError(f"{self.path} is no ledger of Shoal's", hint="move it away")
+            raise LedgerError(f"{self.path} is not a ledger of Shoal's", hint="move it away")
         version = self._pragma("user_version")
         if version > SCHEMA:
             raise LedgerError(

@@ -1,4 +1,4 @@
-"""Compares what Slurm wants, what the ledger says and what providers list, and mends what differs.
+"""Compares what Slurm wants, what the ledger says and what providers list, and corrects what differs.
 
 Slurm is what is wanted and the provider what there is; between them stands the ledger, which says whose a machine is.
 Each rule looks at the present alone, so that it does not matter what was under way when the service was last killed.
@@ -39,7 +39,7 @@ async def reconcile(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
 
 
 def without_slurm(fleet: Fleet, world: World) -> dict[str, list[Rented]]:
-    """The same while nobody knows what Slurm wants: nothing outlives its time, and nobody's machines go."""
+    """The same while it is not known what Slurm wants: nothing outlives its time, and nobody's machines go."""
     _recognise(fleet, world)
     world.read(fleet.ledger)
     _overdue(fleet, world)
@@ -101,7 +101,7 @@ def _since(machine: Rented, now: float) -> float:
 
 
 async def _lost(fleet: Fleet, world: World) -> set[str]:
-    """Machines that died: their nodes go down, so that jobs start again, and are woken anew. Returns these nodes."""
+    """Machines that died: their nodes go down, so that jobs start again, and are woken again. Returns these nodes."""
     told: set[str] = set()
     for rental in world.rentals:
         source = fleet.sources.get(rental.account)
@@ -151,7 +151,7 @@ async def _nodes(fleet: Fleet, world: World, lost: set[str]) -> None:
         if leaving(node):
             for rental in kept:
                 if rental.state == "made" and node.reason == RESUME_TIMEOUT:
-                    fleet.useless(rental, f"{rental.id} of {rental.account} was no node in time")
+                    fleet.useless(rental, f"{rental.id} of {rental.account} did not become a node in time")
                 fleet.release(rental, "Slurm has put the node to sleep")
             if _stuck(node, world.now):
                 back.append(node.name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from shoal.elastic.beside import Beside
+from shoal.elastic.background import BackgroundCalls
 from shoal.elastic.clock import due
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.rentals import Rental
@@ -28,10 +28,10 @@ class Release:
     """When a delete was last asked for, by token."""
     _taken: dict[str, float] = field(default_factory=dict)
     """When the provider took it."""
-    _deletes: Beside = field(init=False)
+    _deletes: BackgroundCalls = field(init=False)
 
     def __post_init__(self) -> None:
-        self._deletes = Beside(self.fleet.patience, self.wake)
+        self._deletes = BackgroundCalls(self.fleet.patience, self.wake)
 
     async def step(self, world: World, orphans: Mapping[str, Sequence[Rented]] = MappingProxyType({})) -> None:
         """Delete what is to go, and strike off what no list shows any more. `orphans` are nobody's, by account."""

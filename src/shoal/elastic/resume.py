@@ -7,7 +7,7 @@ open what became of the first order. When nothing is left to try, the nodes go d
 into the queue, until what was out may be had again.
 
 Groups are served side by side. Where a provider takes long to answer, its group is still being served when the next
-steps come, so before each order it is looked at anew: what Slurm wants and what the ledger has may have changed.
+steps come, so before each order it is looked at again: what Slurm wants and what the ledger has may have changed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 
 from shoal.elastic import choose
-from shoal.elastic.beside import Beside
+from shoal.elastic.background import BackgroundCalls
+from shoal.elastic.budget_guard import BudgetGuard
 from shoal.elastic.catalog import Catalog
 from shoal.elastic.fleet import Fleet, World, all_of, log
 from shoal.elastic.group import Group
 from shoal.elastic.inbox import Request
-from shoal.elastic.purse import Purse
 from shoal.elastic.rentals import Rental
 from shoal.elastic.slurm import in_use, reason, wants_machine
 from shoal.elastic.source import PATIENCE, SILENT_SECONDS, Source, told
@@ -46,8 +46,8 @@ class Resume:
     def __init__(self, fleet: Fleet, wake: Callable[[], None] = lambda: None) -> None:
         self._fleet = fleet
         self._catalog = Catalog(fleet)
-        self._purse = Purse(fleet)
-        self._serving = Beside(fleet.patience, wake)
+        self._budgets = BudgetGuard(fleet)
+        self._serving = BackgroundCalls(fleet.patience, wake)
         self._world = World(fleet.clock.now(), {}, ())
         """As the last step found it."""
         self._by_hand: set[str] = set()
@@ -64,7 +64,7 @@ class Resume:
 
     def spent(self, now: float) -> dict[str, str]:
         """The nodesets whose machines are to go because a budget says so, each with the reason."""
-        return self._purse.spent(now)
+        return self._budgets.spent(now)
 
     async def step(self, world: World, requests: Sequence[Request] = ()) -> None:
         """Order what is wanted and not ordered, as far as providers let us now."""
@@ -72,10 +72,10 @@ class Resume:
             if request.verb == "resume":
                 self._by_hand |= set(request.nodes) - {node for _, nodes in request.jobs for node in nodes}
         self._world = world
-        self._purse.step(self.busy)
+        self._budgets.step(self.busy)
         groups = self._groups(world)
         await self._leave(world)
-        in_turn = self._purse.limited  # whose job came first chooses first, as long as nobody hangs
+        in_turn = self._budgets.limited  # whose job came first chooses first, as long as nobody hangs
         for group in groups:
             self._serving.start(group.key, self._served(group))
             if in_turn:
@@ -131,7 +131,7 @@ class Resume:
         world = self._world
         world.read(self._fleet.ledger)
         group.kept = {node: rental for node in group.nodes for rental in world.kept(node)[:1]}
-        if self._fleet.tenure.ended:
+        if self._fleet.fence.ended:
             return False
         return bool(group.wanting) and all(
             node in world.nodes
@@ -145,7 +145,7 @@ class Resume:
         try:
             await self._serve(group)
         except Exception:
-            self._purse.reserve(group.key, ())
+            self._budgets.reserve(group.key, ())
             log.exception("job %s could not be served; the next step tries again", group.job or "(none)")
 
     async def _serve(self, group: Group) -> None:
@@ -180,7 +180,7 @@ class Resume:
                 return  # until the next step
             if self._looked_at(group):
                 await self._order(group, offer, source, key_name)
-        self._purse.reserve(group.key, ())
+        self._budgets.reserve(group.key, ())
 
     def _going(self, group: Group) -> str:
         """What these nodes had, still costs and is on its way out: what no account is left for is not."""
@@ -210,7 +210,7 @@ class Resume:
         for offer in offers:
             # What is on its way counts already, where the group stays with its offer.
             count = len(group.wanting) + sum(one.offer.identity != offer.identity for one in group.coming)
-            why = self._purse.refusal(group.key, group.nodeset.name, offer, count, now)
+            why = self._budgets.refusal(group.key, group.nodeset.name, offer, count, now)
             if why is None:
                 return offer, ""
             refusals.append(why)
@@ -218,11 +218,11 @@ class Resume:
 
     def _reserve(self, group: Group, offer: Offer, source: Source) -> None:
         """What a group still lacks counts as ordered for the others."""
-        self._purse.reserve(group.key, self._rentals(group, group.wanting, offer, source))
+        self._budgets.reserve(group.key, self._rentals(group, group.wanting, offer, source))
 
     def _rentals(self, group: Group, nodes: Sequence[str], offer: Offer, source: Source) -> list[Rental]:
-        now, tenure = self._fleet.clock.now(), self._fleet.tenure
-        return [group.rental(tenure.token(), node, offer, source, now) for node in nodes]
+        now, fence = self._fleet.clock.now(), self._fleet.fence
+        return [group.rental(fence.token(), node, offer, source, now) for node in nodes]
 
     async def _key_name(self, source: Source) -> str | None:
         try:
@@ -241,7 +241,7 @@ class Resume:
         fleet.ledger.paced(source.name, now)
         fleet.ledger.intend(*rentals)
         group.kept.update({rental.node: rental for rental in rentals})
-        self._purse.ordered(rentals)
+        self._budgets.ordered(rentals)
         self._reserve(group, offer, source)  # what is left of it
 
         async def send(some: Sequence[Rental]) -> None:
@@ -295,12 +295,12 @@ class Resume:
             self._fleet.ledger.gone(rental.token, now)
         else:
             self._fleet.ledger.failed(rental.token, trouble, message, now)
-        self._purse.uncount(rental)
+        self._budgets.uncount(rental)
         return True
 
     def _drop(self, rental: Rental, why: str) -> None:
         self._fleet.release(rental, why)
-        self._purse.uncount(rental)
+        self._budgets.uncount(rental)
 
     def _conflicts(self, rental: Rental) -> int:
         """How often the name was taken, of late, where this order went."""
@@ -311,7 +311,7 @@ class Resume:
     async def _give_up(self, group: Group, why: str, again: float | None) -> None:
         """Nothing is left to try now: the job goes back into the queue, and what it has of machines is given back."""
         fleet, now = self._fleet, self._fleet.clock.now()
-        self._purse.reserve(group.key, ())
+        self._budgets.reserve(group.key, ())
         log.warning("job %s gets no nodes of %s: %s", group.job or "(none)", group.nodeset.name, why)
         for rental in group.coming:
             self._drop(rental, f"the job does not get all its nodes: {why}")

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.elastic import spot, status
-from shoal.elastic.beside import Beside
+from shoal.elastic.background import BackgroundCalls
 from shoal.elastic.boot import Boot
 from shoal.elastic.fleet import Fleet, World, log
 from shoal.elastic.inbox import Inbox, Request
@@ -67,7 +67,7 @@ class Service:
         self._inbox = inbox
         self._status_file = status_file
         self._wake = asyncio.Event()
-        self._looks = Beside(fleet.patience, self._wake.set)
+        self._looks = BackgroundCalls(fleet.patience, self._wake.set)
         self._release = Release(fleet, self._wake.set)
         self._boot = Boot(fleet, self._wake.set)
         self._resume = Resume(fleet, self._wake.set)
@@ -76,10 +76,10 @@ class Service:
     async def step(self, requests: Sequence[Request] = ()) -> float:
         """Do what is due. Returns the seconds after which to come again, at the latest."""
         fleet = self.fleet
-        if not fleet.tenure.ended:
+        if not fleet.fence.ended:
             await self._look()
-        if fleet.tenure.ended:
-            self._problem = fleet.tenure.ended
+        if fleet.fence.ended:
+            self._problem = fleet.fence.ended
             self._report(None)
             return RECONCILE_SECONDS
         world = await self._world()
@@ -142,7 +142,7 @@ class Service:
             if source.name not in self._looks.running and due(source):
                 self._looks.start(source.name, source.look())
         await self._looks.wait()
-        fleet.tenure.look(fleet.sources.values(), lambda token: fleet.ledger.get(token) is not None)
+        fleet.fence.look(fleet.sources.values(), lambda token: fleet.ledger.get(token) is not None)
 
     async def _world(self) -> World | None:
         slurm, busy = self.fleet.slurm, self._resume.busy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shoal.elastic.carry import in_charge_since
+from shoal.elastic.move_ledger_program import in_charge_since
 from shoal.errors import UsageError
 from shoal.providers.rental import Account
 from shoal.roles.elastic import SETTINGS, SINCE, STATE

@@ -135,7 +135,7 @@ class Source:
         if self.seen is None or self.machine(rental) is not None or rental.token in self.ordering:
             return False
         if rental.made_at is None:
-            # From when the answer was given up on: an order itself may take a while. Who starts anew knows of none.
+            # From when the answer was given up on: an order itself may take a while. Who starts again knows of none.
             since = max(self._past(rental.intended_at), self._past(self._answered.get(rental.token, self._began)))
             return self.seen.at >= since + LOOK_SECONDS
         lag = self._past(rental.made_at) + self.abilities.grace_seconds

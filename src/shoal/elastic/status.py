@@ -40,15 +40,15 @@ class Status:
 
 def write(path: Path, status: Status) -> None:
     """Replace the file. No secret is in it; only root and Slurm's user reach its directory."""
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(status)))
-    beside.replace(path)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(asdict(status)))
+    temporary.replace(path)
 
 
 def read(text: str) -> Status:
     """The file's text as data; what a later Shoal added is left out. ValueError where it is none."""
     told = json.loads(text)
     if not isinstance(told, dict) or not isinstance(told.get("at"), int | float):
-        raise ValueError("this is no status of shoal-elastic.service")
+        raise ValueError("this is not a status of shoal-elastic.service")
     known = Status.__dataclass_fields__
     return Status(**{name: value for name, value in told.items() if name in known})

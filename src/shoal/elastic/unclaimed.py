@@ -26,7 +26,7 @@ def boot_script(abilities: Abilities, lifetime: int) -> str:
 
 
 def machine_script(seconds: int, units: str = UNITS, watchdog: str = WATCHDOG, systemctl: str = "systemctl") -> str:
-    """By a timer of systemd's, so that it is there again after the machine was started anew."""
+    """By a timer of systemd's, so that it is there again after the machine was started again."""
     return f"""#!/bin/sh
 # Written by shoal: this machine shuts itself down if it does not become a node of its cluster.
 cat > {units}/{UNIT}.service <<'end'
@@ -55,7 +55,7 @@ end
 
 
 def container_script(seconds: int, off: str = CONTAINER_OFF, watchdog: str = WATCHDOG) -> str:
-    """By a process that waits. One that is started anew waits anew."""
+    """By a process that waits. One that is started again waits again."""
     return f"""#!/bin/sh
 # Written by shoal: this container ends if it does not become a node of its cluster.
 (

@@ -9,7 +9,7 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.elastic.fleet import UNFIT
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.plan.fleet import Fleet
-from shoal.plan.pairs import reached_addresses
+from shoal.plan.reachability import reached_addresses
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.ids import choose_ids
 from shoal.roles.in_force import in_force

@@ -15,9 +15,9 @@ from typing import Any
 from shoal.errors import HostError, UsageError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
-from shoal.hosts.asyncssh_alone import asyncssh
 from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
 from shoal.hosts.process import LineHost, LineProcess, told
+from shoal.hosts.slim_asyncssh import asyncssh
 from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
@@ -207,7 +207,7 @@ class SshHost(LineHost):
         on_end: Callable[[SshChannel], None],
     ) -> SshChannel:
         lost = partial(connection_lost, self.name, told(asked))
-        channel = SshChannel(lost, partial(self._slay, through_sudo), on_end, whole_stderr=whole_stderr)
+        channel = SshChannel(lost, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
         self._running.add(channel)
         command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
         try:
@@ -230,7 +230,7 @@ class SshHost(LineHost):
                     raise
             await asyncio.sleep(wait)
 
-    async def _slay(self, through_sudo: bool, pid: int) -> None:
+    async def _kill(self, through_sudo: bool, pid: int) -> None:
         """Kill a program and its group by its process id; a lost connection leaves nothing to do."""
         argv = [*KILLER, str(pid)]
         with contextlib.suppress(HostError):

@@ -34,13 +34,13 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
     def __init__(
         self,
         lost: Callable[[Exception | None], HostError],
-        slay: Callable[[int], Awaitable[None]],
+        kill: Callable[[int], Awaitable[None]],
         on_end: Callable[[SshChannel], None],
         *,
         whole_stderr: bool,
     ) -> None:
         self._lost = lost
-        self._slay = slay
+        self._kill = kill
         self._on_end = on_end
         self._chan: asyncssh.SSHClientChannel[bytes] | None = None
         self.stdout = Inbox(self._pause, self._resume)
@@ -120,7 +120,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
             async with asyncio.timeout(_KILL_SECONDS):
                 await self._pid_known.wait()
                 if self.pid is not None and not self.ended.is_set():
-                    await self._slay(self.pid)
+                    await self._kill(self.pid)
         except TimeoutError:
             pass
         finally:

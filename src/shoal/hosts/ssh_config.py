@@ -88,7 +88,7 @@ class SshConfig:
             # An option without its value ends in asyncssh's parser as a bare IndexError.
             what = str(error) if not isinstance(error, IndexError) else f"{self._path}: an option has no value"
             raise HostError(
-                target.name, f"cannot understand the SSH config: {what}", hint="mend that line; `ssh -G HOST` checks it"
+                target.name, f"cannot understand the SSH config: {what}", hint="fix that line; `ssh -G HOST` checks it"
             ) from error
 
     def _agent_socket(self, configured: object) -> str | None:

@@ -111,7 +111,7 @@ def _no_proxy(route: Route, error: BaseException, timeout: float, said: str) -> 
     return Unreachable(
         route.name,
         f"its ProxyCommand `{route.proxy_command.split()[0]}` {why}" + (f": {said}" if said else ""),
-        hint=f"mend ProxyCommand for {route.name} in ~/.ssh/config; compare with: ssh -v {route.name}",
+        hint=f"correct ProxyCommand for {route.name} in ~/.ssh/config; compare with: ssh -v {route.name}",
     )
 
 

@@ -215,7 +215,7 @@ class Taker:
         parts = name.split("/")
         if name == self.job + ".out" or (parts[0] == self.job and len(parts) > 1 and not {"", ".", ".."} & set(parts)):
             return parts
-        raise OSError(0, "was sent, and is no file of the job", name)
+        raise OSError(0, "was sent, and is not a file of the job", name)
 
     def _file(self, parts: list[str], header: dict[str, Any], stream: BinaryIO) -> None:
         with directory_of(self.root, parts) as place:

@@ -64,7 +64,7 @@ def merged(first: Iterable[JobRecord], second: Iterable[JobRecord]) -> list[JobR
 
 def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
     """Each job once, with its last run. A number that comes again after a job had ended is another job's: numbers begin
-    anew on a controller that lost its state."""
+    again on a controller that lost its state."""
     kept: dict[str, JobRecord] = {}
     ended: list[JobRecord] = []
     for record in records:

@@ -48,7 +48,7 @@ class Launcher:
     command: Callable[[Launch], list[str | Raw]]
     """What srun starts."""
     mpi: str = "none"
-    """How srun helps MPI. Only who asks for PMIx gets it: its plugin leaves files on nodes that a crash has struck, and
+    """How srun helps MPI. Only who asks for PMIx gets it: its plugin leaves files on nodes that a crash has hit, and
     then does not start the same step of the same job there again."""
     one_process: bool = False
 

@@ -71,7 +71,7 @@ def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionS
     else:
         found = next((partition for partition in partitions if partition.default), None)
         if found is None:
-            raise UsageError("the cluster has no default partition", hint=f"say --partition: {', '.join(names)}")
+            raise UsageError("the cluster has no default partition", hint=f"use --partition: {', '.join(names)}")
     if found.state != "UP":
         raise UsageError(f"partition {found.name} is {found.state.lower()}", hint="choose another with --partition")
     return found
@@ -114,7 +114,7 @@ def _node_count(
     wanted = job.nodes or listed or 1
     if listed is not None and listed > wanted:
         raise UsageError(
-            f"--nodelist {job.nodelist} names {listed} nodes and --nodes says {wanted}", hint=f"say --nodes {listed}"
+            f"--nodelist {job.nodelist} names {listed} nodes and --nodes says {wanted}", hint=f"use --nodes {listed}"
         )
     if launcher.one_process and wanted > 1:
         raise UsageError(
@@ -126,17 +126,17 @@ def _node_count(
         fit = " that fit" if job.constraint or job.nodelist else ""
         rented = [node.name for node in lacking if node.cloud]
         down = _away(rented, "rented only when needed") or _away([node.name for node in lacking], "down")
-        hint = f"say --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
+        hint = f"use --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
         raise UsageError(
             f"the job asks for {_count(wanted)}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
-            hint="rented nodes have the code where all hosts share it: say --directory with a path there"
+            hint="rented nodes have the code where all hosts share it: use --directory with a path there"
             if rented
             else hint,
         )
     if partition.max_nodes.isdecimal() and wanted > int(partition.max_nodes):
         raise UsageError(
             f"the job asks for {wanted} nodes; partition {partition.name} allows {partition.max_nodes}",
-            hint=f"say --nodes {partition.max_nodes} or fewer",
+            hint=f"use --nodes {partition.max_nodes} or fewer",
         )
     return wanted
 
@@ -156,13 +156,13 @@ def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tu
         raise UsageError(
             f"the job asks for {gpus} GPUs a node; no node it may use has more than {most}"
             f" ({', '.join(f'{node.name}: {gpus_of(node)}' for node in ordered[:4])})",
-            hint=f"say --gpus-per-node {most}, or leave it out to use all",
+            hint=f"use --gpus-per-node {most}, or leave it out to use all",
         )
     having = [node for node in candidates if gpus_of(node) >= gpus]
     if len(having) < wanted:
         raise UsageError(
             f"the job asks for {wanted} nodes with {gpus} GPUs each; only {compress(n.name for n in having)} has them",
-            hint=f"say --gpus-per-node {gpus_of(ordered[wanted - 1])}, or --nodes {len(having)}",
+            hint=f"use --gpus-per-node {gpus_of(ordered[wanted - 1])}, or --nodes {len(having)}",
         )
     return having, gpus
 
@@ -179,7 +179,7 @@ def _ranks_per_node(job: JobSpec, launcher: Launcher, gpus: int) -> int:
     if gpus and ranks > gpus:
         raise UsageError(
             f"{ranks} processes a node would share {gpus} GPUs: two of them on one",
-            hint=f"say --ntasks-per-node {gpus}, or --gpus-per-node 0 for none at all",
+            hint=f"use --ntasks-per-node {gpus}, or --gpus-per-node 0 for none at all",
         )
     return ranks
 
@@ -191,13 +191,13 @@ def _cpus_per_rank(job: JobSpec, ranks: int, gpus: int, chosen: list[NodeState])
             raise UsageError(
                 f"{ranks} processes with {job.cpus_per_task} CPUs each need {ranks * job.cpus_per_task} CPUs a node;"
                 f" no node it may use has more than {most}",
-                hint=f"say --cpus-per-task {max(1, most // ranks)}",
+                hint=f"use --cpus-per-task {max(1, most // ranks)}",
             )
         return job.cpus_per_task
     if ranks > most:
         raise UsageError(
             f"{ranks} processes a node need a CPU each; no node it may use has more than {most}",
-            hint=f"say --ntasks-per-node {most}",
+            hint=f"use --ntasks-per-node {most}",
         )
     # A job that takes half the GPUs of a node leaves half its CPUs to the next one.
     fits = [node for node in chosen if node.cpus >= ranks]
@@ -216,7 +216,7 @@ def _check_memory(job: JobSpec, chosen: list[NodeState]) -> None:
     if asked > most:
         raise UsageError(
             f"the job asks for {job.mem} of memory a node; no node it may use has more than {most}M",
-            hint=f"say --mem {most}M, or --mem 0 for all of a node's",
+            hint=f"use --mem {most}M, or --mem 0 for all of a node's",
         )
 
 
@@ -237,12 +237,12 @@ def _check_time(job: JobSpec, partition: PartitionState) -> None:
         raise UsageError(
             f"the job asks for a time limit of {printable(job.time)}; partition {partition.name} allows"
             f" {partition.max_time}",
-            hint=f"say --time {partition.max_time}, or choose another partition",
+            hint=f"use --time {partition.max_time}, or choose another partition",
         )
     if job.grace >= asked * 60:
         raise UsageError(
             f"--signal {job.signal} warns {job.grace} s before the end, and --time {job.time} is no longer than that",
-            hint=f"say --signal {job.signal.partition('@')[0]}@{max(1, int(asked * 60) // 2)}",
+            hint=f"use --signal {job.signal.partition('@')[0]}@{max(1, int(asked * 60) // 2)}",
         )
 
 

@@ -186,5 +186,5 @@ def refuse_partly(wanted: Sequence[str], done: Mapping[str, object], failures: M
         causes = "; ".join(str(failures[name]).split("\n")[0] for name in missing if name in failures)
         raise Partly(
             f"the code did not reach {', '.join(missing)}, so nothing was queued: {causes}",
-            hint="mend these nodes, or name others with --nodelist or --partition",
+            hint="repair these nodes, or name others with --nodelist or --partition",
         )

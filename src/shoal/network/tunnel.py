@@ -125,7 +125,7 @@ def program() -> str:
 
     An earlier connection that the container has not missed yet would keep the ports. A container that was given back is
     not called on: somebody else may be at its address by now. We look whether it is to come again, often enough for the
-    minute that it then has to register; a new one at the same address with the same keys does not start this anew.
+    minute that it then has to register; a new one at the same address with the same keys does not start this again.
     """
     return (
         f"#!/bin/sh\n{_HEADER}"

@@ -69,7 +69,7 @@ async def apply(
 
 
 async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
-    """Drain first, so that no job starts on a leaving node. Where slurmctld does not run it is mended before that."""
+    """Drain first, so that no job starts on a leaving node. Where slurmctld does not run it is repaired before that."""
     try:
         await drain(await fleet.host(controller), leaving)
     except (SlurmError, TimedOut):

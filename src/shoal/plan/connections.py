@@ -66,7 +66,7 @@ class Connections:
         return answers
 
     def require(self, name: str) -> None:
-        """Raises when a host that nothing goes on without has dropped out, and says what befell the others."""
+        """Raises when a host that nothing goes on without has dropped out, and says what happened to the others."""
         if name not in self.failures:
             return
         raise self.failures[name] if len(self.failures) == 1 else ControllerFailed(name, self.failures)

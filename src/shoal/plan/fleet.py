@@ -38,7 +38,7 @@ class Fleet(Connections):
     ) -> Report:
         """Bring a host to what the document says; the phase tells how far it is.
 
-        Raises AgentFailed for what cannot be brought about. `again` is the command to run once that is mended.
+        Raises AgentFailed for what cannot be brought about. `again` is the command to run after that.
         """
 
         def tell(event: ItemEvent) -> None:

@@ -1,4 +1,4 @@
-"""Rented nodes that the file no longer has: their machines are given back at once, and jobs on them begin anew.
+"""Rented nodes that the file no longer has: their machines are given back at once, and jobs on them start again.
 
 The service on the controller gives a machine back as soon as its file has no such node; it does not wait as `up` waits
 for jobs on other nodes that leave.

@@ -98,5 +98,5 @@ async def _update(host: Host, names: Sequence[str], *settings: str) -> None:
         said = result.error_text.strip() or result.text.strip()
         raise SlurmError(
             f"Slurm on {host.name} refused `scontrol update nodename={compress(names)} {settings[0]}`: {said}",
-            hint="`shoal status` shows the nodes that Slurm knows; `shoal up` mends the rest",
+            hint="`shoal status` shows the nodes that Slurm knows; `shoal up` repairs the rest",
         )

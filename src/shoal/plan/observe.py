@@ -15,7 +15,7 @@ from shoal.hosts.fanout import Outcome
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
-from shoal.plan.pairs import SSH_PORT, reached_addresses, surroundings
+from shoal.plan.reachability import SSH_PORT, reached_addresses, surroundings
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
 from shoal.roles.parts import part_filesystems

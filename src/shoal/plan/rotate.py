@@ -15,7 +15,7 @@ from shoal.hostlist import compress
 from shoal.plan.pause import no_job_starts
 from shoal.plan.rotate_slurm import digests, rotate_slurm
 from shoal.plan.rotate_wireguard import rotate_wireguard
-from shoal.plan.rotating import Rotated, Rotating, Rotation, apply_all, raise_failed
+from shoal.plan.rotation import Rotated, Rotating, Rotation, apply_all, raise_failed
 from shoal.plan.tailscale import rotate_tailscale
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, MUNGED, munge_file
 
@@ -75,13 +75,13 @@ ROTATIONS: Mapping[str, Rotation] = {
     "wireguard": Rotation(
         "WireGuard keys",
         lambda spec: spec.network.kind == "wireguard",
-        "it wants `network: wireguard` in the file",
+        "it needs `network: wireguard` in the file",
         rotate_wireguard,
     ),
     "tailscale": Rotation(
         "key in a tailnet",
         lambda spec: spec.network.kind == "tailscale" and spec.network.auth_key is not None,
-        "it wants `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}` in the file",
+        "it needs `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}` in the file",
         rotate_in_tailnet,
         cuts_off=False,
     ),

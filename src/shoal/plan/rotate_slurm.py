@@ -14,7 +14,7 @@ from shoal.errors import HostError, ShoalError, SlurmError, TimedOut
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.plan.nodes import NOT_READY
-from shoal.plan.rotating import Rotated, Rotating, apply_all, raise_failed
+from shoal.plan.rotation import Rotated, Rotating, apply_all, raise_failed
 from shoal.roles.accounting import has_database
 from shoal.roles.auth import DIGITS, KEY, KEY_SECRET, NEXT, NEXT_SECRET, key_files
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
@@ -22,7 +22,7 @@ from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 
 PATIENCE = 90.0
-"""Seconds for all slurmd to have read the file anew."""
+"""Seconds for all slurmd to have read the file again."""
 
 
 async def rotate_slurm(now: Rotating) -> Rotated:
@@ -65,7 +65,7 @@ async def _everywhere(now: Rotating, document: Document, secrets: dict[str, byte
         await asyncio.sleep(2)
     else:
         raise SlurmError(
-            f"slurmctld on {controller.name} did not read the keys anew: {result.error_text.strip()}",
+            f"slurmctld on {controller.name} did not read the new keys: {result.error_text.strip()}",
             hint="run the same command again",
         )
     await _wait_for_nodes(now, controller, before)
@@ -91,7 +91,7 @@ async def _starts(controller: Host) -> dict[str, str]:
 
 
 async def _wait_for_nodes(now: Rotating, controller: Host, before: dict[str, str]) -> None:
-    """A slurmd begins anew when it reads its configuration."""
+    """A slurmd starts again when it reads its configuration."""
     due = [name for name in before if name in now.hosts]
     end = asyncio.get_running_loop().time() + PATIENCE
     while True:
@@ -104,7 +104,7 @@ async def _wait_for_nodes(now: Rotating, controller: Host, before: dict[str, str
             return
         if asyncio.get_running_loop().time() > end:
             raise ShoalError(
-                f"the rotation is not finished: slurmd on {compress(late)} has not read the keys anew",
+                f"the rotation is not finished: slurmd on {compress(late)} has not read the new keys",
                 hint="look at `shoal status`, then run the same command again",
             )
         await asyncio.sleep(0.5)

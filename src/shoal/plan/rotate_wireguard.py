@@ -18,9 +18,9 @@ from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE, MARK, NEXT_KEY, PRIVATE_KEY, PUBLIC_KEY
 from shoal.plan.diff import wanted
 from shoal.plan.observe import observe
-from shoal.plan.pairs import call, reached_addresses, slurm_ports
 from shoal.plan.pause import no_job_starts
-from shoal.plan.rotating import Rotated, Rotating, apply_all, raise_failed
+from shoal.plan.reachability import call, reached_addresses, slurm_ports
+from shoal.plan.rotation import Rotated, Rotating, apply_all, raise_failed
 from shoal.roles.cluster import Cluster
 from shoal.roles.stage import Stage
 from shoal.roles.wireguard import WireGuard, place_of

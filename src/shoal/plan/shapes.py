@@ -25,7 +25,7 @@ def words(shape: Shape) -> str:
 
 
 def shape_findings(members: Iterable[Member], made: Mapping[str, Shape]) -> list[Finding]:
-    """Hosts that were made in another shape than the file now says: nothing but making them anew changes that."""
+    """Hosts that were made in another shape than the file now says: nothing but making them again changes that."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for member in members:
         before = made.get(member.name, member.shape)

@@ -20,7 +20,7 @@ AGAIN = "shoal keys rotate tailscale"
 
 
 async def rotate_tailscale(spec: Spec, fleet: Fleet, controller: str, hosts: Sequence[str], phase: Phase) -> None:
-    """Log hosts in anew, the controller last, and see that each is back where it was. Connections live on meanwhile.
+    """Log hosts in again, the controller last, and see that each is back where it was. Connections live on meanwhile.
 
     Those that fail are among the fleet's failures. Hosts do not depend on each other here: after an interruption the
     next run simply does all of them again.

@@ -94,8 +94,8 @@ def _losses_told(runs: Runs) -> str:
     odd = sorted({*one} ^ {*many})
     where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
     return (
-        f"one process told {len(one)} losses, {runs.many.world_size} told {len(many)} ({where}): what was not told"
-        " cannot be compared; tell the loss after every step, on every rank"
+        f"one process reported {len(one)} losses, {runs.many.world_size} reported {len(many)} ({where}): what was not "
+        "reported cannot be compared; tell the loss after every step, on every rank"
     )
 
 

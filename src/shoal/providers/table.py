@@ -54,4 +54,4 @@ def _installed(group: str) -> Iterable[EntryPoint]:
 
 
 def _broken(name: str, error: Exception, place: str) -> ProviderError:
-    return ProviderError(f"provider {name} cannot be loaded: {error}", hint=f"mend or remove {place}")
+    return ProviderError(f"provider {name} cannot be loaded: {error}", hint=f"correct or remove {place}")

@@ -51,10 +51,10 @@ def controller(cluster: Cluster) -> Document:
 
 
 def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
-    """What in the spec to mend when Slurm complains of a setting, by the setting's name and by the plugin it names."""
+    """What to correct in the spec when Slurm complains of a setting, by the setting's name and the plugin it names."""
     options = cluster.conf.options.items()
     words = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
-    return tuple((word, f"mend or delete slurm.options.{key} in the cluster's file") for word, key in words)
+    return tuple((word, f"correct or delete slurm.options.{key} in the cluster's file") for word, key in words)
 
 
 def _slurm_conf_of(cluster: Cluster) -> str | None:

@@ -64,7 +64,7 @@ python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras" "$@"
 touch "$place/.complete"
 """
-"""A venv counts once its mark is there: what a failed run left without one is made anew. No service runs from that."""
+"""A venv counts once its mark is there: what a failed run left without one is made again. No service runs from that."""
 
 IN_CHARGE = r"""
 now=$(date +%s)
@@ -176,7 +176,7 @@ def unit(spec: Spec) -> str:
         "\n"
         "[Service]\n"
         f"ExecStart={prefix(spec)}/bin/python -m shoal.elastic\n"
-        # Whatever befalls it, machines bill on while it is not there.
+        # Whatever happens to it, machines bill on while it is not there.
         "Restart=always\n"
         "RestartSec=3\n"
         "UMask=0077\n"
@@ -202,7 +202,7 @@ def accounts_json(spec: Spec) -> str:
 
 
 def start_program() -> str:
-    """What slurmctld runs before each job, so that it starts when its nodes are there. See shoal.elastic.starts."""
+    """What slurmctld runs before each job, so that it starts when its nodes are there. See shoal.elastic.job_starts."""
     text = files("shoal").joinpath("elastic/start.sh").read_text(encoding="utf-8")
     return text.replace("@STARTS@", STARTS).replace("@LOOK@", str(START_LOOK_SECONDS))
 

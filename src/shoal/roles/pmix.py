@@ -1,6 +1,6 @@
 """PMIx, by which MPI programs find their peers under srun.
 
-srun waits in vain for a node that lacks it, so it is the default only where every member has it.
+srun waits without end for a node that lacks it, so it is the default only where every member has it.
 """
 
 from __future__ import annotations

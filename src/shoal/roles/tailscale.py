@@ -37,7 +37,7 @@ NO_PACKAGE = (
     "or install tailscale there by hand"
 )
 NOT_LET_IN = (
-    "make a new auth key, put it where `network.auth_key` says (the secret of an OAuth client also wants "
+    "make a new auth key, put it where `network.auth_key` says (the secret of an OAuth client also needs "
     "`network.tags`), or log the host in by hand with `tailscale up`"
 )
 

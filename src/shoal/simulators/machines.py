@@ -88,7 +88,7 @@ class Machine:
     """When the cloud will take it away, which it has said."""
     preempted: bool = False
     fate: str = ""
-    """`dies`, `preempt` or nothing: what befalls it `fate_after` seconds after it is up."""
+    """`dies`, `preempt` or nothing: what happens to it `fate_after` seconds after it is up."""
     fate_after: float = 0.0
     unseen_until: float = 0.0
     """Lists do not show it before."""

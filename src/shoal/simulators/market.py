@@ -139,7 +139,7 @@ class Market:
         found = self.types[type]
         return found.usd_hour if market == "on-demand" or found.spot_usd_hour is None else found.spot_usd_hour
 
-    # What befalls machines
+    # What happens to machines
 
     def take(self, kind: str, wanted: Wanted | None = None) -> Fault | None:
         """A fault of the kind that is due, which is then spent. Without an order, only those that name no type."""

@@ -235,9 +235,9 @@ async def read_json(request: Request) -> dict[str, Any]:
     try:
         data = json.loads(await request.body())
     except ValueError:
-        raise Refused("invalid", "the body is no JSON") from None
+        raise Refused("invalid", "the body is not JSON") from None
     if not isinstance(data, dict):
-        raise Refused("invalid", "the body is no object")
+        raise Refused("invalid", "the body is not an object")
     return data
 
 

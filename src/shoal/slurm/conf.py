@@ -131,7 +131,7 @@ def change_cost(old: str, new: str) -> ChangeCost:
     """What slurmctld needs to take a new slurm.conf: "none", "reconfigure" or "restart". Jobs run on through either.
 
     Partitions change while slurmctld runs. All else takes a restart: 22.05 cannot add nodes without one, and later
-    releases start themselves anew on a reconfigure, so there is nothing to win.
+    releases restart themselves on a reconfigure, so there is nothing to win.
     """
     if not is_ours(old):
         return "restart"

@@ -97,7 +97,7 @@ def _without(text: str, node: Node, entry: HostSet, name: str, place: tuple[str,
 
 
 def _replace_names(text: str, item: Node, names: list[str]) -> str:
-    """Write a hostlist anew, with whatever stands around it."""
+    """Write a hostlist again, with whatever stands around it."""
     node = _at(item, ("name",)) if isinstance(item, MappingNode) else item
     assert isinstance(node, ScalarNode)
     old = str(node.value)

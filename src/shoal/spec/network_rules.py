@@ -28,7 +28,7 @@ def network_problems(data: Mapping[str, Any], hosts: Sequence[str], rented: int 
                 yield Problem(("network", field), f"`{field}` is of {owner} alone", "", f"delete it, or use {owner}")
     hub = network.get("hub")
     if isinstance(hub, str) and hub not in hosts:
-        yield Problem(("network", "hub"), "the hub is no host of the cluster", show(hub), nearest(hub, list(hosts)))
+        yield Problem(("network", "hub"), "the hub is not a host of the cluster", show(hub), nearest(hub, list(hosts)))
     room = _room(network.get("subnet"))
     if kind == "wireguard" and room is not None and len(hosts) + rented > room:
         found = f"{len(hosts) + rented} hosts, and room for {room}"

@@ -80,7 +80,7 @@ def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = Fal
         "NFSv4 {\n"
         "    Minor_Versions = 0, 1, 2;\n"
         "    Only_Numeric_Owners = true;\n"
-        # As the kernel's server has them; a client that was away for longer asks for its locks anew.
+        # As the kernel's server has them; a client that was away for longer asks for its locks again.
         "    Lease_Lifetime = 60;\n"
         "    Grace_Period = 60;\n"
         "}\n"

@@ -74,7 +74,7 @@ python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
 touch "$place/.complete"
 """
-"""A venv counts once its mark is there: what a killed run left without one is made anew."""
+"""A venv counts once its mark is there: what a killed run left without one is made again."""
 
 
 def unit(server: Server) -> str:

@@ -84,7 +84,7 @@ def _ddp(model: nn.Module, device: torch.device, precision: torch.dtype | None, 
 def _settle_buckets(parallel: nn.Module, model: nn.Module) -> None:
     """One backward pass of zeros, before the training.
 
-    After the first pass DDP lays its buckets out anew, in the order in which gradients came, and more than two ranks
+    After the first pass DDP rearranges its buckets in the order in which gradients came, and more than two ranks
     then sum in another order: the first step of a resumed run would differ from that of an uninterrupted one in the
     last bits. Here the first pass is always this one.
     """

@@ -128,7 +128,7 @@ class Stopper:
 
 
 _TIME_LIMIT = 1
-"""Stands in the all-reduce for the time limit; smaller than any signal of ours, which thereby wins."""
+"""Stands in the all-reduce for the time limit; smaller than any signal of ours, which therefore wins."""
 
 
 def _warned_before(environ: Mapping[str, str]) -> tuple[int, float]:
@@ -149,7 +149,7 @@ def _number(environ: Mapping[str, str], name: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        log.error("%s is %r, which is no number of seconds: ignored", name, text)
+        log.error("%s is %r, which is not a number of seconds: ignored", name, text)
         return None
 
 

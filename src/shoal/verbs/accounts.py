@@ -53,7 +53,7 @@ def open_accounts(spec: Spec, chosen: Iterable[str] = ()) -> Accounts:
         try:
             secret = resolve_secret(account.key, f"providers.{name}.key").decode() if account.key else ""
         except (ShoalError, UnicodeDecodeError) as error:
-            unreadable = UsageError(f"providers.{name}.key is no text", hint="write the key into it")
+            unreadable = UsageError(f"providers.{name}.key is not text", hint="write the key into it")
             failures[name] = error if isinstance(error, ShoalError) else unreadable
             continue
         usable.append(Account(name, kind, secret, account.url or "", account_settings(account)))

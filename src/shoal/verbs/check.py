@@ -12,7 +12,7 @@ from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready
 from shoal.plan.observe import Observed, observe
-from shoal.plan.pairs import reached_addresses, unconnected
+from shoal.plan.reachability import reached_addresses, unconnected
 from shoal.providers.api import Instance
 from shoal.roles.in_force import SLURM_CONF
 from shoal.slurm.preemption import breaches, partition_findings

@@ -19,7 +19,7 @@ from shoal.providers import provider as find_provider
 from shoal.providers.api import Instance, Provider, Request
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.recall import Recalled, keep, recall
+from shoal.verbs.spec_cache import Recalled, keep, recall
 
 if TYPE_CHECKING:
     from shoal.plan.fleet import Fleet
@@ -233,7 +233,7 @@ def _refuse_to_guess() -> None:
     if above is not None:
         raise UsageError(
             f"there is no {DEFAULT_FILE} here, and one in {above.parent}",
-            hint=f"say -f {os.path.relpath(above)}, or --cluster {NO_FILE} for the sandbox",
+            hint=f"use -f {os.path.relpath(above)}, or --cluster {NO_FILE} for the sandbox",
         )
 
 
@@ -245,7 +245,7 @@ def _sandbox(cluster: str) -> Spec:
         return default_spec(cluster)
     except ValueError:
         raise UsageError(
-            f"{printable(cluster)!r} is no name for a cluster", hint="use lower-case letters, digits and -, as in reef"
+            f"{printable(cluster)!r} is not a cluster name", hint="use lower-case letters, digits and -, as in reef"
         ) from None
 
 
@@ -288,7 +288,7 @@ def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:
     if len(problems) == 1:
         return ProviderError(str(replace(problems[0], fix="")), hint=problems[0].fix)
     told = "".join(f"\n  {problem}" for problem in problems)
-    return ProviderError(f"{provider} hosts cannot be made here:{told}", hint="mend these, then run the command again")
+    return ProviderError(f"{provider} hosts cannot be made here:{told}", hint="solve these, then run the command again")
 
 
 def telling(phase: Phase) -> Callable[[str, float], None]:

@@ -47,11 +47,11 @@ class CostResult:
 async def cost(context: Context, month: str | None = None) -> CostResult:
     """What was spent, in this month or another one, such as 2026-10."""
     if month is not None and not re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])", month):
-        raise UsageError(f"--month {month}: that is no month", hint="write it as 2026-11")
+        raise UsageError(f"--month {month}: that is not a month", hint="write it as 2026-11")
     sets = rented_sets(context.spec)
     if not sets and not context.spec.providers:
         raise UsageError(
-            f"cluster {context.cluster} rents no machines", hint="what your own GPUs cost is told by `shoal usage`"
+            f"cluster {context.cluster} rents no machines", hint="`shoal usage` shows what your own GPUs cost"
         )
     command = (*COMMAND, "--month", month) if month else COMMAND
     async with await context.connections([context.controller]) as fleet:
@@ -73,7 +73,7 @@ def _failed(host: str, said: str, complained: str) -> LedgerError:
         return LedgerError(f"{host}: {told['error']}", hint=str(told.get("fix", "")))
     except (ValueError, KeyError, TypeError):
         last = (complained.strip() or said.strip() or "nothing").splitlines()[-1]
-        return LedgerError(f"{host} does not tell what was spent: {last}", hint="run `shoal up`")
+        return LedgerError(f"{host} does not say what was spent: {last}", hint="run `shoal up`")
 
 
 def _limit(budget: Budget | None) -> Limit:

@@ -20,11 +20,11 @@ from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten_finding, strangers
 from shoal.roles.in_force import SLURM_CONF
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs import renting
+from shoal.verbs import elastic_service
 from shoal.verbs.context import Context, Holdings, state_directory, telling
+from shoal.verbs.elastic_service import to_its_end
 from shoal.verbs.last_words import last_words
 from shoal.verbs.reap import Pace, reap
-from shoal.verbs.renting import to_its_end
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ async def _give_back(
             told += unstopped
             result = await reap(context, pace=pace)
     except BaseException:  # Ctrl-C above all: what is rented still needs somebody who gives it back
-        await to_its_end(_service(context, renting.start))
+        await to_its_end(_service(context, elastic_service.start))
         raise
     gone = tuple(f"{holding.machine.node} ({holding.account} {holding.machine.id})" for holding in result.gone)
     if result.clean:
@@ -83,12 +83,12 @@ async def _give_back(
     fix = "run `shoal reap` until it says that all is clean, or look in the provider's console"
     if force:
         return gone, (*told, Finding("error", f"rented machines may be left: {causes}", left, fix))
-    wrong = await to_its_end(_service(context, renting.start))
+    wrong = await to_its_end(_service(context, elastic_service.start))
     goes_on = f"start {SERVICE} on the controller, {wrong}" if wrong else "the controller goes on giving them back"
     raise ProviderError(
         f"rented machines may be left ({left}): {causes}",
         hint=f"run `shoal down` again when the provider answers; {goes_on}. "
-        "Or say --force, and see to them with `shoal reap`",
+        "Or use --force, and see to them with `shoal reap`",
     )
 
 
@@ -100,7 +100,7 @@ async def _strangers(context: Context, force: bool) -> tuple[Finding, ...]:
                 Ask(files={STATUS: "text", ACCOUNTS: "text"})
             )
     except ShoalError:
-        return ()  # never made, or away: who does not say --force was told
+        return ()  # never made, or away: who does not use --force was told
     machines = strangers(context.spec, facts)
     if not machines:
         return ()
@@ -108,7 +108,7 @@ async def _strangers(context: Context, force: bool) -> tuple[Finding, ...]:
     if not force:
         raise ProviderError(
             f"{finding.what}: {finding.found}; nothing was changed",
-            hint=f"{finding.fix}; or say --force, and see to them in the provider's console",
+            hint=f"{finding.fix}; or use --force, and see to them in the provider's console",
         )
     return (finding,)
 
@@ -124,7 +124,7 @@ async def _without_renting(context: Context, force: bool, switched_on: bool) -> 
         watched = False
         with contextlib.suppress(ShoalError):  # a controller that was never made, or is away, has none to start
             fleet = await stack.enter_async_context(await context.connections([context.controller]))
-            watched = await stack.enter_async_context(renting.started_again(await fleet.host(name)))
+            watched = await stack.enter_async_context(elastic_service.started_again(await fleet.host(name)))
         goes_on = f"{name} starts {SERVICE} again by itself" if watched else f"on {name}: systemctl start {SERVICE}"
         with last_words(lambda: f"{goes_on}, which gives back what is left; then run `shoal down` again"):
             yield await _stopped(context, force)
@@ -132,13 +132,13 @@ async def _without_renting(context: Context, force: bool, switched_on: bool) -> 
 
 async def _stopped(context: Context, force: bool) -> tuple[Finding, ...]:
     """Stop what rents: it would rent again what jobs in the queue ask for."""
-    wrong = await _service(context, renting.stop)
+    wrong = await _service(context, elastic_service.stop)
     if not wrong:
         return ()
     if not force:
         raise ShoalError(
             f"{SERVICE} cannot be stopped, and would rent again what jobs ask for: {wrong}",
-            hint="mend that first; or say --force, and see with `shoal reap` to what it rents meanwhile",
+            hint="solve that first; or use --force, and see with `shoal reap` to what it rents meanwhile",
         )
     what = f"{SERVICE} could not be stopped, and may rent again what jobs ask for"
     fix = "switch the controller off, then run `shoal reap`"
@@ -167,12 +167,12 @@ async def _refuse_running_jobs(context: Context, holdings: Holdings) -> None:
         try:
             running = await _running_jobs(fleet, context.controller.name)
         except (HostError, SlurmError) as error:
-            hint = f"{error.hint or 'mend that first'}; or say --force, which ends them"
+            hint = f"{error.hint or 'solve that first'}; or use --force, which ends them"
             raise ShoalError(f"cannot ask whether jobs run: {error.message}", hint=hint) from error
     if running:
         raise ShoalError(
             f"cluster {context.cluster} has {len(running)} running job(s): {', '.join(running)}",
-            hint="wait for them, cancel them, or say --force",
+            hint="wait for them, cancel them, or use --force",
         )
 
 

@@ -95,7 +95,7 @@ class Job:
         if self.spec.array:
             raise UsageError(
                 f"job {number} is an array, and {method}() is about one job",
-                hint=f"`shoal jobs` shows how they do, `shoal logs {number}_0` what one of them printed",
+                hint=f"`shoal jobs` shows how they are doing, `shoal logs {number}_0` what one of them printed",
             )
         return number
 

@@ -11,11 +11,11 @@ from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
 from shoal.plan.probe import failed_seconds, probing
 from shoal.plan.rotate import ROTATIONS
-from shoal.plan.rotating import Rotating
+from shoal.plan.rotation import Rotating
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
-from shoal.verbs.renting import joins_held
+from shoal.verbs.elastic_service import joins_held
 from shoal.verbs.status import refuse_without_cluster
 
 ALL = "all"
@@ -88,7 +88,7 @@ async def _meet(context: Context, fleet: Fleet, leave_unreachable: bool) -> None
         names = compress(fleet.failures)
         raise ShoalError(
             f"{names} would keep the old key and be cut off; nothing was changed{told}",
-            hint="bring it back, or say --leave-unreachable: `shoal up` gives it the new key when it answers",
+            hint="bring it back, or use --leave-unreachable: `shoal up` gives it the new key when it answers",
         )
 
 

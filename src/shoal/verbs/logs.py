@@ -153,7 +153,7 @@ async def read_tails(fleet: Connections, nodes: list[str], files: JobFiles) -> J
 
 def check_job(job: str) -> None:
     if not _JOB.fullmatch(job):
-        raise UsageError(f"{job!r} is no job", hint="give its number, as 17, or 17_3 for one of an array")
+        raise UsageError(f"{job!r} is not a job", hint="give its number, as 17, or 17_3 for one of an array")
 
 
 def files_of(context: Context, job: str, record: JobRecord | None, directory: str | None = None) -> JobFiles:

@@ -20,7 +20,7 @@ def parse_when(option: str, text: str, now: float) -> float:
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
-        raise UsageError(f"{option} {text!r} is no time", hint=_FIX) from None
+        raise UsageError(f"{option} {text!r} is not a time", hint=_FIX) from None
 
 
 def parse_period(since: str | None, until: str | None, now: float, default: str) -> tuple[float, float]:

@@ -45,7 +45,7 @@ class ClusterRunner:
         if asked.processes % nodes:
             raise UsageError(
                 f"{asked.processes} processes cannot be shared equally by {nodes} nodes",
-                hint=f"say -n {nodes * math.ceil(asked.processes / nodes)}",
+                hint=f"use -n {nodes * math.ceil(asked.processes / nodes)}",
             )
 
     @property
@@ -125,7 +125,7 @@ class ClusterRunner:
             failures = dict(fleet.failures)
         if failures:
             causes = "; ".join(str(error).partition("\n")[0] for error in failures.values())
-            raise Partly(f"the records of job {record.id} could not all be read: {causes}", hint="mend these nodes")
+            raise Partly(f"the records of job {record.id} could not all be read: {causes}", hint="repair these nodes")
         for archive in found.values():
             unpack(archive, directory)
 

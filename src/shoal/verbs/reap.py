@@ -21,7 +21,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.rented import accounts as accounts_of
 from shoal.verbs.accounts import Accounts, Open, ask_all, open_accounts
 from shoal.verbs.context import Context
-from shoal.verbs.held import Held, held, strike_off
+from shoal.verbs.held_machines import Held, held, strike_off
 from shoal.verbs.last_words import last_words
 
 CLEAN_LOOKS = 2
@@ -112,7 +112,7 @@ async def reap(context: Context, opened: Open = renter, pace: Pace | None = None
     unseen, findings = swept.unseen(), swept.strangers
     if force and unseen:
         named = ", ".join(f"{one.account} {one.machine.id}" for one in unseen)
-        what = "struck off the ledger, though no list ever showed it"
+        what = "removed from the ledger, although no list ever showed it"
         findings += (Finding("warning", what, named, "look in the provider's console"),)
     remaining = swept.left() if force else (*swept.left(), *unseen)
     failures = swept.failures if force else {**swept.failures, **swept.doubts()}
@@ -211,8 +211,8 @@ class _Swept:
                 it = "it" if len(sweep.unseen) == 1 else "them"
                 found[name] = ProviderError(
                     f"the ledger has {name} {ids}, this key's list does not show {it}: is it the right key or project?",
-                    hint=f"use the key and project that rented {it}; a service that runs on the controller strikes "
-                    f"off what is gone; or see that nothing is left, and say `shoal reap --force`",
+                    hint=f"use the key and project that rented {it}; a service that runs on the controller removes "
+                    f"what is gone; or see that nothing is left, and use `shoal reap --force`",
                 )
         return found
 

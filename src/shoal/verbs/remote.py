@@ -89,6 +89,6 @@ def _refuse_options(host: str, argv: Sequence[str]) -> Sequence[str]:
 
 
 def forget_host(context: Context, host: str) -> bool:
-    """Forget the key of a host that was reinstalled, so that the next connection meets it anew."""
+    """Forget the key of a host that was reinstalled, so that the next connection meets it again."""
     member = context.choose_one(host)
     return forget(context.known_hosts, member.name)

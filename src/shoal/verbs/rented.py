@@ -64,7 +64,7 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
         said = service_status.read(told.text)
         nodes = tuple(RentedNode(one["node"], **{key: one[key] for key in _FIELDS}) for one in said.machines.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        return RentedView("this is no status of shoal-elastic.service")
+        return RentedView("this is not a status of shoal-elastic.service")
     problem = said.problem
     if clock() - said.at > SILENT_SECONDS:
         problem = f"shoal-elastic has said nothing for {(clock() - said.at) / 60:.0f} minutes; run `shoal up`"

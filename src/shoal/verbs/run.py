@@ -24,7 +24,7 @@ from shoal.plan.connections import Connections
 from shoal.slurm.state import parse_nodes, parse_partitions
 from shoal.tracking.mlflow import job_variables
 from shoal.train.contract import PROFILE_DIRECTORY
-from shoal.verbs.ahead import AT_ONCE, Reached, reach, reach_controller
+from shoal.verbs.connect_early import AT_ONCE, Reached, reach, reach_controller
 from shoal.verbs.context import Context, computing
 from shoal.verbs.status import ask
 
@@ -264,7 +264,7 @@ def _given(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[name] for name in SECRETS if environ.get(name)}
     broken = [name for name, value in found.items() if not value.isprintable()]
     if broken:
-        raise UsageError(f"{', '.join(broken)} is no line of text", hint="set it again, or unset it")
+        raise UsageError(f"{', '.join(broken)} is not a single line of text", hint="set it again, or unset it")
     return found
 
 

@@ -12,8 +12,8 @@ from shoal.plan.diff import creation_plan, make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
 from shoal.plan.observe import Observed, observe
-from shoal.plan.pairs import reached_addresses, unconnected
 from shoal.plan.prepare import preparations, prepare
+from shoal.plan.reachability import reached_addresses, unconnected
 from shoal.plan.secrets import not_at_hand, refuse, wanting
 from shoal.plan.shapes import shape_findings
 from shoal.providers.api import Instance, Request
@@ -23,9 +23,9 @@ from shoal.roles.parts import given_secrets
 from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
 from shoal.verbs.context import Context, cannot_make, computing, telling
-from shoal.verbs.held import Held, held, strike_off
+from shoal.verbs.held_machines import Held, held, strike_off
+from shoal.verbs.move_controller import note, predecessor, succeed
 from shoal.verbs.shares import unservable
-from shoal.verbs.succession import note, predecessor, succeed
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _forgotten(context: Context, observed: Observed, allowed: bool) -> dict[Held
         finding = forgotten_finding(context.spec, machines, name)
         raise ProviderError(
             f"{finding.what}: {finding.found}; no host was changed",
-            hint=f"{finding.fix}; or say --leave-rented, and see to them in the provider's console",
+            hint=f"{finding.fix}; or use --leave-rented, and see to them in the provider's console",
         )
     return {Held(one.token, one.node, one.account, one.id, one.state, 0.0): 0.0 for one in machines}
 
@@ -152,7 +152,7 @@ def _refuse_left_records(context: Context, observed: Observed, allowed: bool) ->
     finding = left_records(context.spec, observed.facts)
     if finding and not allowed:
         raise ShoalError(
-            f"{finding.host}: {finding.what}; nothing was changed", hint=f"say --leave-records; {finding.fix}"
+            f"{finding.host}: {finding.what}; nothing was changed", hint=f"use --leave-records; {finding.fix}"
         )
 
 
@@ -240,12 +240,12 @@ def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
         raise ShoalError(
             f"{compress(planned.unasked)} would be deleted, and the new controller cannot say which jobs run there; "
             "nothing was changed",
-            hint="`shoal down` the cluster as it was first, give this one another name, or say --allow-job-loss",
+            hint="`shoal down` the cluster as it was first, give this one another name, or use --allow-job-loss",
         )
     if planned.cost is Cost.JOBS and planned.loses and not allowed:
         raise ShoalError(
             f"this change would end jobs ({', '.join(planned.loses)}); nothing was changed",
-            hint="wait for them, or say --allow-job-loss",
+            hint="wait for them, or use --allow-job-loss",
         )
 
 

@@ -34,7 +34,7 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
     """What was used in a period, the last 30 days by default. Jobs that still run count up to now."""
     way = next((known for known in WAYS if known == by), None)
     if way is None:
-        raise UsageError(f"--by {by}: there is no such way to sum up", hint=f"use one of {', '.join(WAYS)}")
+        raise UsageError(f"--by {by}: there is no such sum", hint=f"use one of {', '.join(WAYS)}")
     now = time.time()
     begin, end = parse_period(since, until, now, default="30d")
     require_accounting(context)

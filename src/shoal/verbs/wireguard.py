@@ -12,7 +12,7 @@ from shoal.spec.model import Spec
 
 PATIENCE = 10.0
 RECENTLY = 360
-"""Seconds. Slurm sends something to every node within 100, and WireGuard shakes hands anew every 120 while it does."""
+"""Seconds. Slurm sends something to every node within 100, and WireGuard shakes hands again every 120 while it does."""
 MARK = "---"
 LOOK = ("sh", "-c", f"date +%s; echo {MARK}; cat {PEERS}; echo {MARK}; wg show {INTERFACE} latest-handshakes")
 

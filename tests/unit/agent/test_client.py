@@ -61,7 +61,7 @@ async def test_what_the_agent_could_not_do_is_told_with_where_to_mend_it() -> No
             await session.secret("/key")
     assert str(caught.value) == (
         "n1: /var/lib/shoal: No space left on device\n"
-        "  fix: mend it on the host (`shoal ssh n1`), then run the command again"
+        "  fix: repair it on the host (`shoal ssh n1`), then run the command again"
     )
 
 
@@ -77,7 +77,7 @@ async def test_a_python_without_its_standard_library_is_told_with_the_fix() -> N
 
 
 FAILURES = [
-    pytest.param(ItemResult("file /c", "failed", detail="no"), "mend it on the host (`shoal ssh n1`)", id="file"),
+    pytest.param(ItemResult("file /c", "failed", detail="no"), "repair it on the host (`shoal ssh n1`)", id="file"),
     pytest.param(
         ItemResult("service d", "failed", detail="no"), "look at `shoal ssh n1 journalctl -u d`", id="service"
     ),

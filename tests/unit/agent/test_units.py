@@ -1,4 +1,4 @@
-"""How often systemd is asked: once for the facts and the dry run that follows them, anew before anything is changed.
+"""How often systemd is asked: once for the facts and the dry run that follows them, again before anything is changed.
 
 The program runs in a mount namespace of its own, with a script in the place of systemctl.
 """

@@ -159,7 +159,7 @@ def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
         (["up", "--bogus"], "No such option: --bogus", "see --help"),
         (["exec"], "Missing argument", "see --help"),
         (["up", "--drain-timeout", "soon"], "Invalid value for '--drain-timeout'", "see --help"),
-        (["status", "--cluster", "a b"], "'a b' is no name for a cluster", "use lower-case letters, digits and -"),
+        (["status", "--cluster", "a b"], "'a b' is not a cluster name", "use lower-case letters, digits and -"),
         (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
         (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
         (["node", "remove", "fish1"], "there is no file to take fish1 out of", "write one with `shoal init`"),
@@ -207,7 +207,7 @@ def test_lent_hosts_are_not_released_without_a_yes() -> None:
     assert json.loads(done.stdout) == {
         "error": "UsageError",
         "message": "this stops Slurm on c1",
-        "fix": "say --yes",
+        "fix": "use --yes",
     }
 
 
@@ -362,7 +362,7 @@ def test_a_full_disk_is_told_and_is_no_bug_of_ours() -> None:
         )
     assert done.returncode == 1
     assert done.stderr == (
-        "error: this machine says no: No space left on device\n"
+        "error: this machine refuses: No space left on device\n"
         "  fix: make room on this machine's disk, then run the same command again\n"
     )
 

@@ -138,7 +138,7 @@ def test_a_profiled_job_says_where_its_traces_will_be() -> None:
     [
         ({}, ""),
         ({"step": 3, "total_steps": None, "loss": None}, "step 3"),
-        ({"step": 3, "diverged": True, "loss": None}, "step 3, loss is no number any more"),
+        ({"step": 3, "diverged": True, "loss": None}, "step 3, the loss is no longer a number"),
         (
             {"step": 3, "total_steps": 9, "loss": 1.0, "samples_per_second": 5400.4, "mfu": 0.41, "eta_seconds": 200},
             "step 3/9, loss 1, 5400 samples/s, MFU 41%, 3 min left",

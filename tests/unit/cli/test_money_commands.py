@@ -33,7 +33,7 @@ from shoal.simulators import cloud
 from shoal.simulators.ground import Nowhere
 from shoal.simulators.market import Market
 from shoal.simulators.server import Simulation, serving
-from shoal.verbs import cost, held, reap
+from shoal.verbs import cost, held_machines, reap
 
 KEY = "sk-0123456789abcdef"
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
@@ -87,8 +87,8 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CLOUD_KEY", KEY)
     monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=at_once))
-    monkeypatch.setattr(held, "LEDGER", tmp_path / "ledger.db")
-    monkeypatch.setattr(held, "STATUS", tmp_path / "status.json")
+    monkeypatch.setattr(held_machines, "LEDGER", tmp_path / "ledger.db")
+    monkeypatch.setattr(held_machines, "STATUS", tmp_path / "status.json")
     for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     with simulated("lambda") as first, simulated("runpod") as second:
@@ -167,7 +167,7 @@ def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_cluste
     order(clouds, "other")
     asked = shoal("reap")
     assert asked.exit_code == 2
-    assert "this deletes 2 rented machines of cluster reef" in asked.stderr and "say --yes" in asked.stderr
+    assert "this deletes 2 rented machines of cluster reef" in asked.stderr and "use --yes" in asked.stderr
     assert len(still_there(clouds)) == 4
     write_file(tmp_path, {**clouds, "runpod": "http://127.0.0.1:9"})
     partly = shoal("reap", "--yes")
@@ -229,7 +229,7 @@ def test_reap_leaves_in_the_ledger_what_no_list_shows_until_it_is_forced(
         assert [(one["account"], one["id"]) for one in told["remaining"]] == [("lambda", "i-1")]
         assert "is it the right key or project?" in str(told["failures"])
         asked = shoal("reap", "--force")
-        assert (asked.exit_code, "this strikes 1 machines of cluster reef off its ledger" in asked.stderr) == (2, True)
+        assert (asked.exit_code, "this removes 1 machines of cluster reef from its ledger" in asked.stderr) == (2, True)
         with Ledger.read(ledger) as kept:
             assert [one.token for one in kept.live()] == ["t1"]
         forced = shoal("reap", "--force", "--yes")

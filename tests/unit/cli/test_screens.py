@@ -202,7 +202,7 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
         "✗ n9: does not answer within 10 s\n"
         "    fix: is the host up?\n"
         "! reef: created n1, changed c1,n2; not complete\n"
-        "  mend what is named above, then run `shoal up` again\n"
+        "  solve what is named above, then run `shoal up` again\n"
     )
     assert drawn(lambda console: show_up(console, UpResult("reef", changed=("n1",)))) == (
         "✓ reef: changed n1\n  `shoal status` shows it, `shoal run train.py` trains on it\n"
@@ -333,7 +333,7 @@ def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFix
         (
             OSError(errno.ENOSPC, "No space left on device", "/home/a"),
             1,
-            "error: this machine says no: /home/a: No space left on device\n"
+            "error: this machine refuses: /home/a: No space left on device\n"
             "  fix: make room on this machine's disk, then run the same command again\n",
         ),
     ],

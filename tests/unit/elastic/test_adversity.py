@@ -10,7 +10,7 @@ from tests.unit.elastic.rentals import rental
 from tests.unit.elastic.scene import CASES, CLUSTER, Scene, scene
 
 from shoal.elastic.clock import Clock
-from shoal.elastic.tenure import Tenure
+from shoal.elastic.fence import Fence
 from shoal.errors import LedgerError
 from shoal.providers.rental import Order
 
@@ -122,7 +122,7 @@ async def test_machines_of_nobody_go_also_while_slurm_does_not_answer(tmp_path: 
     async with scene(tmp_path, "lambda") as it:
         source = it.fleet.sources["lambda"]
         key = await source.renter.ensure_key(CLUSTER, it.fleet.public_key)
-        order = Order(CLUSTER, "burst1", Tenure().token(), CASES["lambda"].offer, it.fleet.public_key, key)
+        order = Order(CLUSTER, "burst1", Fence().token(), CASES["lambda"].offer, it.fleet.public_key, key)
         assert [made.ok for made in await source.renter.create([order])] == [True]
         it.slurm.silent = True
         for _ in range(120):

@@ -75,7 +75,7 @@ def test_a_gang_is_counted_whole() -> None:
 @pytest.mark.parametrize("budget", [Budget(per_hour=1), Budget(per_day=1000), Budget(per_month=1000)])
 def test_what_has_no_price_is_not_bought_under_a_budget(budget: Budget) -> None:
     said = (
-        "nobody knows what lambda us-west-1 asks for big, so no budget can hold it"
+        "it is not known what lambda us-west-1 asks for big, so no budget can hold it"
         " (rent a type that has a price in `shoal offers`, or take the budget away)"
     )
     assert asked(budget, offer=replace(TEN, usd_hour=None)) == said

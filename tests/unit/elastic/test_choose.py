@@ -123,20 +123,22 @@ def test_at_most_25_offers_are_tried() -> None:
             "region",
             Block(
                 *("gcp", A3.type, "us-central1", "", NOW + 3600),
-                "gcp us-central1 lets us have no more a3-highgpu-8g: our quota is used up",
+                "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
             ),
         ),
         (
             Trouble.QUOTA,
             "provider",
-            Block("gcp", until=NOW + 3600, why="gcp lets us have no more: our quota is used up"),
+            Block("gcp", until=NOW + 3600, why="gcp has no more for us: our quota is used up"),
         ),
         (
             Trouble.BALANCE,
             "provider",
-            Block("gcp", until=NOW + 3600, why="gcp has no money of ours left (pay; it is tried again every hour)"),
+            Block(
+                "gcp", until=NOW + 3600, why="gcp has no money left of ours (top it up; it is tried again every hour)"
+            ),
         ),
-        (Trouble.AUTH, "provider", Block("gcp", why="gcp does not accept our key (mend it, then run `shoal up`)")),
+        (Trouble.AUTH, "provider", Block("gcp", why="gcp does not accept our key (replace it, then run `shoal up`)")),
         (
             Trouble.INVALID,
             "offer",
@@ -184,7 +186,7 @@ def test_when_nothing_is_left_it_says_why_and_when_it_is_tried_again() -> None:
     assert first is not None and second is not None
     listed = ((LAMBDA, [H100]), (GCP, [A3]))
     assert why_none(nodeset(LAMBDA, GCP), listed, [first, second], NOW) == (
-        "lambda us-west-1 out of gpu_8x_h100; gcp us-central1 lets us have no more a3-highgpu-8g: our quota is used up;"
+        "lambda us-west-1 out of gpu_8x_h100; gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up;"
         " next try at 12:10 UTC",
         NOW + 600,
     )
@@ -193,7 +195,7 @@ def test_when_nothing_is_left_it_says_why_and_when_it_is_tried_again() -> None:
 def test_what_only_a_person_can_mend_has_no_next_try() -> None:
     closed = block(H100, Outcome(trouble=Trouble.AUTH), NOW)
     assert closed is not None
-    said = ("lambda does not accept our key (mend it, then run `shoal up`)", None)
+    said = ("lambda does not accept our key (replace it, then run `shoal up`)", None)
     assert why_none(nodeset(LAMBDA), ((LAMBDA, [H100]),), [closed], NOW) == said
     # Nor is it forgotten where the provider lists nothing, which it does not to a stranger.
     assert why_none(nodeset(LAMBDA), ((LAMBDA, []),), [closed], NOW) == said
@@ -215,7 +217,7 @@ def test_a_block_of_another_place_is_no_reason() -> None:
         (
             replace(H100, usd_hour=None),
             20.0,
-            "lambda tells no price, and max_price is $20.00; next try at 12:10 UTC",
+            "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC",
         ),
         (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
     ],

@@ -145,7 +145,7 @@ async def test_a_job_gets_its_code_and_all_it_wrote_is_here_before_its_end_is_kn
         assert (world.controller / "7/rank-0.0.end").read_text() == "{}"
         assert not (world.container / "7").exists()
         asked = world.asked
-        await until(lambda: world.asked > asked + 2)  # Slurm still shows it: nobody begins anew
+        await until(lambda: world.asked > asked + 2)  # Slurm still shows it: nobody starts again
         assert not (world.marks / "7").exists()
 
 

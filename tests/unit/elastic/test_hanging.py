@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.unit.elastic.scene import CASES, Scene, choice, rented_set, scene
 
-from shoal.elastic.beside import Beside
+from shoal.elastic.background import BackgroundCalls
 from shoal.elastic.bill import cost
 from shoal.elastic.source import LOOK_SECONDS
 from shoal.providers.rental import Outcome, Trouble
@@ -231,26 +231,26 @@ async def test_a_delete_that_is_answered_after_the_machine_was_seen_gone_does_no
 
 async def test_a_call_that_takes_long_is_left_to_itself_and_tells_when_it_has_ended() -> None:
     go_on, woken = asyncio.Event(), asyncio.Event()
-    beside = Beside(0.01, woken.set)
-    beside.start("slow", _after(go_on))
-    await beside.wait()
-    assert beside.running == {"slow"} and not woken.is_set()
+    calls = BackgroundCalls(0.01, woken.set)
+    calls.start("slow", _after(go_on))
+    await calls.wait()
+    assert calls.running == {"slow"} and not woken.is_set()
     go_on.set()
     await asyncio.wait_for(woken.wait(), 60)
-    assert beside.running == frozenset()
+    assert calls.running == frozenset()
 
 
 async def test_what_a_call_raised_is_told_to_whoever_waits_next_however_late_it_ended() -> None:
     go_on, woken = asyncio.Event(), asyncio.Event()
-    beside = Beside(0.01, woken.set)
-    beside.start("bad", _after(go_on, RuntimeError("a bug of ours")))
-    await beside.wait()
+    calls = BackgroundCalls(0.01, woken.set)
+    calls.start("bad", _after(go_on, RuntimeError("a bug of ours")))
+    await calls.wait()
     go_on.set()
     await asyncio.wait_for(woken.wait(), 60)
-    beside.start("bad", _after(go_on))
+    calls.start("bad", _after(go_on))
     with pytest.raises(RuntimeError, match="a bug of ours"):
-        await beside.wait()
-    await beside.wait()
+        await calls.wait()
+    await calls.wait()
 
 
 async def test_where_several_calls_fail_one_is_raised_and_the_others_are_told_of(
@@ -258,20 +258,20 @@ async def test_where_several_calls_fail_one_is_raised_and_the_others_are_told_of
 ) -> None:
     now = asyncio.Event()
     now.set()
-    beside = Beside(60.0)
-    beside.start("first", _after(now, RuntimeError("the first bug")))
-    beside.start("second", _after(now, RuntimeError("the second bug")))
+    calls = BackgroundCalls(60.0)
+    calls.start("first", _after(now, RuntimeError("the first bug")))
+    calls.start("second", _after(now, RuntimeError("the second bug")))
     with pytest.raises(RuntimeError, match="the first bug"):
-        await beside.wait()
+        await calls.wait()
     assert "the second bug" in caplog.text and "the first bug" not in caplog.text
 
 
 async def test_calls_that_run_are_left_off_when_the_service_ends() -> None:
-    beside = Beside(0.01)
-    beside.start("slow", _after(asyncio.Event()))
-    await beside.wait()
-    await beside.close()
-    assert beside.running == frozenset()
+    calls = BackgroundCalls(0.01)
+    calls.start("slow", _after(asyncio.Event()))
+    await calls.wait()
+    await calls.close()
+    assert calls.running == frozenset()
 
 
 def _after(event: asyncio.Event, error: Exception | None = None) -> Coroutine[Any, Any, None]:

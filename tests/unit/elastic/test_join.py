@@ -13,8 +13,8 @@ from tests.unit.plan.fake_world import World, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Facts, FileFact
 from shoal.agent.loader import COMMAND
-from shoal.elastic import fit
 from shoal.elastic import join as joining
+from shoal.elastic import node_checks
 from shoal.elastic.fleet import UNFIT
 from shoal.elastic.join import LiveJoiner
 from shoal.elastic.settings import Settings
@@ -230,7 +230,7 @@ async def test_a_package_that_does_not_install_is_told_and_tried_again(tmp_path:
 async def test_a_node_that_slurm_does_not_hear_of_or_does_not_take_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "REGISTER_SECONDS", 0.01)
+    monkeypatch.setattr(node_checks, "REGISTER_SECONDS", 0.01)
     reef = Reef(tmp_path, 1, 2)
     reef.world.slurm.states |= {"cloud1": "IDLE+CLOUD+POWERING_UP", "cloud2": "IDLE+CLOUD+INVALID_REG"}
     reef.world.slurm.reasons["cloud2"] = "gres/gpu count reported lower than configured (0 < 1)"

@@ -2,7 +2,7 @@
 
 The service runs in a process of its own, against a simulated cloud in another and a Slurm that keeps its state in a
 file. It is killed before and after every call that writes to the ledger or changes something at the provider or in
-Slurm, one call after the other, each time in a world made anew. Where an order takes several requests over HTTP, as
+Slurm, one call after the other, each time in a fresh world. Where an order takes several requests over HTTP, as
 with Paperspace, also before and after each of these. A rehearsal that nobody kills tells how many there are.
 """
 
@@ -240,7 +240,7 @@ class World:
 
 
 class Cloud:
-    """A simulated cloud in a process of its own, which begins anew for every world."""
+    """A simulated cloud in a process of its own, reset for every world."""
 
     def __init__(self, story: Story) -> None:
         self._story, self._clock = story, Clock()

@@ -366,7 +366,7 @@ def test_somebody_elses_database_is_refused_and_left_alone(path: Path) -> None:
     database.close()
     before = path.read_bytes()
     for way in (Ledger.open, Ledger.read):
-        with pytest.raises(LedgerError, match=r"is no ledger of Shoal's\n  fix: move it away"):
+        with pytest.raises(LedgerError, match=r"is not a ledger of Shoal's\n  fix: move it away"):
             way(path)
     assert path.read_bytes() == before
 

@@ -172,7 +172,7 @@ async def test_an_account_without_money_is_tried_again_after_an_hour(tmp_path: P
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.restarts == 1)
         assert job.comment.startswith(
-            "lambda has no money of ours left (pay; it is tried again every hour); next try at"
+            "lambda has no money left of ours (top it up; it is tried again every hour); next try at"
         )
         refused, at = len(it.rentals("failed")), it.clock.now()
         await it.passes(3000)
@@ -262,7 +262,7 @@ async def test_a_machine_that_nobody_reaches_is_given_back_in_time_and_another_p
         await running(it, "1")
         assert job.restarts == 0
         [bad] = it.rentals("gone")
-        assert "is no node after 1800 s: 192.0.2.1 does not answer" in bad.reason
+        assert "is not a node after 1800 s: 192.0.2.1 does not answer" in bad.reason
         assert [one["region"] for one in it.market().bill()] == ["us-west-1", "us-east-1"]
 
 
@@ -346,9 +346,9 @@ async def test_a_machine_of_google_s_whose_price_nobody_knows_is_rented_only_whe
         await it.passes(900)
         assert it.market().bill() == []
         assert job.comments[0].startswith(
-            "nobody knows what gcp us-central1-b asks for g2-standard-8, so no budget can hold it"
+            "it is not known what gcp us-central1-b asks for g2-standard-8, so no budget can hold it"
             if "budget" in limits
-            else "gcp us-central1-b g2-standard-8 tells no price, and max_price is $1000.00"
+            else "gcp us-central1-b g2-standard-8 gives no price, and max_price is $1000.00"
         )
 
 
@@ -377,7 +377,7 @@ async def test_a_price_that_changes_under_a_machine_changes_what_it_costs_from_t
         assert 0 < cost(after, it.clock.now()) - spent <= micros(2.58 * 240 / 3600)
 
 
-# ---- what reconcile mends
+# ---- what reconcile corrects
 
 
 async def test_a_machine_of_nobody_is_given_back_after_its_grace(tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ async def test_a_node_that_slurm_gave_up_on_may_be_woken_again(tmp_path: Path) -
         job = it.slurm.submit("1", 1)
         await it.until(lambda: job.restarts == 1)
         await it.step()
-        assert any("was no node in time" in block.why for block in it.ledger.blocks(it.clock.now()))
+        assert any("did not become a node in time" in block.why for block in it.ledger.blocks(it.clock.now()))
         it.slurm.resume_timeout = 1800
         await settled(it)
         assert job.state == "COMPLETED"

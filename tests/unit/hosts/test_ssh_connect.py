@@ -356,7 +356,7 @@ async def test_a_proxy_command_that_fails_is_told_as_such(
         await SshConnector(known_hosts, ssh_config=config, connect_timeout=seconds).connect(Target("gpu1"))
     assert str(caught.value) == (
         f"gpu1: its ProxyCommand {found.format(port=sshd.port)}\n"
-        "  fix: mend ProxyCommand for gpu1 in ~/.ssh/config; compare with: ssh -v gpu1"
+        "  fix: correct ProxyCommand for gpu1 in ~/.ssh/config; compare with: ssh -v gpu1"
     )
 
 

@@ -202,7 +202,7 @@ def test_a_container_cannot_write_anything_but_the_files_of_its_job(ends: Ends, 
     before = files(ends.controller.parent)
     done = took(ends, {"name": name, "mode": 0o644, "time": 0})
     assert done.returncode == TOLD
-    assert done.stderr.decode() == f"{name}: was sent, and is no file of the job\n"
+    assert done.stderr.decode() == f"{name}: was sent, and is not a file of the job\n"
     assert files(ends.controller.parent) == before
 
 

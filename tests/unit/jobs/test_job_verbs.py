@@ -28,8 +28,8 @@ from shoal.verbs.context import Context
 from shoal.verbs.job import Job
 from shoal.verbs.jobs import jobs
 from shoal.verbs.logs import follow, logs
-from shoal.verbs.recall import Recalled
 from shoal.verbs.run import SUBMIT, dry_run, run
+from shoal.verbs.spec_cache import Recalled
 
 SPEC = """
 cluster: reef
@@ -222,7 +222,7 @@ async def test_a_job_without_a_tracker_gets_no_password_of_one(tree: Path) -> No
 
 async def test_a_password_that_would_be_two_lines_is_refused_and_not_repeated(tree: Path) -> None:
     reef = Reef()
-    with pytest.raises(UsageError, match="MLFLOW_TRACKING_TOKEN is no line of text") as caught:
+    with pytest.raises(UsageError, match="MLFLOW_TRACKING_TOKEN is not a single line of text") as caught:
         await run(reef.context, job(tracking_uri="http://m"), tree, environ={"MLFLOW_TRACKING_TOKEN": "hunter2\n\nx"})
     assert "hunter2" not in str(caught.value) and reef.controller.calls == []
 
@@ -455,7 +455,7 @@ def test_an_array_from_python_is_sent_and_cancelled_and_not_waited_for(tree: Pat
         with pytest.raises(UsageError) as caught:
             getattr(made, method)()
         assert caught.value.message == f"job 17 is an array, and {method}() is about one job"
-        assert caught.value.hint == "`shoal jobs` shows how they do, `shoal logs 17_0` what one of them printed"
+        assert caught.value.hint == "`shoal jobs` shows how they are doing, `shoal logs 17_0` what one of them printed"
     made.cancel()
 
 

@@ -47,7 +47,7 @@ def test_a_job_for_rented_nodes_alone_is_told_what_it_lacks() -> None:
     assert caught.value.message == (
         "the job asks for 1 node; partition cloud has 0, and a10-[1-2] are rented only when needed"
     )
-    assert caught.value.hint == "rented nodes have the code where all hosts share it: say --directory with a path there"
+    assert caught.value.hint == "rented nodes have the code where all hosts share it: use --directory with a path there"
 
 
 SPEC = """

@@ -70,57 +70,57 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many nodes": (
         {"nodes": 4},
         "the job asks for 4 nodes; partition main has 3 (gpu[1-2],old1)",
-        "say --nodes 3 or fewer",
+        "use --nodes 3 or fewer",
     ),
     "more nodes than the partition allows": (
         {"nodes": 2, "partition": "short"},
         "the job asks for 2 nodes; partition short has 1 (old1)",
-        "say --nodes 1 or fewer",
+        "use --nodes 1 or fewer",
     ),
     "more GPUs than any node has": (
         {"gpus_per_node": 8},
         "the job asks for 8 GPUs a node; no node it may use has more than 4 (gpu1: 4, gpu2: 4, old1: 1)",
-        "say --gpus-per-node 4, or leave it out to use all",
+        "use --gpus-per-node 4, or leave it out to use all",
     ),
     "more GPUs than so many nodes have": (
         {"gpus_per_node": 4, "nodes": 3},
         "the job asks for 3 nodes with 4 GPUs each; only gpu[1-2] has them",
-        "say --gpus-per-node 1, or --nodes 2",
+        "use --gpus-per-node 1, or --nodes 2",
     ),
     "two ranks on one GPU": (
         {"ntasks_per_node": 8},
         "8 processes a node would share 4 GPUs: two of them on one",
-        "say --ntasks-per-node 4, or --gpus-per-node 0 for none at all",
+        "use --ntasks-per-node 4, or --gpus-per-node 0 for none at all",
     ),
     "more CPUs than any node has": (
         {"cpus_per_task": 8},
         "4 processes with 8 CPUs each need 32 CPUs a node; no node it may use has more than 16",
-        "say --cpus-per-task 4",
+        "use --cpus-per-task 4",
     ),
     "more processes than CPUs": (
         {"ntasks_per_node": 20, "gpus_per_node": 0},
         "20 processes a node need a CPU each; no node it may use has more than 16",
-        "say --ntasks-per-node 16",
+        "use --ntasks-per-node 16",
     ),
     "more memory than any node has": (
         {"mem": "1T"},
         "the job asks for 1T of memory a node; no node it may use has more than 64000M",
-        "say --mem 64000M, or --mem 0 for all of a node's",
+        "use --mem 64000M, or --mem 0 for all of a node's",
     ),
     "longer than the partition allows": (
         {"time": "01:00:00", "partition": "short"},
         "the job asks for a time limit of 01:00:00; partition short allows 00:30:00",
-        "say --time 00:30:00, or choose another partition",
+        "use --time 00:30:00, or choose another partition",
     ),
     "a warning before the start": (
         {"time": "2", "signal": "USR1@120"},
         "--signal USR1@120 warns 120 s before the end, and --time 2 is no longer than that",
-        "say --signal USR1@60",
+        "use --signal USR1@60",
     ),
     "a nodelist longer than nodes": (
         {"nodes": 1, "nodelist": "gpu[1-2]"},
         "--nodelist gpu[1-2] names 2 nodes and --nodes says 1",
-        "say --nodes 2",
+        "use --nodes 2",
     ),
     "a node of another partition": (
         {"nodelist": "cpu1"},

@@ -151,7 +151,7 @@ async def test_a_controller_that_fails_does_not_hide_what_befell_the_others() ->
     assert str(caught.value) == (
         "c1: service slurmctld: slurmctld did not start: fatal: bad config\n"
         "and n2: user slurm: the id 64030 belongs to user bob "
-        "(mend it on the host (`shoal ssh n2`), then run `shoal up` again)\n"
+        "(repair it on the host (`shoal ssh n2`), then run `shoal up` again)\n"
         "  fix: look at `shoal ssh c1 journalctl -u slurmctld`, then run `shoal up` again"
     )
     assert list(caught.value.failures) == ["c1", "n2"]
@@ -339,5 +339,5 @@ async def test_what_slurm_refuses_is_said_with_its_own_words() -> None:
     assert str(caught.value) == (
         "Slurm on c1 refused `scontrol update nodename=n[8-9] state=drain`: "
         "slurm_update error: Invalid node name specified\n"
-        "  fix: `shoal status` shows the nodes that Slurm knows; `shoal up` mends the rest"
+        "  fix: `shoal status` shows the nodes that Slurm knows; `shoal up` repairs the rest"
     )

@@ -28,11 +28,12 @@ def test_a_run_with_the_same_numbers_has_nothing_to_explain() -> None:
 
 def test_a_loss_that_was_not_told_is_missed_though_all_that_was_told_agrees() -> None:
     assert cause(many(losses=(2.0,))).startswith(
-        "one process told 2 losses, 2 told 1 (step 2 is among those of one alone): what was not told cannot be compared"
+        "one process reported 2 losses, 2 reported 1 (step 2 is among those of one alone): what was not reported "
+        "cannot be compared"
     )
     first, second = many().ranks
     uneven = RunRecord((first, dataclasses.replace(second, losses={"progress": second.losses["progress"][:1]})))
-    assert cause(uneven).startswith("one process told 2 losses, 2 told 1")
+    assert cause(uneven).startswith("one process reported 2 losses, 2 reported 1")
 
 
 @pytest.mark.parametrize(

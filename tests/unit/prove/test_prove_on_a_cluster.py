@@ -37,7 +37,7 @@ async def test_a_partition_that_allows_less_time_names_the_option_of_a_proof(tmp
     reef.partition = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=00:05:00")
     with pytest.raises(UsageError) as caught:
         await run(reef, tmp_path, Asked("train.py"))
-    assert caught.value.hint == "say --timeout 300, or choose another partition"
+    assert caught.value.hint == "use --timeout 300, or choose another partition"
 
 
 async def test_a_short_timeout_leaves_room_for_slurms_warning(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> N
         (["--keep", "."], "--keep . is not empty", "name a new directory"),
         (["--keep", "train.py"], "--keep train.py cannot be used: Not a directory", "name a new directory"),
         (["-N", "2"], "--nodes is for jobs of a cluster", "name the cluster with --file or --cluster"),
-        (["--cluster", "reef", "-N", "3"], "4 processes cannot be shared equally by 3 nodes", "say -n 6"),
+        (["--cluster", "reef", "-N", "3"], "4 processes cannot be shared equally by 3 nodes", "use -n 6"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(

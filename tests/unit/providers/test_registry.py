@@ -27,7 +27,7 @@ def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
         provider("mine")
     assert str(caught.value) == (
         "provider mine cannot be loaded: module 'shoal.providers.fake' has no attribute 'NoSuchProvider'\n"
-        "  fix: mend or remove shoal.providers.fake:NoSuchProvider"
+        "  fix: correct or remove shoal.providers.fake:NoSuchProvider"
     )
 
 
@@ -56,7 +56,7 @@ WHY: Exception = ValueError("no luck")
 @pytest.mark.parametrize(
     ("why", "told"),
     [
-        (ValueError("no luck"), f"provider mine cannot be loaded: no luck\n  fix: mend or remove {__name__}:Choosy"),
+        (ValueError("no luck"), f"provider mine cannot be loaded: no luck\n  fix: correct or remove {__name__}:Choosy"),
         (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
     ],
 )

@@ -84,9 +84,9 @@ def test_a_host_is_asked_for_exactly_this(golden: str, name: str, text: str) -> 
 def test_what_slurm_refuses_is_told_by_the_key_in_the_file() -> None:
     cluster = reef(REEF + "slurm: {options: {PreemptType: preempt/none, KillWait: 60}}\n")
     assert advice(cluster) == (
-        ("PreemptType", "mend or delete slurm.options.PreemptType in the cluster's file"),
-        ("KillWait", "mend or delete slurm.options.KillWait in the cluster's file"),
-        ("preempt/none", "mend or delete slurm.options.PreemptType in the cluster's file"),
+        ("PreemptType", "correct or delete slurm.options.PreemptType in the cluster's file"),
+        ("KillWait", "correct or delete slurm.options.KillWait in the cluster's file"),
+        ("preempt/none", "correct or delete slurm.options.PreemptType in the cluster's file"),
     )
     for name in ("c1", "door"):
         member = next(member for member in cluster.members if member.name == name)

@@ -88,7 +88,7 @@ def test_a_time_may_be_a_day_or_a_minute() -> None:
 def test_what_is_no_time_is_refused_with_what_is_one(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_when("--until", text, 1e9)
-    assert str(caught.value).startswith(f"--until {text!r} is no time\n  fix: write 2026-11-01")
+    assert str(caught.value).startswith(f"--until {text!r} is not a time\n  fix: write 2026-11-01")
 
 
 def test_a_period_must_have_begun_and_end_later() -> None:

@@ -223,7 +223,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             's.yaml:5:36 network.subnet: not a private subnet, found "8.8.0.0/16", write a private IPv4 network of /8 '
             "to /28, such as 10.77.0.0/16",
             "s.yaml:5:54 network.port: out of range, found 0, give one from 1 to 65535",
-            's.yaml:5:62 network.hub: the hub is no host of the cluster, found "gpu09", did you mean `gpu02`?',
+            's.yaml:5:62 network.hub: the hub is not a host of the cluster, found "gpu09", did you mean `gpu02`?',
         ],
     ),
     "fields of another kind of network": (

@@ -1,4 +1,4 @@
-"""Layouts of ranks and GPUs as tables: the good ones pass, the bad ones are refused with the flags that mend them."""
+"""Layouts of ranks and GPUs as tables: good ones pass, bad ones are refused with the flags that correct them."""
 
 from __future__ import annotations
 

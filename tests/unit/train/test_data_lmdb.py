@@ -1,4 +1,4 @@
-"""LMDB as a dataset: read-only, without locks, opened anew in every process."""
+"""LMDB as a dataset: read-only, without locks, opened again in every process."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_pa
 
 def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
     _stopper(SHOAL_GRACE_SECONDS="soon").close()
-    assert "SHOAL_GRACE_SECONDS is 'soon', which is no number of seconds: ignored" in caplog.text
+    assert "SHOAL_GRACE_SECONDS is 'soon', which is not a number of seconds: ignored" in caplog.text
 
 
 def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(

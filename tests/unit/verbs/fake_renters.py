@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from tests.unit.plan.fake_world import LAB, spec_of
 
-from shoal.elastic.held import NO_LEDGER
+from shoal.elastic.held_machines_program import NO_LEDGER
 from shoal.errors import ProviderError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeConnector, FakeHost
 from shoal.providers.rental import Abilities, Account, Offer, Order, Outcome, Query, Rented, Trouble
 from shoal.verbs.context import Context
-from shoal.verbs.held import PROGRAM, Held
+from shoal.verbs.held_machines import PROGRAM, Held
 
 RENTING = (
     LAB.replace(

@@ -91,7 +91,7 @@ async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:
 
 
 async def test_a_wrong_way_to_sum_up_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="--by host: there is no such way to sum up"):
+    with pytest.raises(UsageError, match="--by host: there is no such sum"):
         await usage(context_of(world()), "host", None, None)
 
 
@@ -317,7 +317,7 @@ async def test_a_database_leaves_its_records_behind_only_when_that_is_said() -> 
     before = len(made.agents["c1"].requests)
     with pytest.raises(ShoalError) as caught:
         await up(moved, AT_ONCE)
-    assert str(caught.value).startswith(f"{told}; nothing was changed\n  fix: say --leave-records; to take them along")
+    assert str(caught.value).startswith(f"{told}; nothing was changed\n  fix: use --leave-records; to take them along")
     assert [request["op"] for request in made.agents["c1"].requests[before:] if request["op"] == "apply"] == []
     assert (await up(moved, AT_ONCE, leave_records=True)).whole
     assert "service slurmdbd" in made.agents["n2"].items

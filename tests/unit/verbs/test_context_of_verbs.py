@@ -97,7 +97,7 @@ def test_below_the_folder_of_a_file_nobody_gets_a_sandbox_by_mistake(
         open_context()
     assert str(caught.value) == (
         f"there is no shoal.yaml here, and one in {tmp_path}\n"
-        "  fix: say -f ../../shoal.yaml, or --cluster sandbox for the sandbox"
+        "  fix: use -f ../../shoal.yaml, or --cluster sandbox for the sandbox"
     )
     assert open_context(Path("../../shoal.yaml")).cluster == "reef"
     assert open_context(cluster="sandbox").spec == default_spec("sandbox")
@@ -135,7 +135,7 @@ def test_a_name_that_no_cluster_can_have_is_refused(name: str, tmp_path: Path, m
     with pytest.raises(UsageError) as caught:
         open_context(cluster=name)
     assert str(caught.value) == (
-        f"{name!r} is no name for a cluster\n  fix: use lower-case letters, digits and -, as in reef"
+        f"{name!r} is not a cluster name\n  fix: use lower-case letters, digits and -, as in reef"
     )
 
 

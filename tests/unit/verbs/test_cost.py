@@ -68,15 +68,13 @@ async def test_another_month_is_asked_for_by_name() -> None:
 async def test_what_is_no_month_is_refused(month: str) -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", month)
-    assert str(caught.value) == f"--month {month}: that is no month\n  fix: write it as 2026-11"
+    assert str(caught.value) == f"--month {month}: that is not a month\n  fix: write it as 2026-11"
 
 
 async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", text=LAB)
-    assert str(caught.value) == (
-        "cluster reef rents no machines\n  fix: what your own GPUs cost is told by `shoal usage`"
-    )
+    assert str(caught.value) == ("cluster reef rents no machines\n  fix: `shoal usage` shows what your own GPUs cost")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,9 @@ async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
         ),
         (
             Result(1, b"", b"Traceback\nImportError: no module"),
-            "c1 does not tell what was spent: ImportError: no module\n  fix: run `shoal up`",
+            "c1 does not say what was spent: ImportError: no module\n  fix: run `shoal up`",
         ),
-        (Result(0, b""), "c1 does not tell what was spent: nothing\n  fix: run `shoal up`"),
+        (Result(0, b""), "c1 does not say what was spent: nothing\n  fix: run `shoal up`"),
     ],
 )
 async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str) -> None:
@@ -124,8 +122,8 @@ def test_a_person_reads_the_sums_and_who_had_what() -> None:
 def test_what_is_not_in_the_sums_is_said() -> None:
     odd = Costs(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
     assert shown(CostResult("reef", odd))[-2:] == [
-        "not in these sums, for nobody knows their price: burst1",
-        "! by user and job it is not told: scontrol does not answer",
+        "not in these sums, as their price is unknown: burst1",
+        "! not known by user and job: scontrol does not answer",
     ]
 
 

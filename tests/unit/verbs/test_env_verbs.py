@@ -90,11 +90,11 @@ async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_pat
 
 
 async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, {"event": "failed", "what": "pip could not gather the packages: no", "fix": "mend it"})
+    hosts = Hosts(tmp_path, {"event": "failed", "what": "pip could not gather the packages: no", "fix": "correct it"})
     with pytest.raises(ShoalError) as error:
         await build(hosts.context)
     assert str(error.value) == (
-        "environment torch could not be made on c1: pip could not gather the packages: no\n  fix: mend it"
+        "environment torch could not be made on c1: pip could not gather the packages: no\n  fix: correct it"
     )
     assert hosts.names == b""
 

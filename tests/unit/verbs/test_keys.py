@@ -27,8 +27,8 @@ from shoal.roles.elastic import HOLD
 from shoal.slurm.auth import JWKS
 from shoal.slurm.state import NODES_COMMAND
 from shoal.verbs.context import Context
+from shoal.verbs.elastic_service import TOUCH
 from shoal.verbs.keys import rotate
-from shoal.verbs.renting import TOUCH
 from shoal.verbs.status import NO_CONFIGURATION
 
 
@@ -134,7 +134,7 @@ async def test_nothing_changes_while_a_host_does_not_answer() -> None:
         await rotate(context_of(world), "munge")
     assert str(caught.value) == (
         "n2 would keep the old key and be cut off; nothing was changed\n  n2: does not answer within 10 s\n"
-        "  fix: bring it back, or say --leave-unreachable: `shoal up` gives it the new key when it answers"
+        "  fix: bring it back, or use --leave-unreachable: `shoal up` gives it the new key when it answers"
     )
     assert keys_of(world) == {b"old"}
 
@@ -252,7 +252,7 @@ async def test_a_controller_that_cannot_hold_machines_back_keeps_its_keys() -> N
         await rotate(context_of(world), "munge")
     assert str(caught.value) == (
         "c1: nodes that are woken meanwhile cannot be made to wait: touch: cannot touch: No space left on device\n"
-        "  fix: mend that first; nothing was changed"
+        "  fix: solve that first; nothing was changed"
     )
     assert keys_of(world) == {b"old"}
 
@@ -469,4 +469,4 @@ async def test_no_private_key_is_ever_an_argument_or_leaves_its_host() -> None:
 async def test_a_cluster_without_wireguard_has_no_such_key() -> None:
     with pytest.raises(UsageError) as caught:
         await rotate(context_of(cluster()), "wireguard")
-    assert str(caught.value) == ("cluster reef has no WireGuard keys\n  fix: it wants `network: wireguard` in the file")
+    assert str(caught.value) == ("cluster reef has no WireGuard keys\n  fix: it needs `network: wireguard` in the file")

@@ -169,7 +169,7 @@ async def test_a_new_controller_does_not_delete_the_hosts_of_another_unasked() -
         await up(it.context(), AT_ONCE)
     assert str(caught.value) == (
         "gpu[1-2] would be deleted, and the new controller cannot say which jobs run there; nothing was changed\n"
-        "  fix: `shoal down` the cluster as it was first, give this one another name, or say --allow-job-loss"
+        "  fix: `shoal down` the cluster as it was first, give this one another name, or use --allow-job-loss"
     )
     assert len(it.cloud.clusters["reef"]) == 2
     assert (await up(it.context(), AT_ONCE, allow_job_loss=True)).removed == ("gpu1", "gpu2")
@@ -273,7 +273,7 @@ async def test_down_is_refused_when_the_controller_does_not_answer() -> None:
         await down(context)
     assert str(caught.value) == (
         "cannot ask whether jobs run: c1: does not answer within 10 s\n"
-        "  fix: is the host up?; or say --force, which ends them"
+        "  fix: is the host up?; or use --force, which ends them"
     )
     assert "service slurmd" in world.agents["n1"].items
     assert (await down(context, force=True)).released == ("n1", "n2")
@@ -287,7 +287,7 @@ async def test_down_is_refused_when_slurmctld_does_not_answer() -> None:
         await down(context)
     assert str(caught.value) == (
         "cannot ask whether jobs run: squeue on c1 failed: Unable to contact slurm controller\n"
-        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`; or say --force, which ends them"
+        "  fix: look at `shoal ssh c1 journalctl -u slurmctld`; or use --force, which ends them"
     )
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 

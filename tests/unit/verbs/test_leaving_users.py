@@ -75,7 +75,7 @@ async def test_a_home_is_not_taken_from_under_a_users_jobs_unless_that_is_allowe
     with pytest.raises(ShoalError) as caught:
         await up(context, AT_ONCE)
     assert str(caught.value) == (
-        "this change would end jobs (7, 9); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
+        "this change would end jobs (7, 9); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
     )
     assert locked(world) == set()
     assert (await up(context, AT_ONCE, allow_job_loss=True)).whole

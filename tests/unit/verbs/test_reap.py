@@ -16,7 +16,7 @@ from shoal.cli.render_money import show_look, show_reap
 from shoal.hosts.fake import FakeHost
 from shoal.plan.progress import Phase, Silence
 from shoal.providers.rental import Abilities, Rented, Trouble
-from shoal.verbs.held import Held
+from shoal.verbs.held_machines import Held
 from shoal.verbs.reap import ROUNDS, Holding, Look, Pace, ReapResult, look, reap
 
 GRACE = Abilities(grace_seconds=300)
@@ -246,8 +246,8 @@ async def test_a_machine_that_only_the_ledger_has_remains_as_the_key_may_be_anot
         result = await verb(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
         assert str(result.failures["lambda"]) == (
             "the ledger has lambda i-1, this key's list does not show it: is it the right key or project?\n"
-            "  fix: use the key and project that rented it; a service that runs on the controller strikes off what is "
-            "gone; or see that nothing is left, and say `shoal reap --force`"
+            "  fix: use the key and project that rented it; a service that runs on the controller removes what is "
+            "gone; or see that nothing is left, and use `shoal reap --force`"
         )
         assert ids(result.unseen if isinstance(result, Look) else result.remaining) == [("lambda", "i-1")]
     assert isinstance(result, ReapResult) and not result.clean
@@ -259,7 +259,7 @@ async def test_forced_it_is_struck_off_and_told() -> None:
     result = await reap(context(ledger=host), clouds(), Pace(sleep=NoSleep()), force=True)
     assert (result.clean, result.remaining, result.failures) == (True, (), {})
     assert [str(finding) for finding in result.findings] == [
-        "struck off the ledger, though no list ever showed it, found lambda i-1, look in the provider's console"
+        "removed from the ledger, although no list ever showed it, found lambda i-1, look in the provider's console"
     ]
     [told] = struck(host)
     assert set(told) == {"token-i-1", "token-b"}

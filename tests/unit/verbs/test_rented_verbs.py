@@ -21,7 +21,7 @@ from shoal.roles.forgotten import ACCOUNTS
 from shoal.verbs import reap
 from shoal.verbs.context import Context
 from shoal.verbs.down import down
-from shoal.verbs.held import PROGRAM, Held
+from shoal.verbs.held_machines import PROGRAM, Held
 from shoal.verbs.rented import RentedView, rented_view
 from shoal.verbs.up import plan, up
 
@@ -81,7 +81,7 @@ async def test_a_provider_that_cannot_be_asked_keeps_the_controller_at_work() ->
         with pytest.raises(ProviderError) as caught:
             await down(context)
         assert "rented machines may be left (not known): acme: " in str(caught.value)
-        assert "say --force, and see to them with `shoal reap`" in str(caught.value)
+        assert "use --force, and see to them with `shoal reap`" in str(caught.value)
         assert world.hosts["c1"].argvs[-1] == SERVICE[1]
         assert "service slurmd" in world.agents["n1"].items
         forced = await down(context, force=True)
@@ -146,7 +146,7 @@ async def test_a_service_that_cannot_be_stopped_ends_it_and_forced_it_is_told() 
         assert str(caught.value) == (
             "shoal-elastic cannot be stopped, and would rent again what jobs ask for: "
             "Failed to stop: Connection timed out\n"
-            "  fix: mend that first; or say --force, and see with `shoal reap` to what it rents meanwhile"
+            "  fix: solve that first; or use --force, and see with `shoal reap` to what it rents meanwhile"
         )
         assert len(await cloud.listed("reef")) == 1
         passing = asyncio.create_task(time_passes(cloud))
@@ -176,7 +176,7 @@ async def test_a_service_that_does_not_start_again_is_told_where_machines_are_le
         world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
         with pytest.raises(ProviderError) as caught:
             await down(context)
-        assert "; start shoal-elastic on the controller, Failed to start. Or say --force" in str(caught.value)
+        assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
 
 
 async def test_a_machine_that_only_the_ledger_has_keeps_the_controller_and_forced_it_is_told() -> None:
@@ -229,7 +229,7 @@ async def test_down_is_refused_for_machines_of_an_account_that_left_the_file_and
     assert str(caught.value) == (
         f"{LEFT}; nothing was changed\n"
         "  fix: put it back until they are gone, or run `shoal reap` with the old file; "
-        "or say --force, and see to them in the provider's console"
+        "or use --force, and see to them in the provider's console"
     )
     assert "service slurmd" in world.agents["n1"].items
     forced = await down(context_of(world, LAB), force=True)
@@ -252,7 +252,7 @@ async def test_up_is_refused_before_any_host_is_changed_and_plan_says_the_same(
     assert str(caught.value) == (
         f"{LEFT}; no host was changed\n"
         "  fix: put it back until they are gone, or run `shoal reap` with the old file; "
-        "or say --leave-rented, and see to them in the provider's console"
+        "or use --leave-rented, and see to them in the provider's console"
     )
     assert world.applied() == []
     [told] = [finding for finding in (await plan(context_of(world, text))).findings if finding.level == "error"]
@@ -379,7 +379,7 @@ async def test_a_job_on_a_rented_node_that_goes_keeps_up_from_taking_it_away() -
     with pytest.raises(ShoalError) as caught:
         await up(fewer, AT_ONCE)
     assert str(caught.value) == (
-        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
+        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
     )
     world.slurm.jobs = {"6": "n1"}
     assert (await plan(fewer)).loses == ()
@@ -424,8 +424,8 @@ async def test_status_tells_every_machine_what_it_costs_and_what_is_wrong() -> N
     ("text", "now", "problem"),
     [
         (None, 1060.0, "shoal-elastic has said nothing yet; run `shoal up`"),
-        ("no json", 1060.0, "this is no status of shoal-elastic.service"),
-        ("[]", 1060.0, "this is no status of shoal-elastic.service"),
+        ("no json", 1060.0, "this is not a status of shoal-elastic.service"),
+        ("[]", 1060.0, "this is not a status of shoal-elastic.service"),
         (json.dumps(SAID), 1600.0, "shoal-elastic has said nothing for 10 minutes; run `shoal up`"),
     ],
 )

@@ -90,7 +90,7 @@ async def test_up_ends_no_running_job_unless_that_is_allowed() -> None:
     with pytest.raises(ShoalError) as caught:
         await up(renamed, AT_ONCE)
     assert str(caught.value) == (
-        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or say --allow-job-loss"
+        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
     )
     assert world.slurm.conf == before
     await up(renamed, AT_ONCE, allow_job_loss=True)
@@ -201,7 +201,7 @@ async def test_what_stands_in_a_providers_way_is_said_before_it_begins() -> None
         "sandbox hosts cannot be made here:\n"
         "  systemd-nspawn is not installed, apt-get install systemd-container\n"
         "  fish1: `cpus` out of range, found 3, ask for 1 to 2\n"
-        "  fix: mend these, then run the command again"
+        "  fix: solve these, then run the command again"
     )
     assert sandbox.provider.clusters == {}
 
@@ -469,7 +469,7 @@ async def test_down_is_refused_while_jobs_run() -> None:
     with pytest.raises(ShoalError) as caught:
         await down(context)
     assert str(caught.value) == (
-        "cluster reef has 2 running job(s): 7, 8_2\n  fix: wait for them, cancel them, or say --force"
+        "cluster reef has 2 running job(s): 7, 8_2\n  fix: wait for them, cancel them, or use --force"
     )
     assert (await down(context, force=True)).released == ("c1", "n1", "n2")
 

@@ -1,4 +1,4 @@
-"""Users and groups with fixed ids. One that has another id is mended where nothing depends on the old one."""
+"""Users and groups with fixed ids. One that has another id is corrected where nothing depends on the old one."""
 
 from __future__ import annotations
 

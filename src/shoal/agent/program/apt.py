@@ -25,7 +25,7 @@ EXPIRED = ("Release file", "is expired", "is not valid yet")
 
 
 def install(names: list[str], world: World) -> None:
-    """apt-get install, patiently: waits for a lock, mends an interrupted dpkg, tries a failing download again."""
+    """apt-get install, patiently: waits for a lock, repairs an interrupted dpkg, tries a failing download again."""
     extra: list[str] = []
     if not have_package_lists():
         update_lists(extra, world)
@@ -45,7 +45,7 @@ def install(names: list[str], world: World) -> None:
         elif any(sign in text for sign in FETCH_TROUBLE):
             retry_later(text, attempt, world)
         elif "fix-broken" in text or "needs to be reinstalled" in text:
-            world.tell("apt: mending broken packages")
+            world.tell("apt: repairing broken packages")
             apt([*extra, *KEEP_FILES, "--fix-broken", "install"], world)
             continue
         elif "Could not get lock" not in text and "dpkg was interrupted" not in text:

@@ -10,8 +10,8 @@ from shoal.agent.program.converge import converge
 from shoal.agent.program.disk import read_bytes, write_atomic
 from shoal.agent.program.facts import gather_facts
 from shoal.agent.program.failure import explain
+from shoal.agent.program.fast_stdlib import signal
 from shoal.agent.program.packages import release_daemons
-from shoal.agent.program.quick import signal
 from shoal.agent.program.reach import reach
 from shoal.agent.program.secrets import random_line
 from shoal.agent.program.wire import Item, Wire

@@ -41,7 +41,7 @@ def refuse_hiding(where: str, mounted: bool) -> None:
         people = [name for name in inside if os.path.exists(f"{where}/{name}/.ssh/authorized_keys")]
         mend = f"Move them away (mv {where} {where}.old), or give the share another path"
         if people:
-            # Their keys would go with it, and whoever came to mend it could be one of them.
+            # Their keys would go with it, and whoever came to repair it could be one of them.
             other = "Give the share another path: homes may be on any, such as /homes with `homes: true`"
             mend = f"{', '.join(people)} could no longer log in. {other}"
         raise Failure(f"{where} has files here that the share would hide: {shown}. {mend}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from shoal.agent.program.disk import read_text
-from shoal.agent.program.quick import socket
+from shoal.agent.program.fast_stdlib import socket
 from shoal.agent.program.wire import Item
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it

@@ -7,7 +7,7 @@ import os
 import select
 import time
 
-from shoal.agent.program.quick import socket
+from shoal.agent.program.fast_stdlib import socket
 
 
 def reach(targets: list[list[object]], seconds: float) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import time
 
 from shoal.agent.program.failure import Failure
-from shoal.agent.program.quick import signal
+from shoal.agent.program.fast_stdlib import signal
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:

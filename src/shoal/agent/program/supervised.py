@@ -8,7 +8,7 @@ import time
 
 from shoal.agent.program.disk import read_text, remove, write_atomic
 from shoal.agent.program.failure import Failure
-from shoal.agent.program.quick import loads, signal
+from shoal.agent.program.fast_stdlib import loads, signal
 from shoal.agent.program.running import ENVIRONMENT, has_settled, last_lines, run
 from shoal.agent.program.supervise import SERVICE_LOGS, SUPERVISED, process_start
 from shoal.agent.program.wire import Item

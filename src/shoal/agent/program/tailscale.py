@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.agent.program.quick import loads
+from shoal.agent.program.fast_stdlib import loads
 from shoal.agent.program.running import last_lines, run, which
 from shoal.agent.program.wire import Item
 

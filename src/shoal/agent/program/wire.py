@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-from shoal.agent.program.quick import dumps, loads
+from shoal.agent.program.fast_stdlib import dumps, loads
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from shoal.agent.program.disk import read_text, write_atomic
-from shoal.agent.program.quick import dumps, loads
+from shoal.agent.program.fast_stdlib import dumps, loads
 from shoal.agent.program.systemd import show_units
 from shoal.agent.program.wire import Item, Wire
 

@@ -20,7 +20,7 @@ METADATA = "http://metadata.google.internal"
 
 
 class GoogleLogin:
-    """Bearer tokens for one account, made anew before they end."""
+    """Bearer tokens for one account, made again before they end."""
 
     def __init__(self, account: Account, metadata: str = METADATA) -> None:
         self._name = account.name

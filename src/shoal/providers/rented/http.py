@@ -230,7 +230,7 @@ def _parsed(response: httpx.Response) -> tuple[Any, str]:
     except ValueError:
         if response.text.lstrip()[:1] in ("{", "["):  # what was cut off may be anything, passwords included
             return None, f"the answer is broken JSON, {len(response.content)} bytes long"
-        return None, f"the answer is no JSON: {_excerpt(response.text)!r}"
+        return None, f"the answer is not JSON: {_excerpt(response.text)!r}"
 
 
 def _excerpt(text: str) -> str:

@@ -37,7 +37,7 @@ REFUSALS = {
     "global/duplicate": Refusal(Trouble.CONFLICT),
     "global/invalid-api-key": Refusal(Trouble.AUTH, "provider", hint="make a key in Lambda's console"),
     "global/account-inactive": Refusal(Trouble.BALANCE, "provider", hint="see Lambda's console about the account"),
-    "global/invalid-address": Refusal(Trouble.BALANCE, "provider", hint="mend the billing address at Lambda"),
+    "global/invalid-address": Refusal(Trouble.BALANCE, "provider", hint="correct the billing address at Lambda"),
     "global/internal-error": Refusal(Trouble.AMBIGUOUS),
 }
 """Lambda's codes; its messages change."""

@@ -134,7 +134,7 @@ class SandboxProvider:
             rest = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
             raise ProviderError(
                 f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join([*told[:TOLD], *rest]),
-                hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts anew",
+                hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again",
                 hosts=failed,
             )
 

@@ -213,7 +213,7 @@ class Checkpointer:
     def _write(
         self, flat: Mapping[str, Any], manifest: Manifest, nonce: str, began: float, stall: float | None
     ) -> SaveResult:
-        """Write and commit. Runs in the thread for an asynchronous save, hence no collective but on our own group."""
+        """Write and commit. Runs in the thread for an asynchronous save, so no collective but on our own group."""
         writing = self.directory / f"step-{manifest.step}.tmp-{nonce}"
         error, path = "", None
         try:

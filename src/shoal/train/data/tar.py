@@ -169,7 +169,7 @@ class ShardDataset:
         return DataError(
             f"shard {self._paths[shard]} was changed while it was in use",
             found=found,
-            fix="write shards under new names, and start the job again; its index is then built anew",
+            fix="write shards under new names, and start the job again; its index is then built again",
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.elastic.starts import WAITING_COMMAND, Starts
+from shoal.elastic.job_starts import WAITING_COMMAND, Starts
 from shoal.errors import SlurmError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeHost

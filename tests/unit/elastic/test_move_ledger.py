@@ -27,7 +27,7 @@ class Controller:
         self.succeeded = directory / "var" / "succeeded"
 
     def run(self, verb: str, told: str = "") -> str:
-        program = files("shoal").joinpath("elastic/carry.py").read_text(encoding="utf-8")
+        program = files("shoal").joinpath("elastic/move_ledger_program.py").read_text(encoding="utf-8")
         place = [self.ledger, self.since, *([self.succeeded] if verb == "take" else [])]
         done = subprocess.run(
             [sys.executable, "-I", "-c", program, verb, *map(str, place)], input=told, capture_output=True, text=True

@@ -9,7 +9,7 @@ from tests.unit.plan.fake_world import LAB
 
 from shoal.errors import SpecError, UsageError
 from shoal.verbs.context import open_context, open_hosts, state_directory
-from shoal.verbs.recall import Recalled
+from shoal.verbs.spec_cache import Recalled
 
 MIXED = """\
 cluster: reef
@@ -79,7 +79,7 @@ def test_the_sandbox_without_a_file_is_recalled_by_its_name(file: Path) -> None:
     for name in ("one", "two", "one", None):
         context = open_hosts(None, name)
         assert context.cluster == (name or "sandbox") and len(context.members) == 3
-    with pytest.raises(UsageError, match="is no name for a cluster"):
+    with pytest.raises(UsageError, match="is not a cluster name"):
         open_hosts(None, "a b")
 
 

@@ -1,4 +1,4 @@
-"""Calls to providers, which may take a minute and more where nobody answers: they go on beside the steps.
+"""Calls to providers, which may take a minute and more where nobody answers: they run in the background of the steps.
 
 A step starts the calls that are due and waits for them a little; nearly always they have ended by then. One that has
 not is left to itself, so that a provider which hangs keeps nobody else waiting. Of one key at most one call runs.
@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-log = logging.getLogger("shoal.elastic.beside")
+log = logging.getLogger("shoal.elastic.background")
 
 PATIENCE = 2.0
 """Seconds that a step waits for a call."""
 
 
 @dataclass
-class Beside:
+class BackgroundCalls:
     """The calls of one kind that run now, each by its key."""
 
     patience: float = PATIENCE

@@ -17,7 +17,7 @@ from shoal.hosts.fake import FakeConnector, FakeHost
 from shoal.providers.fake import FakeProvider
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.load import load_text
-from shoal.verbs.ahead import AT_ONCE, Ahead, Reached, reach
+from shoal.verbs.connect_early import AT_ONCE, Ahead, Reached, reach
 from shoal.verbs.context import Context, open_hosts
 
 SPEC = "cluster: reef\ncontroller: {{host: c1}}\nnodesets:\n  lab: {{hosts: ['n[1-{}]']}}\n"
@@ -166,6 +166,6 @@ def test_running_a_job_and_showing_it_loads_nothing_of_what_builds_clusters() ->
 
 
 def test_reaching_hosts_does_not_wait_for_pydantic() -> None:
-    program = "import sys, shoal.verbs.ahead, shoal.providers.sandbox.provider; print(*sys.modules)"
+    program = "import sys, shoal.verbs.connect_early, shoal.providers.sandbox.provider; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert "shoal.hosts.ssh" in done.stdout.split() and "pydantic" not in done.stdout.split()

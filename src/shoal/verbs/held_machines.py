@@ -72,7 +72,7 @@ async def strike_off(context: Context, ended: Mapping[Held, float]) -> None:
 
 
 async def _told(host: Host, ended: Mapping[str, list[object]]) -> tuple[Held, ...] | None:
-    program = files("shoal").joinpath("elastic/held.py").read_text(encoding="utf-8")
+    program = files("shoal").joinpath("elastic/held_machines_program.py").read_text(encoding="utf-8")
     command = (*PROGRAM, program, str(LEDGER), str(STATUS))
     result = await host.run(command, stdin=json.dumps({"ended": ended}).encode(), timeout=PATIENCE)
     try:

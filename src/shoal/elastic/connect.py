@@ -21,8 +21,8 @@ from shoal.providers.rental import Rented
 MEET_SECONDS = 4.0
 
 
-class Ways:
-    """The ways from the controller to itself and to rented machines."""
+class MachineConnector:
+    """Connects the controller to itself and to rented machines."""
 
     def __init__(
         self,

@@ -14,11 +14,11 @@ from tests.unit.verbs.test_rented_verbs import SERVICE, a_cluster, quickly, time
 from shoal.hosts.api import Process, Target
 from shoal.hosts.fake import FakeHost, FakeProgram
 from shoal.hosts.local import LocalHost
-from shoal.verbs import reap, renting
+from shoal.verbs import elastic_service, reap
 from shoal.verbs.down import down
 from shoal.verbs.last_words import spoken
 
-WATCH = ("sh", "-c", renting.AGAIN)
+WATCH = ("sh", "-c", elastic_service.AGAIN)
 ENOUGH = 60.0
 
 
@@ -75,7 +75,7 @@ def test_who_is_not_heard_of_any_more_is_not_waited_for_for_ever(systemctl: Path
 def test_who_ends_as_meant_leaves_it_as_it_is(systemctl: Path) -> None:
     async def as_meant() -> int:
         watch = await watching("600")
-        await watch.write(renting.STAY)
+        await watch.write(elastic_service.STAY)
         return (await watch.wait()).status
 
     assert asyncio.run(as_meant()) == 0
@@ -91,12 +91,12 @@ async def watch(program: FakeProgram) -> int:
 
 async def test_the_watch_is_told_that_it_is_to_stay_so_whatever_ended_the_work() -> None:
     host = FakeHost("c1", {WATCH: watch})
-    async with renting.started_again(host) as watched:
+    async with elastic_service.started_again(host) as watched:
         assert watched
     with pytest.raises(RuntimeError):
-        async with renting.started_again(host):
+        async with elastic_service.started_again(host):
             raise RuntimeError("what rents was started again by us")
-    assert [call.stdin for call in host.calls] == [renting.STAY, renting.STAY]
+    assert [call.stdin for call in host.calls] == [elastic_service.STAY, elastic_service.STAY]
 
 
 async def test_down_is_watched_before_it_stops_what_rents() -> None:

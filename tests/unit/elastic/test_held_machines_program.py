@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tests.unit.elastic.rentals import rental
 
-from shoal.elastic import held, status
+from shoal.elastic import held_machines_program as program
+from shoal.elastic import status
 from shoal.elastic.ledger import LIVE, Ledger
 from shoal.providers.rental import Trouble
 
@@ -25,7 +26,7 @@ def told(ledger: Path, ended: dict[str, list[object]] | None = None) -> Any:
         "python3",
         "-I",
         "-c",
-        Path(held.__file__).read_text(),
+        Path(program.__file__).read_text(),
         str(ledger),
         str(ledger.with_name("status.json")),
     ]
@@ -62,8 +63,8 @@ def test_it_tells_what_is_there_or_may_be_with_the_time_that_lists_had(tmp_path:
         "of_now": False,
     }  # fmt: skip
     assert {one["age"] for token, one in found.items() if token in LIVE} == {0.0}
-    assert found["taken"]["age"] == held.LATE_SECONDS
-    assert 500 <= found["late"]["age"] < held.LATE_SECONDS
+    assert found["taken"]["age"] == program.LATE_SECONDS
+    assert 500 <= found["late"]["age"] < program.LATE_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -137,5 +138,5 @@ def test_what_the_service_last_said_stays_readable_to_its_owner_alone(tmp_path: 
 
 
 def test_without_a_ledger_it_says_so(tmp_path: Path) -> None:
-    assert held.main(["held", str(tmp_path / "none.db"), str(tmp_path / "status.json")]) == held.NO_LEDGER
+    assert program.main(["held", str(tmp_path / "none.db"), str(tmp_path / "status.json")]) == program.NO_LEDGER
     assert list(tmp_path.iterdir()) == []

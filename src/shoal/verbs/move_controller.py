@@ -26,9 +26,9 @@ from shoal.roles.elastic import SINCE, SPEC, SUCCEEDED, UNIT, has_service, witho
 from shoal.roles.forgotten import Forgotten
 from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
-from shoal.verbs import renting
+from shoal.verbs import elastic_service
 from shoal.verbs.context import Context, state_directory
-from shoal.verbs.held import PROGRAM, held_on
+from shoal.verbs.held_machines import PROGRAM, held_on
 
 RECORD = "rents.json"
 """The host that rents, as it is reached: kept beside the cluster's host keys."""
@@ -80,7 +80,7 @@ async def predecessor(
         if not leave:
             raise ShoalError(
                 f"{what}; no host was changed: {error.message}",
-                hint="bring it back and run `shoal up` again; or switch it off for good, and say --leave-rented",
+                hint="bring it back and run `shoal up` again; or switch it off for good, and use --leave-rented",
             ) from error
         fix = f"switch it off, or on it, as root: systemctl disable --now {Path(UNIT).stem}"
         return None, (Finding("warning", what, error.cause, fix, host=target.name),)
@@ -93,16 +93,16 @@ async def succeed(context: Context, fleet: Fleet, former: Predecessor) -> None:
     with context.progress.phase(f"what rents moves from {name}", 1) as phase:
         async with _reaching(context, fleet, former.target) as old:
             there = await old.host(name)
-            if wrong := await renting.stop(there):
-                raise ShoalError(f"{name}: the service that rents cannot be stopped: {wrong}", hint="mend that first")
+            if wrong := await elastic_service.stop(there):
+                raise ShoalError(f"{name}: the service that rents cannot be stopped: {wrong}", hint="solve that first")
             try:
                 if not former.end_jobs:
                     await _refuse_rented(there, here.name)  # it went on until a moment ago
-                await renting.stop(here)  # of an earlier time as the controller
+                await elastic_service.stop(here)  # of an earlier time as the controller
                 told = await _carry(there, "give")
                 await _carry(here, "take", told)
             except BaseException:
-                await renting.to_its_end(renting.start(there))
+                await elastic_service.to_its_end(elastic_service.start(there))
                 raise
             await old.converge(name, without_service(), {}, phase)
 
@@ -156,7 +156,7 @@ async def _refuse_rented(host: Host, controller: str) -> None:
             f"the controller moves from {host.name} to {controller}, and jobs on machines that {host.name} rented "
             f"would end: {', '.join(map(str, machines))}; no host was changed",
             hint=f"on {host.name}, as root: scontrol update nodename={_nodes(machines)} state=power_down_asap; they go "
-            "when their jobs have ended; then run `shoal up` again. Or say --allow-job-loss, and they go at once",
+            "when their jobs have ended; then run `shoal up` again. Or use --allow-job-loss, and they go at once",
         )
 
 
@@ -165,10 +165,10 @@ def _nodes(machines: Sequence[Forgotten]) -> str:
 
 
 async def _carry(host: Host, verb: str, told: bytes = b"") -> bytes:
-    program = files("shoal").joinpath("elastic/carry.py").read_text(encoding="utf-8")
+    program = files("shoal").joinpath("elastic/move_ledger_program.py").read_text(encoding="utf-8")
     place = (str(LEDGER), SINCE, *((SUCCEEDED,) if verb == "take" else ()))
     result = await host.run((*PROGRAM, program, verb, *place), stdin=told, timeout=PATIENCE)
     if result.status != 0:
         said = result.error_text.strip().splitlines() or [f"status {result.status}"]
-        raise ShoalError(f"{host.name}: the ledger {LEDGER} cannot be carried over: {said[-1]}", hint="mend that first")
+        raise ShoalError(f"{host.name}: the ledger {LEDGER} cannot be carried over: {said[-1]}", hint="solve that")
     return result.stdout

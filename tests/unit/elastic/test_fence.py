@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 from tests.unit.elastic.scene import CASES, CLUSTER, Scene, scene
 
+from shoal.elastic.fence import Fence
 from shoal.elastic.source import Source
-from shoal.elastic.tenure import Tenure
 from shoal.providers.rental import Order
 from shoal.roles.elastic import IN_CHARGE
 
@@ -24,7 +24,7 @@ async def order(it: Scene, since: int, node: str = "burst1") -> str:
     source = it.fleet.sources["lambda"]
     case = CASES["lambda"]
     key = await source.renter.ensure_key(CLUSTER, it.fleet.public_key)
-    token = Tenure(since).token()
+    token = Fence(since).token()
     [made] = await source.renter.create([Order(CLUSTER, node, token, case.offer, it.fleet.public_key, key)])
     assert made.ok
     return made.id
@@ -34,7 +34,7 @@ def in_charge(it: Scene, since: int, mark: Path) -> None:
     """A service that begins now, over the same ledger."""
     it.service = it.restart()
     it.fleet = it.service.fleet
-    it.fleet.tenure = Tenure(since, mark)
+    it.fleet.fence = Fence(since, mark)
 
 
 async def test_who_sees_a_machine_of_a_later_service_orders_and_deletes_nothing_any_more(tmp_path: Path) -> None:
@@ -45,12 +45,12 @@ async def test_who_sees_a_machine_of_a_later_service_orders_and_deletes_nothing_
         await it.until(lambda: bool(it.rentals("joined")))
         [mine] = [machine.id for machine in it.machines()]
         theirs = await order(it, LATER)
-        await it.until(lambda: bool(it.fleet.tenure.ended))
+        await it.until(lambda: bool(it.fleet.fence.ended))
         it.slurm.submit("2", 1)
         it.slurm.cancel("1")
         await it.passes(7200.0)
         assert {machine.id for machine in it.machines()} == {mine, theirs}
-        assert it.fleet.tenure.ended == (
+        assert it.fleet.fence.ended == (
             f"{theirs} of lambda was rented by a later service of this cluster's; this one touches nothing any more "
             "until `shoal up` puts it in charge"
         )
@@ -66,7 +66,7 @@ async def test_after_a_restart_it_still_touches_nothing_whatever_lists_show_then
         in_charge(it, EARLIER, mark)
         it.slurm.submit("1", 1)
         await it.passes(600.0)
-        assert it.fleet.tenure.ended and it.machines() == [] and it.rentals() == []
+        assert it.fleet.fence.ended and it.machines() == [] and it.rentals() == []
 
 
 async def test_the_later_one_gives_back_what_the_earlier_one_rents(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ async def test_the_later_one_gives_back_what_the_earlier_one_rents(tmp_path: Pat
         in_charge(it, LATER, tmp_path / "succeeded")
         await order(it, EARLIER)
         await it.until(lambda: not it.machines())
-        assert not it.fleet.tenure.ended
+        assert not it.fleet.fence.ended
 
 
 async def test_machines_of_its_own_are_no_sign_of_another_also_where_the_ledger_is_lost(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_machines_of_its_own_are_no_sign_of_another_also_where_the_ledger_
         await order(it, LATER)
         it.slurm.submit("1", 1)
         await it.until(lambda: it.slurm.settled and not it.machines())
-        assert not it.fleet.tenure.ended
+        assert not it.fleet.fence.ended
 
 
 async def test_one_that_was_put_in_charge_again_is_the_later_one(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ async def test_one_that_was_put_in_charge_again_is_the_later_one(tmp_path: Path)
         in_charge(it, EARLIER, tmp_path / "succeeded")
         await order(it, LATER)
         await it.step()
-        assert it.fleet.tenure.ended
+        assert it.fleet.fence.ended
         (tmp_path / "succeeded").unlink()
         in_charge(it, LATER + 1, tmp_path / "succeeded")
         await it.until(lambda: not it.machines())
-        assert not it.fleet.tenure.ended
+        assert not it.fleet.fence.ended
 
 
 async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_to_order(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_t
 
 
 def test_every_token_is_another_one_and_tells_the_time_at_its_end() -> None:
-    tokens = {Tenure(LATER).token() for _ in range(100)}
+    tokens = {Fence(LATER).token() for _ in range(100)}
     assert len(tokens) == 100 and all(token.endswith("x6a000001") and len(token) == 17 for token in tokens)
 
 
@@ -118,14 +118,14 @@ def test_shoal_up_puts_a_service_in_charge_that_is_later_than_all_before_it(cloc
     since, mark = tmp_path / "since", tmp_path / "succeeded"
     source = SimpleNamespace(name="lambda", seen=SimpleNamespace(machines={}))
     later = int(time.time()) + (86400 if clock == "behind" else -86400)
-    source.seen.machines = {Tenure(later).token(): (SimpleNamespace(id="i-1"),)}
+    source.seen.machines = {Fence(later).token(): (SimpleNamespace(id="i-1"),)}
     since.write_text(f"{later - 10}\n")
-    ended = Tenure(later - 10, mark)
+    ended = Fence(later - 10, mark)
     ended.look([cast(Source, source)], lambda token: False)
-    assert Tenure(later - 10, mark).ended == ended.ended != ""
+    assert Fence(later - 10, mark).ended == ended.ended != ""
     began = int(time.time())
     subprocess.run(["sh", "-c", IN_CHARGE, "sh", str(since), str(mark)], check=True)
     assert int(since.read_text()) == later + 1 if clock == "behind" else int(since.read_text()) >= began
-    again = Tenure(int(since.read_text()), mark)
+    again = Fence(int(since.read_text()), mark)
     again.look([cast(Source, source)], lambda token: False)
     assert again.ended == ""

@@ -1,4 +1,4 @@
-"""What the budgets leave to order: the limits held against the ledger, and against what others are about to order."""
+"""Keeps orders within the budgets: the limits, less what the ledger has and what others are about to order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.elastic.rentals import Rental
 from shoal.providers.rental import Offer
 
 
-class Purse:
+class BudgetGuard:
     """The budgets of a cluster. Between the question and the order nobody else can take the money: it is reserved."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -32,7 +32,7 @@ class Purse:
         return budget.spent(self._fleet.budget, self._own, list(self._fleet.ledger.all(budget.since(now))), now)
 
     def step(self, busy: Container[Hashable]) -> None:
-        """Read the ledger anew. Only groups that are still being served keep what is reserved for them."""
+        """Read the ledger again. Only groups that are still being served keep what is reserved for them."""
         self._counted = None
         self._reserved = {key: kept for key, kept in self._reserved.items() if key in busy}
 

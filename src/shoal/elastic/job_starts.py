@@ -28,7 +28,7 @@ WAITING_COMMAND = ("squeue", "-h", "-t", "CONFIGURING", "-o", "%A %N")
 ABSENT = frozenset("~#%!")
 """What sinfo puts behind the state of a node without a machine, or with one that is not a node yet or no longer."""
 
-log = logging.getLogger("shoal.elastic.starts")
+log = logging.getLogger("shoal.elastic.job_starts")
 
 
 class Starts:

@@ -3,8 +3,8 @@
 `shoal up` sends this program to both and runs it there with the host's own python3 and nothing but the standard
 library, while neither has a service that runs.
 
-    carry.py give LEDGER SINCE                    prints {"ledger": "…", "since": 1763200000}
-    carry.py take LEDGER SINCE SUCCEEDED < that   and the service here is in charge, since later than the other one was
+    move_ledger_program.py give LEDGER SINCE                    prints {"ledger": "…", "since": 1763200000}
+    move_ledger_program.py take LEDGER SINCE SUCCEEDED < that   puts the service here in charge, as the later one
 """
 
 from __future__ import annotations

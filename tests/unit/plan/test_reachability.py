@@ -15,7 +15,7 @@ from shoal.hosts.fake import FakeConnector, FakeHost
 from shoal.network.mesh import Peer
 from shoal.network.wireguard import PEERS, PUBLIC_KEY, peers_conf
 from shoal.plan.fleet import Fleet
-from shoal.plan.pairs import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected
+from shoal.plan.reachability import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected
 from shoal.spec.finding import Finding
 from shoal.verbs.check import check
 from shoal.verbs.context import Context

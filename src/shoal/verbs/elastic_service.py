@@ -98,7 +98,7 @@ async def _hold(host: Host) -> None:
     if result.status != 0:
         raise ShoalError(
             f"{host.name}: nodes that are woken meanwhile cannot be made to wait: {result.error_text.strip()}",
-            hint="mend that first; nothing was changed",
+            hint="solve that first; nothing was changed",
         )
 
 

@@ -3,7 +3,7 @@
 `shoal reap` and `shoal down` send this program to the controller and run it there with the host's own python3 and
 nothing but the standard library: the service may be stopped, and the Shoal there another version.
 
-    held.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
+    held_machines_program.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
 
 Prints the machines that are there or may be as JSON, after those of `ended` that are still in that state, or on their
 way out since, were struck off. Ends with status 3 where there is no ledger.
@@ -110,12 +110,12 @@ def forget(path: Path, tokens: set[str]) -> None:
         told["machines"] = {token: one for token, one in told["machines"].items() if token not in tokens}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
-    beside = path.with_suffix(".struck")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    temporary = path.with_suffix(".struck")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
         file.write(json.dumps(told))
-    beside.replace(path)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

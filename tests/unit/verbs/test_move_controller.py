@@ -19,8 +19,8 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.roles.elastic import SPEC, UNIT
 from shoal.verbs.context import state_directory
-from shoal.verbs.held import PROGRAM, Held
-from shoal.verbs.succession import RECORD
+from shoal.verbs.held_machines import PROGRAM, Held
+from shoal.verbs.move_controller import RECORD
 from shoal.verbs.up import plan, up
 
 CLOUD = """
@@ -124,7 +124,7 @@ async def test_while_machines_are_rented_nothing_changes_and_the_way_is_told(tex
         "the controller moves from c1 to c2, and jobs on machines that c1 rented would end: "
         "cloud1 (acme i-1), cloud2 (acme on order); no host was changed\n"
         "  fix: on c1, as root: scontrol update nodename=cloud[1-2] state=power_down_asap; they go when their jobs "
-        "have ended; then run `shoal up` again. Or say --allow-job-loss, and they go at once"
+        "have ended; then run `shoal up` again. Or use --allow-job-loss, and they go at once"
     )
     assert (old.did, world.applied(), taken(world)) == ([], [], [])
     await up(context_of(world), AT_ONCE, allow_job_loss=True)
@@ -160,7 +160,7 @@ async def test_an_old_controller_that_does_not_answer_ends_it_and_left_alone_it_
     assert "c1 rented for this cluster, and does not answer: its service may run on; no host was changed: c1: " in str(
         caught.value
     )
-    assert "or switch it off for good, and say --leave-rented" in str(caught.value)
+    assert "or switch it off for good, and use --leave-rented" in str(caught.value)
     assert world.applied() == []
     [told] = (await up(context_of(world), AT_ONCE, leave_rented=True)).findings
     assert (told.level, told.host) == ("warning", "c1")

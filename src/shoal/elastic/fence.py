@@ -17,13 +17,13 @@ from pathlib import Path
 
 from shoal.elastic.source import Source
 
-log = logging.getLogger("shoal.elastic.tenure")
+log = logging.getLogger("shoal.elastic.fence")
 
 _TOKEN = re.compile(r"[0-9a-f]{8}x([0-9a-f]{8})")
 
 
 @dataclass
-class Tenure:
+class Fence:
     """The time in which this service is in charge."""
 
     since: int = 0
