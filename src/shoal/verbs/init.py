@@ -20,7 +20,7 @@ from shoal.spec.words import printable
 FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "git.sr.ht", "dev.azure.com", "huggingface.co")
 """Where an SSH config goes for git. `User git` gives the others away."""
 SHARES = (
-    "# Directories that all hosts have. Checkpoints of a job on several nodes need one.",
+    "# Directories that all hosts have. Checkpoints of jobs on many nodes need one.",
     "# storage:",
     "#   /shared: {kind: nfs}",
     "",
@@ -163,8 +163,8 @@ def _given(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
     ]
     if nodes:
         lines += [
-            "# The hosts that run jobs, by kind. A host is NAME, a hostlist such as gpu[01-16], USER@NAME:PORT,",
-            "# or {name: gpu01, address: 10.0.0.11}.",
+            "# The hosts that run jobs, by kind. A host is NAME, USER@NAME:PORT, a hostlist",
+            "# such as gpu[01-16], or {name: gpu01, address: 10.0.0.11}.",
             "nodesets:",
             "  nodes:",
             "    # user: ubuntu        # who to log in as, unless ~/.ssh/config says so",
@@ -199,7 +199,8 @@ def _sandbox(cluster: str) -> str:
 
 def _head(cluster: str) -> list[str]:
     return [
-        "# What the cluster is. `shoal check` reads it, `shoal plan` shows what would change, `shoal up` does it.",
+        "# What the cluster is. `shoal check` reads it, `shoal plan` shows what would",
+        "# change, `shoal up` does it.",
         f"cluster: {_quoted(cluster)}",
         "",
     ]
@@ -207,7 +208,7 @@ def _head(cluster: str) -> list[str]:
 
 def _tail(nodeset: str, *, shares: bool) -> list[str]:
     return [
-        "# The queues. Without this part there is one, `main`, over everything that computes.",
+        "# The queues. Without this part there is one, `main`, over all that computes.",
         "partitions:",
         "  main:",
         f"    nodesets: [{nodeset}]",
@@ -215,7 +216,8 @@ def _tail(nodeset: str, *, shares: bool) -> list[str]:
         "    # max_time: 1-00:00:00  # the longest a job may run: one day",
         "",
         *(SHARES if shares else ()),
-        "# Python packages for jobs: `shoal env build` brings them to the nodes, `shoal run --env torch` uses them.",
+        "# Python packages for jobs: `shoal env build` brings them to the nodes,",
+        "# `shoal run --env torch` uses them.",
         "# environments:",
         "#   torch: {requirements: requirements.txt}",
         "",
