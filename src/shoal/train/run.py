@@ -23,10 +23,11 @@ from typing import Any
 
 from shoal.train import profile
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
-from shoal.train.contract import EXIT_REQUEUE, SHOAL_JOB_DIR, SHOAL_RUN_ID
+from shoal.train.contract import EXIT_REQUEUE, EXIT_UNSAVED, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.data import Loader
 from shoal.train.errors import Leaving
-from shoal.train.requeue import Answer, job_to_requeue, requeue
+from shoal.train.exit_status import fail_at_exit
+from shoal.train.requeue import Answer, requeue
 from shoal.train.stop import Stop, Stopper
 
 log = logging.getLogger("shoal.train.run")
@@ -64,7 +65,9 @@ class Run:
         """The steps still to do, after restoring the newest whole checkpoint. The body of the loop is one step.
 
         Leaves by SystemExit when the job must stop, so that nothing after the loop runs: with status 0 once the job is
-        requeued, with EXIT_REQUEUE where somebody else must do that, and as SIGTERM would where it was cancelled.
+        requeued, with EXIT_REQUEUE where somebody else must do that, as SIGTERM would where it was cancelled, and with
+        EXIT_UNSAVED where nothing of this turn could be saved. Where the end cannot be saved, what follows the loop
+        runs all the same, and rank 0 leaves with EXIT_UNSAVED after it.
         """
         first = self._begin()
         for step in range(first, total):
@@ -103,6 +106,7 @@ class Run:
 
     def _begin(self) -> int:
         """The step to begin with: that of the newest whole checkpoint, or 0."""
+        self.checkpointer.claim(self._environ)
         self._first = self.checkpointer.restore(self.state) or 0
         return self._first
 
@@ -121,9 +125,12 @@ class Run:
             self._tell(
                 logging.ERROR,
                 "training is done, and its last state is in no checkpoint (the newest is of step %d): mend that and "
-                "run it again in this directory, or save the state after the loop by other means",
-                max(self.checkpointer.newest, self._first),
+                "run it again with %s, or save the state after the loop by other means. The script goes on, and ends "
+                "with status %d",
+                *(max(self.checkpointer.newest, self._first), self.checkpointer.directory, EXIT_UNSAVED),
             )
+            if self.checkpointer.rank == 0:  # alone: srun and torchrun end all others when one fails
+                fail_at_exit(EXIT_UNSAVED)
         if not trained and self._first:
             place = self.checkpointer.directory
             self._tell(logging.WARNING, "nothing is left to train; to begin anew, move %s away", place)
@@ -141,13 +148,11 @@ class Run:
             # The next turn would begin where this one did, and end as it does, for ever.
             self._tell(
                 logging.ERROR,
-                "nothing of this turn could be saved (%s): the job is not requeued. Mend that, then run `scontrol "
-                "requeue %s`: it goes on from step %d",
-                saved.error,
-                job_to_requeue(self._environ) or "JOB",
-                self._first,
+                "nothing of this turn could be saved (%s): the job is not requeued. Mend that and run it again with "
+                "%s: it goes on from step %d",
+                *(saved.error, self.checkpointer.directory, self._first),
             )
-            raise Leaving(1, comes_back=False)
+            raise Leaving(EXIT_UNSAVED, comes_back=False)
         answer = requeue(environ=self._environ)
         raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")
 

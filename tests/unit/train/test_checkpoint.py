@@ -107,7 +107,9 @@ def test_what_dead_attempts_left_is_deleted_and_nothing_else(tmp_path: Path) -> 
     _saved(tmp_path, 1)
     for name in ("step-2.tmp-0a1b", "step-1.old-77", "notes", "step-3.tmp-mine"):
         (tmp_path / name).mkdir()
-    Checkpointer(tmp_path).restore(build("plain"))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.claim()
+    checkpointer.close()
     assert _names(tmp_path) == ["notes", "step-1", "step-3.tmp-mine"]
 
 

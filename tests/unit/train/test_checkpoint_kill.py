@@ -49,6 +49,7 @@ def _die_at(count: int, directory: str) -> None:
 def _resume(rank: int, directory: str) -> None:
     state = build("fsdp", seed=9)
     checkpointer = Checkpointer(directory)
+    checkpointer.claim()
     step = checkpointer.restore(state)
     restored = digest(state)
     train_step(state)

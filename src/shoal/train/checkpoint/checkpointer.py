@@ -6,6 +6,7 @@ Every method that reads or writes is collective: call it on all ranks, in the sa
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shoal.train.checkpoint import files
+from shoal.train.checkpoint.claim import Claim, Writer, refusal
 from shoal.train.checkpoint.files import Manifest
 from shoal.train.checkpoint.state import TrainState, blank, capture, put_back
 from shoal.train.checkpoint.writer import CommittingWriter
@@ -78,6 +80,7 @@ class Checkpointer:
         """The newest save that has ended."""
         self.newest = 0
         """The newest step that this process has saved whole; 0 before the first."""
+        self._claim: Claim | None = None
         self._ranks = Ranks()
         self.rank = self._ranks.rank
         """This process's. Rank 0 speaks for all: each has the same to say."""
@@ -104,6 +107,8 @@ class Checkpointer:
         flat: dict[str, Any] = {}
         error = ""
         try:
+            if self._claim is not None and self._claim.lost_to is not None:
+                raise CheckpointError(f"{self._claim.lost_to} writes to {self.directory} now")
             flat = capture(state, self.rank)
             if background:
                 flat = self._copy(flat)
@@ -136,14 +141,32 @@ class Checkpointer:
         return self.last
 
     def close(self) -> None:
-        """Wait for the save that is under way, and end the thread."""
+        """Wait for the save that is under way, end the thread, and let another job write into the directory."""
         self.wait()
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+    def claim(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Let no other job write into the directory, and delete what attempts that died left there.
+
+        CheckpointError where another job writes there now. Not needed to `restore` alone, as an evaluation does.
+        """
+        other: Writer | None = None
+        with self._together():
+            if self.rank == 0:
+                self._claim = Claim(self.directory, Writer.here(environ))
+                other = self._claim.take()
+        if (other := self._ranks.from_rank_zero(other)) is not None:
+            raise refusal(self.directory, other)
+        with self._together():
+            self._clean()
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, verified byte by byte; each rank reads its share of the files.
@@ -176,8 +199,6 @@ class Checkpointer:
 
         CheckpointError where it is of another model or does not hold what `state` asks for.
         """
-        with self._together():
-            self._clean()
         checkpoint = self.latest()
         if checkpoint is None:
             return None
@@ -291,7 +312,7 @@ class Checkpointer:
                 log.error("%s is no longer needed and cannot be deleted: %s", checkpoint, error)
 
     def _clean(self) -> None:
-        """Delete what attempts that died left behind. Only at the start: later, some of it is ours."""
+        """Delete what attempts that died left behind. Only when the directory has become ours: later, some of it is."""
         if self.rank != 0:
             return
         for leftover in files.leftovers(self.directory):

@@ -1,0 +1,180 @@
+"""Two jobs do not write into one checkpoint directory, and no job that died stands in another's way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from tests.unit.train.training import build, train_step
+
+from shoal.train.checkpoint import Checkpointer
+from shoal.train.checkpoint.claim import FILE, FORGOTTEN, Claim, Writer
+from shoal.train.errors import CheckpointError
+from shoal.train.run import Run
+
+LONG = 600.0
+"""Reached only by what hangs."""
+FIRST, SECOND = Writer("reef-17", "job 17", "n1"), Writer("reef-18", "job 18", "n2")
+
+
+def leave(directory: Path, writer: Writer) -> Path:
+    """What a job that was killed leaves behind."""
+    (directory / FILE).write_text(json.dumps(asdict(writer)))
+    return directory / FILE
+
+
+@contextmanager
+def touching(file: Path) -> Iterator[None]:
+    """A job on another node that writes there."""
+    over = threading.Event()
+
+    def touch() -> None:
+        while not over.wait(0.05):
+            os.utime(file)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_second_job_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+    first = Claim(tmp_path, FIRST, beat=0.05)
+    assert first.take() is None
+    other = Claim(tmp_path, SECOND, beat=0.05, patience=LONG).take()
+    assert str(other) == "job 17 on n1"
+    first.release()
+    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
+
+
+def test_what_a_job_that_died_left_is_taken_over_when_nothing_moves(tmp_path: Path) -> None:
+    leave(tmp_path, FIRST)
+    assert Claim(tmp_path, SECOND, beat=0.05, patience=0.2).take() is None
+    assert json.loads((tmp_path / FILE).read_text())["name"] == "job 18"
+
+
+def test_one_touch_is_no_sign_of_life(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cache of shared storage may show the last touch of a job late."""
+    file = leave(tmp_path, FIRST)
+
+    def touch_once() -> None:
+        wait_for(lambda: caplog.text)
+        os.utime(file)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(touch_once)
+        assert Claim(tmp_path, SECOND, beat=0.05, patience=1).take() is None
+    assert f"{file} was left by job 17 on n1; waiting 1 s at most for a sign of life" in caplog.text
+
+
+def test_an_old_file_is_not_waited_for(tmp_path: Path) -> None:
+    long_ago = time.time() - FORGOTTEN - 60
+    os.utime(leave(tmp_path, FIRST), (long_ago, long_ago))
+    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
+
+
+def test_a_job_that_was_killed_on_the_same_node_is_not_waited_for(tmp_path: Path) -> None:
+    program = "import os, sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
+    program += "Claim(Path(sys.argv[1])).take(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG)
+    assert (tmp_path / FILE).exists()
+    assert Claim(tmp_path, patience=LONG).take() is None
+
+
+def test_the_next_turn_of_a_job_takes_it_at_once_and_the_one_before_learns_of_it(tmp_path: Path) -> None:
+    before, now = Claim(tmp_path, FIRST, beat=0.05), Claim(tmp_path, Writer("reef-17", "job 17", "n2"), patience=LONG)
+    assert (before.take(), now.take()) == (None, None)
+    wait_for(lambda: before.lost_to)
+    assert str(before.lost_to) == "job 17 on n2"
+    before.release()
+    assert (tmp_path / FILE).exists(), "it is not the earlier turn's to take away"
+
+
+def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
+    claims = [Claim(tmp_path, Writer(f"reef-9_{n}", f"job 9_{n}", "n1"), beat=0.05, patience=LONG) for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        refused = [other for other in threads.map(Claim.take, claims) if other is not None]
+    assert len(refused) == 7
+    for claim in claims:
+        claim.release()
+
+
+def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
+    program += "Claim(Path(sys.argv[1])).take(); raise ValueError"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "saved").write_text("a file")
+    assert Claim(tmp_path / "saved").take() is None
+    assert f"no other job is kept from writing to {tmp_path}/saved: [Errno" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "run", "name"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "reef"}, "reef-7", "job 7 on n1"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "-7_3", "job 7_3 on n1"),
+        ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "reef-7-c0de"}, "reef-7-c0de", "job 7 on n1"),
+        ({}, f"n1-{os.getpid()}", f"process {os.getpid()} on n1"),
+    ],
+)
+def test_a_job_is_the_same_over_its_turns_and_members_of_an_array_are_not(
+    environ: dict[str, str], run: str, name: str
+) -> None:
+    writer = Writer.here({**environ, "SLURMD_NODENAME": "n1"})
+    assert (writer.run, str(writer)) == (run, name)
+
+
+def test_a_run_is_refused_where_another_job_trains(tmp_path: Path) -> None:
+    with touching(leave(tmp_path, FIRST)), pytest.raises(CheckpointError) as caught:
+        next(Run(build("plain"), tmp_path, environ={"SLURM_JOB_ID": "18"}).steps(3))
+    assert str(caught.value).startswith(f"job 17 on n1 writes its checkpoints to {tmp_path} now\n")
+    assert "wait for its end or cancel it" in caught.value.fix
+
+
+def test_to_read_a_checkpoint_needs_no_claim_and_disturbs_nobody(tmp_path: Path) -> None:
+    state = build("plain")
+    for _ in Run(state, tmp_path, environ={}).steps(1):
+        train_step(state)
+    being_written = tmp_path / "step-2.tmp-9f31c2e8"
+    being_written.mkdir()
+    with touching(leave(tmp_path, FIRST)):
+        assert Checkpointer(tmp_path).restore(build("plain")) == 1
+    assert being_written.exists()
+
+
+def test_a_job_that_lost_its_directory_saves_no_more_and_says_to_whom(tmp_path: Path) -> None:
+    state, checkpointer = build("plain"), Checkpointer(tmp_path)
+    checkpointer.claim({"SLURM_JOB_ID": "17"})
+    Claim(tmp_path, Writer("-17", "job 17", "n2")).take()
+    steps = itertools.count(1)
+    wait_for(lambda: not checkpointer.save(next(steps), state).committed)
+    assert checkpointer.last is not None
+    assert checkpointer.last.error == f"rank 0: CheckpointError: job 17 on n2 writes to {tmp_path} now"
+    checkpointer.close()
