@@ -189,7 +189,7 @@ def left_running(job: str) -> Iterator[None]:
 
 
 def jobs(
-    ended: Annotated[bool, typer.Option("--all", "-a", help="Also all jobs that ended long ago.")] = False,
+    ended: Annotated[bool, typer.Option("--all", "-a", help="Also all jobs that ended more than a day ago.")] = False,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,

@@ -133,6 +133,8 @@ def _how_it_does(view: JobView) -> str:
         return progress_text(view.progress)
     if view.record.waits_for:
         return view.record.waits_for
+    if view.record.failed and view.record.state != "CANCELLED":
+        return f"`shoal logs {view.record.id}` says why"
     return "" if view.record.reason == "None" else view.record.reason
 
 

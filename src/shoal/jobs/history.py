@@ -28,6 +28,11 @@ def jobcomp_command() -> tuple[str, ...]:
     return ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {NEWEST}")
 
 
+def recent_command() -> tuple[str, ...]:
+    """The same, behind the time that was a day ago by the clock that the file is written by."""
+    return ("sh", "-c", f"date -d '1 day ago' +%FT%T; {jobcomp_command()[-1]}")
+
+
 def sacct_command() -> tuple[str, ...]:
     """The same question for slurmdbd: every job of all time."""
     words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS))
@@ -37,6 +42,12 @@ def sacct_command() -> tuple[str, ...]:
 def parse_jobcomp(text: str) -> list[JobRecord]:
     """What the file says, oldest first. A job that was queued again has several lines; the last one counts."""
     return _last(parse_runs(text))
+
+
+def parse_recent(text: str) -> list[JobRecord]:
+    """The answer to `recent_command`, oldest first, without the turns of jobs that were queued again."""
+    since, _, rest = text.partition("\n")
+    return [record for record in parse_jobcomp(rest) if record.end >= since and not record.active]
 
 
 def parse_runs(text: str) -> list[JobRecord]:

@@ -11,7 +11,7 @@ from typing import Any
 BATCH = -1
 """The rank of lines that the batch script itself, srun or Slurm printed."""
 
-_FILE = re.compile(r"rank-(\d+)\.(\d+)\.(log|end)")
+_FILE = re.compile(r"rank-(\d+)\.(\d+)\.(node|log|end)")
 _LABELLED = re.compile(r" *\d+: (.*)")
 
 
@@ -25,6 +25,8 @@ class JobFiles:
     error: str
     echo: bool = False
     """The ranks print there too, for srun to label: the person wanted all of it in one file."""
+    batch_host: str = ""
+    """The node that the batch script ran on; empty where that is not known, or there were several."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class LogLine:
     restart: int
     text: str
     node: str = ""
+    """Where it was printed; empty where that is not known."""
+    file: str = ""
+    """The file it stands in, as `reader.py` calls it."""
 
 
 @dataclass(frozen=True)
@@ -67,34 +72,40 @@ class LogReader:
     """Takes what `reader.py` prints on each node. A file that several nodes show, on shared storage, counts once; the
     batch output of a job that was queued again may be on two nodes, and both count."""
 
-    def __init__(self, echo: bool = False) -> None:
+    def __init__(self, echo: bool = False, batch_host: str = "") -> None:
         self.lines: list[LogLine] = []
         self._echo = echo
+        self._batch_host = batch_host
         self._labelled: list[LogLine] = []
         self.ends: dict[tuple[int, int], RankEnd] = {}
-        self._node_of: dict[str, str] = {}
+        self._shown_by: dict[str, str] = {}
+        self._node_of: dict[tuple[int, int], str] = {}
 
     def take(self, node: str, raw: bytes) -> LogLine | None:
         """One line of a node's answer; the log line in it, where it is one."""
         name, tab, rest = raw.decode("utf-8", "replace").rstrip("\n").partition("\t")
-        if not tab or self._node_of.setdefault(name, node) != node:
+        if not tab or self._shown_by.setdefault(name, node) != node:
             return None
         if name.startswith(("output@", "error@")):
             stamp, _, text = rest.partition(" ")
             if self._echo and (labelled := _LABELLED.fullmatch(text)):
-                self._labelled.append(LogLine(_seconds(stamp), BATCH, 0, labelled[1], node))
+                self._labelled.append(LogLine(_seconds(stamp), BATCH, 0, labelled[1], self._batch_host, name))
                 return None
-            return self._keep(LogLine(_seconds(stamp), BATCH, 0, text, node))
+            return self._keep(LogLine(_seconds(stamp), BATCH, 0, text, self._batch_host, name))
         match = _FILE.fullmatch(name)
         if match is None:
             return None
         rank, restart = int(match[1]), int(match[2])
+        if match[3] == "node":
+            self._node_of[(rank, restart)] = rest
+            return None
         if match[3] == "end":
             if end := _end(rest):
                 self.ends[(rank, restart)] = end
             return None
         stamp, _, text = rest.partition(" ")
-        return self._keep(LogLine(_seconds(stamp), rank, restart, text, node))
+        # On shared storage the node that shows a file need not be the one that wrote it.
+        return self._keep(LogLine(_seconds(stamp), rank, restart, text, self._node_of.get((rank, restart), node), name))
 
     def others(self) -> list[LogLine]:
         """Lines that srun labelled and that are in no rank's log, as torchrun's. Known once those have been read."""
@@ -111,12 +122,11 @@ class LogReader:
 
 
 def merge(lines: Iterable[LogLine]) -> list[LogLine]:
-    """In the order of time. Lines of one rank keep their order, whatever its clock did."""
-    last: dict[tuple[int, int, str], float] = {}
+    """In the order of time. Lines of one file keep their order, whatever the node's clock did."""
+    last: dict[str, float] = {}
     keyed: list[tuple[float, LogLine]] = []
     for line in lines:
-        whose = (line.rank, line.restart, line.node)
-        at = last[whose] = max(line.time, last.get(whose, 0.0))
+        at = last[line.file] = max(line.time, last.get(line.file, 0.0))
         keyed.append((at, line))
     return [line for _, line in sorted(keyed, key=lambda pair: pair[0])]
 

@@ -2,9 +2,10 @@
 
     reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
 
-Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.log`, `rank-R.N.end`, or `output@STORAGE` and
-`error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it starts on, and only
-where nodes share storage is it the same file. With TAIL above 0 only the last so many bytes of each file are read.
+Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank-R.N.log`, `rank-R.N.end`, or
+`output@STORAGE` and `error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it
+starts on, and only where nodes share storage is it the same file. The node of a rank comes before what it printed. With
+TAIL above 0 only the last so many bytes of each file are read.
 With `follow` it goes on until its input ends or says something.
 """
 
@@ -19,7 +20,9 @@ from typing import Iterator
 def main(directory: str, output: str, error: str, tail: int, follow: bool) -> None:
     at: dict[str, int] = {}
     while True:
-        for name, path in sorted(files(directory, output, error)):
+        for name, path in sorted(
+            files(directory, output, error), key=lambda file: (not file[0].endswith(".node"), file)
+        ):
             read(name, path, tail, at, last=not follow)
         sys.stdout.buffer.flush()
         if not follow:
@@ -35,7 +38,7 @@ def files(directory: str, output: str, error: str) -> Iterator[tuple[str, str]]:
             yield name + storage(path, os.path.dirname(directory)), path
     try:
         for name in os.listdir(directory):
-            if name.startswith("rank-") and name.endswith((".log", ".end")):
+            if name.startswith("rank-") and name.endswith((".node", ".log", ".end")):
                 yield name, os.path.join(directory, name)
     except OSError:
         return

@@ -37,6 +37,7 @@ _RENDEZVOUS = re.compile(
 )
 _UNSAVED = re.compile(r"the checkpoint of step \d+ \(.*?\) FAILED: (.*) \(failure \d+ of this process\)")
 _DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
+_WAITED = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|timed out in call to wait")
 _TRACEBACK = "Traceback (most recent call last):"
 _SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
 _UNREACHED = "shoal: torchrun on "
@@ -226,11 +227,12 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
     if last.endswith(("No module named kernprof", "No module named line_profiler")):
         text = f"{who} could not be profiled: {last}"
         return Reason("start", text, first.rank, first.node, fix=_LINE_FIX)
+    fix = _WAITED_FIX if any(_WAITED.search(text) for text in printed) else _fix(last)
     if first.status < 0:
-        return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed)
+        return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed, fix)
     said = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{said}"
-    return Reason("script", text, first.rank, first.node, printed, _fix(last))
+    return Reason("script", text, first.rank, first.node, printed, fix)
 
 
 def _of(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
@@ -247,6 +249,10 @@ def _fix(message: str) -> str:
 _MODULE_FIX = (
     "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
     "and `shoal run --env NAME`. Your own: is it in the working tree?"
+)
+_WAITED_FIX = (
+    "it waited for another rank, which hangs, is slow, or took another way: `shoal logs` shows what each did last. "
+    "Where one rank works long while the others wait: init(collective_timeout=SECONDS)"
 )
 _WORKER_FIX = (
     "the signal that asked the job to stop ended its data workers first: DataLoader(worker_init_fn=worker_signals)"

@@ -4,7 +4,8 @@
     runner.py spawn --nproc N -- COMMAND              one a node, starts N of the above
     runner.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
 
-Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.log`, where N counts the job's restarts, and when it ends `rank-R.N.end`.
+Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.node`, where N counts the job's restarts, `rank-R.N.log`, and when it ends
+`rank-R.N.end`.
 With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
 """
 
@@ -58,6 +59,8 @@ class Rank:
     def run(self) -> int:
         try:
             own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
+            with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
+                file.write(self.node + "\n")
             self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             # Without a log; the batch script's output has it, and `shoal logs` reads that too.

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.errors import HostError, SlurmError
+from shoal.errors import HostError
 from shoal.hostlist import expand
-from shoal.hosts.api import Host
 from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.train.contract import PROGRESS_FILE
 from shoal.verbs.context import Context, keeping
+from shoal.verbs.ended import ended_ever, ended_lately, without
 from shoal.verbs.logs import files_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
 
 EXPLAINED = 5
 """Of so many failed jobs, the newest, the logs are read to say why."""
+
+LATEST = 20
+"""So many that slurmctld has forgotten within a day are shown unasked."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +45,33 @@ class JobsResult:
 
 
 async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
-    """Every job that Slurm remembers: those that wait and run, and those that ended in the last minutes.
+    """Those that slurmctld knows: they wait, run or have just ended; and the newest others that ended within a day.
 
     With `ended`, all that have ended before as well, as far back as there are records.
     """
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [said] = await while_it_runs(controller, ask(controller, show_command()))
-        records = parse_records(said)
-        failed = [record for record in records if record.failed and record.state != "CANCELLED"][-EXPLAINED:]
-        running = [record for record in records if record.state == "RUNNING" and record.work_dir]
+        known = parse_records(said)
+        before = await ended_ever(context, controller) if ended else await ended_lately(controller)
+        records = [*without(before, known)[0 if ended else -LATEST :], *known]
+        running = [record for record in known if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, context.controller.name, running)
-        reasons = {record.id: await _reason(context, fleet, record) for record in failed}
-        before = await _ended(context, controller, records) if ended else []
+        failed = _to_explain(records)
+        told = await asyncio.gather(*(_reason(context, fleet, record) for record in failed))
+        reasons = {(record.id, record.start): reason for record, reason in zip(failed, told, strict=True)}
         failures = dict(fleet.failures)
-    views = tuple(JobView(r, progress.get(r.id, {}), reasons.get(r.id)) for r in (*before, *records))
+    views = tuple(
+        JobView(r, progress.get(r.id, {}) if r in running else {}, reasons.get((r.id, r.start))) for r in records
+    )
     return JobsResult(context.cluster, views, failures)
 
 
-async def _ended(context: Context, controller: Host, known: list[JobRecord]) -> list[JobRecord]:
-    """Jobs that slurmctld has forgotten: what its file has of them, and slurmdbd, which knows more, where there is one.
-
-    Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
-    """
-    from shoal.jobs.history import jobcomp_command, merged, parse_jobcomp, parse_sacct, sacct_command
-
-    found = parse_jobcomp(await ask(controller, jobcomp_command()))
-    if context.spec.accounting is not None:
-        with contextlib.suppress(SlurmError):
-            found = merged(found, parse_sacct(await ask(controller, sacct_command())))
-    told = {(record.id, record.start) for record in known}
-    return [record for record in found if (record.id, record.start) not in told]
+def _to_explain(records: Sequence[JobRecord]) -> list[JobRecord]:
+    """The newest that failed. Of a number that was given out anew, only the later job's logs are still there."""
+    last = {record.id: record for record in records}
+    failed = [record for record in records if record.failed and record.state != "CANCELLED"]
+    return [record for record in failed if last[record.id] is record][-EXPLAINED:]
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:

@@ -19,6 +19,7 @@ from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs.context import Context, keeping
+from shoal.verbs.ended import ended_job
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import accepted, look_at_slurmctld
 
@@ -37,7 +38,7 @@ class LogsResult:
     job: str
     lines: tuple[LogLine, ...]
     record: JobRecord | None = None
-    """None once Slurm has forgotten the job."""
+    """None where neither slurmctld nor its file knows the job."""
     reason: Reason | None = None
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ async def follow(
             for line in found.lines:
                 show(line)
             return _result(job, record, found, fleet)
-        reader, processes = LogReader(files.echo), {}
+        reader, processes = LogReader(files.echo, files.batch_host), {}
 
         async def open_reader(name: str) -> None:
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
@@ -106,13 +107,13 @@ async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
     while record.active:
         await asyncio.sleep(pause)
         pause = min(2.0, pause * 1.2)
-        # Slurm forgets a job minutes after its end: whoever was away for so long cannot be told how it ended.
+        # It may be in nobody's records, where the controller was built anew meanwhile.
         record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
     return record
 
 
 async def find_record(controller: Host, job: str) -> JobRecord | None:
-    """The job as Slurm has it, None when Slurm does not know it (any more)."""
+    """The job as Slurm has it, None when it has no record of it (any more)."""
     records = await find_records(controller, job)
     if len(records) > 1 or any(record.id != record.number for record in records if "_" not in job):
         tasks = ", ".join(record.id for record in records[:8])
@@ -121,20 +122,20 @@ async def find_record(controller: Host, job: str) -> JobRecord | None:
 
 
 async def find_records(controller: Host, job: str) -> list[JobRecord]:
-    """The job, or every task of an array, as Slurm has it; nothing when Slurm does not know it (any more)."""
+    """The job, or every task of an array, as Slurm has it, from its file where it ended a while ago."""
     try:
         result = await controller.run(show_command(job), timeout=60)
     except TimedOut:
         cause = f"slurmctld on {controller.name} does not answer"
         raise SlurmError(cause, hint=look_at_slurmctld(controller.name)) from None
     if result.status != 0 and "nvalid job id" in result.error_text:
-        return []
+        return await ended_job(controller, job)
     return parse_records(accepted(controller, show_command(job), result))
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:
     """What all nodes have of a job."""
-    taken = LogReader(files.echo)
+    taken = LogReader(files.echo, files.batch_host)
 
     async def one(name: str) -> bytes:
         result = await (await fleet.host(name)).run(_command(files, tail), timeout=120)
@@ -161,7 +162,9 @@ def files_of(context: Context, job: str, record: JobRecord | None, directory: st
     root = directory or (record.work_dir if record else "") or f"{JOBS_DIRECTORY}/{context.cluster}"
     usual = f"{root}/{job}.out"
     output = (record.output if record else "") or usual
-    return JobFiles(f"{root}/{job}", output, (record.error if record else "") or output, echo=output != usual)
+    error = (record.error if record else "") or output
+    first = record.batch_host if record and not record.restarts else ""
+    return JobFiles(f"{root}/{job}", output, error, echo=output != usual, batch_host=first)
 
 
 def _command(files: JobFiles, tail: int, *more: str) -> list[str]:

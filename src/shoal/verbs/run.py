@@ -161,6 +161,7 @@ async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle
 
 
 async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
+    _refuse_without_accounting(context, job)
     environment = await _environment(context, reached.fleet, job)
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
@@ -176,6 +177,15 @@ async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundl
     staged = bool(resolved.containers)
     shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares, staged)
     return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
+
+
+def _refuse_without_accounting(context: Context, job: JobSpec) -> None:
+    given = [f"--{name}" for name in ("account", "qos") if getattr(job, name) is not None]
+    if given and context.spec.accounting is None:
+        raise UsageError(
+            f"the cluster has no accounting, and Slurm would ignore {' and '.join(given)} without a word",
+            hint="put `accounting: true` into the file and run `shoal up`, or leave it out",
+        )
 
 
 async def _environment(context: Context, fleet: Connections, job: JobSpec) -> Made | None:

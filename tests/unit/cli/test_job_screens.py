@@ -49,6 +49,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         JobView(failed, reason=Reason("script", "rank 2 on n2 failed first")),
         JobView(JobRecord("19", "PENDING", reason="Resources", node_count=4)),
         JobView(JobRecord("21", "PENDING", reason="BeginTime", waits_for="lambda us-west-1 out of gpu_1x_a10")),
+        JobView(JobRecord("22", "FAILED", reason="NonZeroExitCode")),
         JobView(JobRecord("20", "COMPLETED", work_dir="/jobs", comment="shoal:c0de/11b/torch")),
     )
     show_jobs(console, JobsResult("reef", views, {"n9": Unreachable("n9", "does not answer", hint="is it up?")}))
@@ -61,6 +62,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
         "18 [red]x ann failed, restart 2 0 rank 2 on n2 failed first",
         "19 pending 4 Resources",
         "21 pending 0 lambda us-west-1 out of gpu_1x_a10",
+        "22 failed 0 `shoal logs 22` says why",
         "20 completed 0 profile in /jobs/20/profile",
     ]
 

@@ -59,11 +59,15 @@ class Reef:
         self.slurmctld = "active"
         self.sbatch: bytes | Result = b"17;reef\n"
         self.submitted: dict[str, str] = {}
+        self.remembered = 1000
+        """How many more times slurmctld is asked of a job before it forgets it."""
+        self.ended = ""
+        """What slurmctld's file has of jobs that have ended."""
         controller = {
             ("scontrol", "--version"): b"slurm-wlm 22.05.8\n",
             ("scontrol",): self._scontrol,
             ("systemctl", "is-active", "slurmctld"): lambda call: f"{self.slurmctld}\n".encode(),
-            ("sh",): self._submit,
+            ("sh",): self._shell,
             ("scancel",): b"",
         }
         self.controller = FakeHost(Target("c1"), controller)
@@ -72,7 +76,10 @@ class Reef:
             load_text(SPEC, "shoal.yaml"), connector=FakeConnector(self.controller, *self.nodes.values())
         )
 
-    def _submit(self, call: Call) -> bytes | Result:
+    def _shell(self, call: Call) -> bytes | Result:
+        if "jobcomp" in call.argv[2]:
+            a_day_ago = "2026-11-14T12:00:00\n" if "date" in call.argv[2] else ""
+            return f"{a_day_ago}{self.ended}".encode()
         assert "sbatch" in call.argv[2] and not call.root, "the job is the login user's, not root's"
         variables, _, self.submitted["script"] = call.stdin.decode().partition("\n\n")
         self.submitted.update(line.split("=", 1) for line in variables.splitlines())
@@ -83,7 +90,8 @@ class Reef:
             return (NODE.format("n1") + NODE.format("n2")).encode()
         if call.argv[-1] == "partition":
             return self.partition.encode()
-        if call.argv[-1] not in ("17", "job"):
+        self.remembered -= 1
+        if call.argv[-1] not in ("17", "job") or self.remembered < 0:
             return Result(1, stderr=b"slurm_load_jobs error: Invalid job id specified\n")
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return self.record.format(state, "1:0" if state == "FAILED" else "0:0", self.comment).encode()
@@ -190,8 +198,31 @@ async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
     reef = Reef()
     reef.sbatch = Result(1, stderr=b"sbatch: error: Invalid qos\n")
     with pytest.raises(SlurmError) as caught:
-        await run(reef.context, job(qos="x"), tree)
+        await run(reef.context, job(), tree)
     assert str(caught.value) == ("sbatch refused the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"qos": "high"}, "--qos"),
+        ({"account": "lab"}, "--account"),
+        ({"account": "a", "qos": "b"}, "--account and --qos"),
+    ],
+)
+async def test_what_slurm_ignores_without_accounting_is_refused_with_the_way_to_have_it(
+    tree: Path, options: dict[str, str], told: str
+) -> None:
+    reef = Reef()
+    for verb in (run, dry_run):
+        with pytest.raises(UsageError) as caught:
+            await verb(reef.context, job(**options), tree)
+        assert caught.value.message == (f"the cluster has no accounting, and Slurm would ignore {told} without a word")
+        assert caught.value.hint == "put `accounting: true` into the file and run `shoal up`, or leave it out"
+    assert reef.sent() == {"n1": [], "n2": []} and reef.submitted == {}
+    context = replace(reef.context, known=load_text(SPEC + "accounting: true\n", "shoal.yaml"))
+    script = (await run(context, job(**options), tree)).script
+    assert all(f"#SBATCH --{name}={value}\n" in script for name, value in options.items())
 
 
 async def test_each_submission_has_a_number_that_slurm_keeps_with_the_job(tree: Path) -> None:
@@ -386,6 +417,80 @@ async def test_what_the_batch_script_said_is_read_where_the_job_was_told_to_put_
         assert reef.nodes["n1"].argvs[-1][5:8] == ("/jobs/17", "/tmp/17.log", "/tmp/17.err")
     [view] = (await jobs(reef.context)).jobs
     assert view.reason is not None and "/nope/python" in view.reason.text
+
+
+JOBCOMP = (
+    "JobId={id} UserId=root(0) GroupId=root(0) Name=train JobState={state} Partition=main TimeLimit=30 "
+    "StartTime={day}T13:00:00 EndTime={day}T14:00:00 NodeList=n[1-2] NodeCnt=2 ProcCnt=4 WorkDir=/shared/jobs "
+    "SubmitTime={day}T12:00:00 EligibleTime={day}T12:00:00 {more}DerivedExitCode=0:0 ExitCode=1:0\n"
+)
+
+
+def noted(number: int | str, state: str = "FAILED", day: str = "2026-11-15", more: str = "") -> str:
+    return JOBCOMP.format(id=number, state=state, day=day, more=more)
+
+
+async def test_a_job_that_slurmctld_has_forgotten_is_shown_with_its_reason_for_a_day() -> None:
+    reef = failing()
+    reef.states = ["RUNNING"]
+    reef.ended = noted(14, day="2026-11-13") + noted(15) + noted(16, "COMPLETED") + noted(17, "REQUEUED")
+    views = (await jobs(reef.context)).jobs
+    assert [(view.record.id, view.record.state) for view in views] == [
+        *(("15", "FAILED"), ("16", "COMPLETED"), ("17", "RUNNING")),
+    ]
+    assert views[0].reason is not None and "ValueError: bad" in views[0].reason.text
+    assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
+
+
+async def test_of_the_jobs_of_a_day_the_newest_are_shown_and_all_says_the_rest() -> None:
+    reef = Reef()
+    reef.ended = "".join(noted(number, "COMPLETED") for number in range(100, 150))
+    assert [view.record.id for view in (await jobs(reef.context)).jobs] == [*map(str, range(130, 150)), "17"]
+    assert len((await jobs(reef.context, ended=True)).jobs) == 51
+
+
+async def test_a_job_that_was_cancelled_before_it_started_is_told_once() -> None:
+    reef = Reef()
+    reef.record = RECORD.replace(" NodeList", " StartTime=2026-11-15T14:00:00 EndTime=2026-11-15T14:00:00 NodeList")
+    reef.states = ["CANCELLED"]
+    reef.ended = noted(17, "CANCELLED").replace("StartTime=2026-11-15T13:00:00", "StartTime=Unknown")
+    assert len((await jobs(reef.context)).jobs) == 1
+
+
+async def test_a_number_that_was_given_out_anew_is_explained_by_its_own_logs_only() -> None:
+    reef = failing()
+    reef.ended = noted(17, day="2026-11-14")
+    before, now = (await jobs(reef.context)).jobs
+    assert (before.reason, now.record.work_dir) == (None, "/jobs") and now.reason is not None
+
+
+async def test_logs_and_the_reason_of_a_job_that_slurmctld_has_forgotten_are_found_by_its_number_alone() -> None:
+    reef = failing()
+    reef.ended = noted(15)
+    for verb in (lambda: logs(reef.context, "15"), lambda: follow(reef.context, "15", lambda line: None)):
+        result = await verb()
+        assert [line.text for line in result.lines] == ["a", "ValueError: bad", "c"]
+        assert result.reason is not None and result.reason.node == "n2"
+        assert "/shared/jobs/15" in reef.nodes["n1"].argvs[-1]
+    assert (await cancel(reef.context, ["15"])).ended == ("15",)
+
+
+async def test_an_array_that_slurmctld_has_forgotten_is_told_with_its_members() -> None:
+    reef = failing()
+    reef.ended = "".join(noted(15 + task, more=f"ArrayJobId=15 ArrayTaskId={task} ") for task in range(2))
+    with pytest.raises(UsageError) as caught:
+        await logs(reef.context, "15")
+    assert (caught.value.message, caught.value.hint) == ("job 15 is an array", "name one of it: 15_0, 15_1")
+    assert (await logs(reef.context, "15_1")).record is not None
+
+
+async def test_how_a_job_ended_is_known_to_one_who_was_away_while_slurmctld_forgot_it() -> None:
+    reef = Reef()
+    reef.states = ["RUNNING"]
+    reef.ended = noted(17, "COMPLETED")
+    reef.remembered = 2
+    result = await follow(reef.context, "17", lambda line: None)
+    assert result.record is not None and result.record.state == "COMPLETED"
 
 
 @pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])

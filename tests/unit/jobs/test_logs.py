@@ -52,6 +52,18 @@ def test_both_turns_of_a_job_that_moved_to_another_node_count() -> None:
     assert [line.text for line in shared.result().lines] == ["once"]
 
 
+def test_a_line_is_of_the_node_that_wrote_it_not_of_the_one_that_shows_it() -> None:
+    found = LogReader(batch_host="n2")
+    for text in (
+        "rank-1.0.node\tn3",
+        "output@a1\t1.0 srun",
+        "rank-1.0.log\t2.0 a",
+        "rank-2.0.log\t3.0 of an older job",
+    ):
+        found.take("n1", text.encode())
+    assert [(line.rank, line.node) for line in found.result().lines] == [(BATCH, "n2"), (1, "n3"), (2, "n1")]
+
+
 def test_where_the_ranks_print_into_the_batch_output_too_their_lines_count_once() -> None:
     found = LogReader(echo=True)
     for text in ("output@a1\t4.0 0: hello", "output@a1\t4.0 1: torchrun: no", "output@a1\t4.0 srun: error"):
@@ -85,12 +97,14 @@ def test_the_reader_prints_every_file_of_a_job(tmp_path: Path) -> None:
     job.mkdir()
     (job / "rank-0.0.log").write_text("1.0 a\n2.0 b\n3.0 unfinished")
     (job / "rank-0.0.end").write_text(json.dumps(END) + "\n")
+    (job / "rank-0.0.node").write_text("n1\n")
     (job / "tree.lock").write_text("not a log\n")
     (tmp_path / "17.out").write_text("srun: error\n")
     (tmp_path / ".id").write_text("a1\n")
-    lines = read(job)
-    assert lines[0].startswith("output@a1\t") and lines[0].endswith(" srun: error")
-    assert lines[1:] == [
+    node, output, *lines = read(job)
+    assert node == "rank-0.0.node\tn1", "before what was printed there"
+    assert output.startswith("output@a1\t") and output.endswith(" srun: error")
+    assert lines == [
         f"rank-0.0.end\t{json.dumps(END)}",
         "rank-0.0.log\t1.0 a",
         "rank-0.0.log\t2.0 b",

@@ -11,6 +11,7 @@ from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
 from shoal.jobs.model import Note
 from shoal.jobs.reason import explain_failure, last_traceback
 from shoal.jobs.record import JobRecord, parse_records
+from shoal.train.contract import EXIT_UNSAVED
 
 CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
 FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
@@ -55,6 +56,44 @@ def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
 def test_a_profiler_that_is_not_there_is_told_with_what_to_do(said: str, status: int, text: str, fix: str) -> None:
     reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
     assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"),
+        (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
+    ],
+)
+def test_a_rank_that_waited_in_vain_is_told_to_look_at_the_others(status: int, said: str) -> None:
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(1, said)), (ended(1, status, 1.0), ended(0, 143, 1.1))))
+    assert reason is not None and (reason.kind, reason.rank) == ("script", 1)
+    assert reason.fix.startswith("it waited for another rank, which hangs, is slow, or took another way: `shoal logs`")
+
+
+FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("record", "ends", "lines", "text"),
+    [
+        (
+            JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED),
+            (ended(0, EXIT_UNSAVED, 1.0),),
+            printed(0, f"{FULL} (failure 2 of this process)", "training is done, and its last state ...", "bye"),
+            "its last state could not be saved: rank 0: OSError: [Errno 28] No space left on device",
+        ),
+        # torchrun has a status of its own; on the full disk a rank may not even say how it ended.
+        (FAILED, (ended(0, EXIT_UNSAVED, 1.0),), [], "its last state could not be saved"),
+        (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
+    ],
+)
+def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
+    record: JobRecord, ends: tuple[RankEnd, ...], lines: list[LogLine], text: str
+) -> None:
+    reason = explain_failure(record, JobLogs(tuple(lines), ends))
+    assert reason is not None and (reason.kind, reason.text) == ("checkpoint", text)
+    assert reason.fix.startswith("mend that, and run it again with the same directory for its checkpoints")
 
 
 @pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])

@@ -85,6 +85,7 @@ def test_output_and_errors_go_to_the_log_with_time_stamps_in_their_order(node: M
     before = time.time()
     assert made.run() == 0
     assert made.text() == ["one", "two", "three"]
+    assert (made.directory / "rank-1.0.node").read_text() == "n1\n"
     stamps = [float(line.split()[0]) for line in (made.directory / "rank-1.0.log").read_text().splitlines()]
     assert stamps == sorted(stamps) and before <= stamps[0] <= stamps[-1] <= time.time()
     assert made.printed == ""

@@ -18,7 +18,7 @@ from shoal.cli.render_services import accounting_line
 from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import Call
-from shoal.jobs.history import jobcomp_command, sacct_command
+from shoal.jobs.history import jobcomp_command, recent_command, sacct_command
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.usage import UsageRow
 from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_findings, accounting_health
@@ -226,7 +226,9 @@ async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str
     answer(made, "scontrol", "-o", "show", "job", with_=b"No jobs in the system\n")
     told = await jobs(context_of(made), ended=True)
     assert [(view.record.id, view.record.state) for view in told.jobs] == [("3", "COMPLETED")]
-    assert (await jobs(context_of(made))).jobs == ()
+    later = b"2999-01-01T00:00:00\n"
+    answer(made, *recent_command(), with_=later + OLD)
+    assert (await jobs(context_of(made))).jobs == (), "it ended more than a day ago"
 
 
 # ---- how it does
