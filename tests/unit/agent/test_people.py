@@ -41,6 +41,26 @@ def test_neither_is_its_group() -> None:
     assert str(caught.value).startswith(f"group video is this host's own, with id {gid}, and programs of it run as")
 
 
+def test_an_id_that_somebody_has_is_refused_by_name() -> None:
+    person = user("shoal-test-user", DAEMON.pw_uid)
+    with pytest.raises(Failure) as caught:
+        accounts.check_user(person, world(person))
+    assert str(caught.value).startswith(
+        f"the id {DAEMON.pw_uid} wanted for user shoal-test-user belongs to user daemon on this host; give daemon "
+    )
+
+
+def test_who_is_there_already_keeps_further_groups_and_may_log_in_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = SimpleNamespace(pw_uid=2001, pw_gid=2001, pw_dir="/home/ann", pw_shell="/bin/sh")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(accounts, "user_of", lambda name: there)
+    monkeypatch.setattr(accounts, "must", lambda argv, what: ran.append(argv))
+    assert accounts.make_user(user("ann", 2001, groups=("team",)), world()) == ""
+    [argv] = ran
+    assert argv[0] == "usermod" and argv[-1] == "ann" and "--append" in argv
+    assert argv[argv.index("--groups") + 1] == "team" and argv[argv.index("--expiredate") + 1] == ""
+
+
 def test_who_leaves_is_locked_and_nobody_else_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "expired", lambda name: False)
     change = accounts.check_user(user("daemon", DAEMON.pw_uid, locked=True), world())

@@ -11,7 +11,7 @@ from shoal.agent.document import Block, File, Group, Item, User
 from shoal.agent.facts import Account, Cgroup, FileFact
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.stage import Stage
-from shoal.roles.users import EVERYBODY, PAM, RECORD, SSHD_CONF, Users, group_ids, home_of
+from shoal.roles.users import EVERYBODY, PAM, RECORD, SSHD_CONF, Users, group_ids, home_of, pam_block
 from shoal.storage import sshfs
 
 REEF = """
@@ -102,6 +102,23 @@ def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
     assert Users().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
     assert Users().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
     assert not any("log in" in finding.what for finding in Users().findings(cluster))
+
+
+def test_who_is_no_user_of_the_file_is_let_in_as_before_and_a_user_needs_a_job() -> None:
+    assert pam_block() == (
+        "account [success=1 default=ignore] pam_succeed_if.so quiet user notingroup shoal-users\n"
+        "account required pam_slurm_adopt.so action_no_jobs=deny\n"
+        "account required pam_permit.so\n"
+    )
+
+
+def test_the_node_that_keeps_the_homes_lets_their_users_in_and_alone_hands_files_over() -> None:
+    nfs = {"filesystems": ("nfs4", "nfsd")}
+    cluster = reef(REEF + "storage: {/home: {host: n1}}\n", n1={**CGROUPS, **nfs}, c1=nfs)
+    block = items(cluster, "n1")[f"block jobs in {PAM}"]
+    assert isinstance(block, Block) and block.content == ""
+    assert user(cluster, "n1", "alice").owns == ("/home/alice",)
+    assert user(cluster, "c1", "alice").owns == ()
 
 
 def test_without_cgroups_the_open_nodes_are_told() -> None:
