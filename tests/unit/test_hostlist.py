@@ -27,6 +27,7 @@ EXPANSIONS = {
     "a[01-3]": ["a01", "a02", "a03"],
     "a[1-2]b[01-02]": ["a1b01", "a1b02", "a2b01", "a2b02"],
     "a[1-2]b[1-2]c[1-2]": ["a1b1c1", "a1b1c2", "a2b1c1", "a2b1c2", "a1b2c1", "a1b2c2", "a2b2c1", "a2b2c2"],
+    "rack[1-2]-node[3-4]": ["rack1-node3", "rack1-node4", "rack2-node3", "rack2-node4"],
     "a[1-2][3-4]": ["a13", "a14", "a23", "a24"],
     "[1-2]": ["1", "2"],
     "a[1,1]": ["a1", "a1"],
@@ -35,6 +36,8 @@ EXPANSIONS = {
 
 REFUSALS = {
     "a[0-8/2]": "hostlist 'a[0-8/2]': '0-8/2' is not a number or a range like 01-16 "
+    "(Slurm has no stepped ranges: name the hosts one by one)",
+    "tux[0-7:2]": "hostlist 'tux[0-7:2]': '0-7:2' is not a number or a range like 01-16 "
     "(Slurm has no stepped ranges: name the hosts one by one)",
     "a[]": "hostlist 'a[]': '' is not a number or a range like 01-16",
     "a[1,]": "hostlist 'a[1,]': '' is not a number or a range like 01-16",
@@ -47,6 +50,8 @@ REFUSALS = {
     "b,a]": "hostlist 'b,a]': a bracket at character 4 has no partner",
     "a[[1-2]]": "hostlist 'a[[1-2]]': a bracket at character 2 has no partner",
     "a[1-2]x": "hostlist 'a[1-2]x': Slurm 22.05 takes no text after the last bracket, found 'x'",
+    "dc1-r[01-02]n[05-06]-ib": "hostlist 'dc1-r[01-02]n[05-06]-ib': Slurm 22.05 takes no text after the last bracket, "
+    "found '-ib'",
     "a[1-65537]": "hostlist 'a[1-65537]': the range '1-65537' has more than 65536 names",
     "a[1-400]b[1-400]": "hostlist 'a[1-400]b[1-400]': stands for more than 100000 names",
     "a[1-60000],b[1-60000]": "hostlist 'b[1-60000]': stands for more than 100000 names",

@@ -232,3 +232,15 @@ def test_the_ranks_of_a_node_share_its_cpus() -> None:
     assert torch.get_num_threads() == 1
     set_threads(read_env(srun(0)), {"SLURM_CPUS_PER_TASK": str(cpus)})
     assert torch.get_num_threads() == cpus
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_rank_that_srun_left_with_one_of_many_cpus_is_told_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    set_threads(read_env(srun(0)), {"SLURM_CPUS_ON_NODE": "1"})
+    assert caplog.text == "", "it has all there are"
+    set_threads(read_env(srun(0)), {"SLURM_CPUS_ON_NODE": "16"})
+    assert "rank 0 may use 1 of the 16 CPUs that the job has on gpu1" in caplog.text
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it" in caplog.text
