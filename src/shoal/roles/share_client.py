@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def using(cluster: Cluster, member: Member) -> Iterator[Item]:
-    """The shares of other hosts that the member mounts. One whose server does not answer stays as it is."""
+    """The shares of other hosts that the member mounts, but for those that are `away`."""
     facts = cluster.facts[member.name]
     others = [share for share in shares(cluster.spec) if share.server != member.name]
     ways = {share: way_of(cluster, share, member.name) for share in others}
@@ -38,7 +38,7 @@ def using(cluster: Cluster, member: Member) -> Iterator[Item]:
         yield from _copies(cluster, copies, servers)
     for share, kind in ways.items():
         address = cluster.addresses.get(share.server)
-        if address is None:
+        if address is None or share in away(cluster, member):
             continue
         read_only = share.share.read_only
         if kind == "nfs":
@@ -52,6 +52,15 @@ def using(cluster: Cluster, member: Member) -> Iterator[Item]:
         elif kind == "sshfs":
             options = sshfs.mount_options(read_only=read_only)
             yield _over_ssh(share.where, f"{sshfs.ACCOUNT}@{bracketed(address)}:{share.where}", options)
+
+
+def away(cluster: Cluster, member: Member) -> list[Served]:
+    """Shares whose server does not answer: what the member has of them stays as it is, and nothing new is waited for.
+
+    A machine that is rented meets the controller alone, and knows of no other host whether it answers.
+    """
+    silent = [] if member.rented else [share for share in shares(cluster.spec) if share.server not in cluster.facts]
+    return [share for share in silent if share.server != member.name]
 
 
 def _over_ssh(where: str, what: str, options: str) -> Mount:

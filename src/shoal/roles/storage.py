@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, Item, Mount
 from shoal.agent.facts import Facts
 from shoal.roles.part import How, Part
-from shoal.roles.share_client import no_copies, using
+from shoal.roles.share_client import away, no_copies, using
 from shoal.roles.share_server import (
     FOREIGN_EXPORTS,
     NOT_FOR_US,
@@ -86,7 +86,8 @@ class Storage(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         served, used = tuple(serving(cluster, member)), tuple(using(cluster, member))
-        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used)))
+        kept = [share.where for share in away(cluster, member)]
+        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used), kept))
         return {Stage.SERVICES: (*clearing, *served), Stage.NODES: used}
 
     def farewell(self) -> Document:
@@ -111,11 +112,15 @@ _SIGNS = {SERVES_NFS: (nfs.EXPORTS, nfs.GANESHA_CONF), SERVES_SSH: (sshfs.SSHD_C
 """Files by which a host serves or copies."""
 
 
-def _clearing(facts: Facts, items: Document) -> Iterator[Item]:
-    """What an earlier file had asked for and this one does not, taken away; then the record of what is to be there."""
+def _clearing(facts: Facts, items: Document, away: Sequence[str]) -> Iterator[Item]:
+    """What an earlier file had asked for and this one does not, taken away; then the record of what is to be there.
+
+    What was mounted of shares that are `away` stays.
+    """
     lines = text_of(facts, RECORD).splitlines()
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
     wanted = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
+    wanted += [(kind, where) for kind, where in before if any(f"{where}/".startswith(f"{share}/") for share in away)]
     files = {item.path for item in items if isinstance(item, File)}
     kept = [line for line, signs in _SIGNS.items() if not files.isdisjoint(signs)]
     if not wanted and not lines and not kept:
@@ -152,7 +157,8 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
     for share in shares(cluster.spec):
         if share.server not in cluster.facts:
             what = f"the host that keeps {share.where} does not answer; whoever uses the share waits"
-            yield Finding("warning", what, fix=f"bring {share.server} back", path=f"storage.{share.where}")
+            fix = f"bring {share.server} back; `shoal up` then mounts it where it is not yet"
+            yield Finding("warning", what, fix=fix, path=f"storage.{share.where}")
             continue
         facts = cluster.facts[share.server]
         if share.share.kind == "nfs" and served_by_kernel(facts) and foreign_exports(facts):

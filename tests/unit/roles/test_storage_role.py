@@ -211,13 +211,25 @@ def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> N
 
 
 def test_a_server_that_does_not_answer_is_told_and_its_mounts_stay_as_they_are() -> None:
-    cluster = cluster_of(HEAD + "storage: {/apps: {kind: sshfs, host: n1}}\n", n1=None)
+    before = {"n2": "automount /apps\nautomount /appsold\n"}
+    cluster = cluster_of(HEAD + "storage: {/apps: {kind: sshfs, host: n1}}\n", before, n1=None)
     [finding] = Storage().findings(cluster)
     assert str(finding) == (
-        "storage./apps: the host that keeps /apps does not answer; whoever uses the share waits, bring n1 back"
+        "storage./apps: the host that keeps /apps does not answer; whoever uses the share waits, bring n1 back; "
+        "`shoal up` then mounts it where it is not yet"
     )
-    mount = items(cluster, "n2")["mount /apps"]
-    assert isinstance(mount, Mount) and mount.mounted and mount.what == "shoal-share@10.0.0.11:/apps"
+    there = items(cluster, "n2")
+    assert "mount /apps" not in there
+    assert there["mount /appsold"] == Mount("/appsold", fstype="none", mounted=False, automount=True)
+    assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /apps"]
+
+
+def test_a_new_share_whose_server_does_not_answer_is_waited_for_by_nobody() -> None:
+    shares = "storage: {/apps: {kind: sshfs, host: n1}, /data: {kind: nfs}}\n"
+    there = items(cluster_of(HEAD + shares, n1=None), "n2")
+    assert "mount /data" in there and "mount /apps" not in there
+    assert text(there[f"file {RECORD}"]).splitlines()[1:] == ["automount /data"]
+    assert "mount /apps" in items(cluster_of(HEAD + shares), "n2")
 
 
 def test_what_the_file_no_longer_names_is_unmounted_and_served_no_more() -> None:
