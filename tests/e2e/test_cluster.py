@@ -110,6 +110,24 @@ def test_names_resolve_on_every_host(cluster: Cluster) -> None:
     assert {group["status"] for group in result["groups"]} == {0}
 
 
+def test_slurm_and_srun_listen_at_the_hosts_address_and_at_no_other(cluster: Cluster) -> None:
+    addresses = {name: str(target.address) for name, target in cluster.instances().items()}
+    for host, ports in (("controller", {6817}), ("login1", set()), ("fish1", {6818}), ("fish2", {6818})):
+        assert listening(cluster, host) == {f"{addresses[host]}:{port}" for port in ports}
+    # srun stays until its ports were seen, and takes them along.
+    ask = f'srun -N2 sleep 300 & until found=$({LISTENING}) && [ "$found" ]; do sleep 0.2; done; kill $!; echo "$found"'
+    of_srun = cluster.on("login1", "sh", "-c", ask).split()
+    assert {place.rpartition(":")[0] for place in of_srun} == {addresses["login1"]}, of_srun
+
+
+LISTENING = "ss -ltnH '( sport = :6817 or sport = :6818 or sport >= :60001 )' | awk '{print $4}'"
+"""Where Slurm's daemons listen on a host, and srun. What the kernel chooses for others is below."""
+
+
+def listening(cluster: Cluster, host: str) -> set[str]:
+    return set(cluster.on(host, "sh", "-c", LISTENING).split())
+
+
 def test_slurms_ports_are_closed_to_everyone_else(cluster: Cluster) -> None:
     [host] = [line.split() for line in cluster.on("fish1", "getent", "hosts", "controller").splitlines()]
     probe = ["python3", "-c", f"import socket; socket.create_connection(('{host[0]}', 6817), 5)"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts, spec_text
 
 from shoal.providers.sandbox.provider import SandboxProvider
@@ -29,7 +29,18 @@ def lent() -> Iterator[Lent]:
         "small": Shape(memory_mb=1024, disk_mb=1500),
     }
     with lent_hosts(MADE, shapes) as made:
+        for name, text in HOSTS_FILES.items():
+            made.shell(name, f"printf '{text}' > /etc/hosts; ip address add 192.0.2.7/32 dev eth0")
+        made.shell("small", "hostname vps-17")
         yield made
+
+
+HOSTS_FILES = {
+    "desk": "127.0.0.1 localhost\\n127.0.1.1 desk.lab desk\\n",
+    "gpu1": "127.0.0.1 localhost gpu1\\n",
+    "small": "127.0.1.1 vps-17\\n127.0.0.1 localhost\\n",
+}
+"""As they may be on hosts that others have made: none of them takes its own name for its address in the network."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +64,39 @@ def test_a_full_disk_on_one_host_does_not_stop_the_others(cluster: Cluster) -> N
 def test_up_works_through_sudo_and_the_controller_computes(cluster: Cluster) -> None:
     assert cluster.json("up", timeout=600)["whole"]
     names = cluster.on("desk", "srun", "-N3", "hostname").split()
-    assert sorted(names) == ["desk", "gpu1", "small"]
+    assert sorted(names) == ["desk", "gpu1", "vps-17"]
     gpu = cluster.on("desk", "srun", "-N2", "--gpus-per-node=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES").split()
     assert gpu == ["0", "0"]
     assert cluster.json("up")["unchanged"]
+
+
+def test_slurm_listens_at_the_address_of_the_network_alone_whatever_a_host_calls_itself(lent: Lent) -> None:
+    for name, ports in (("desk", {6817, 6818}), ("gpu1", {6818}), ("small", {6818})):
+        assert listening(lent, name) == {f"{lent.instances[name].target.address}:{port}" for port in ports}
+
+
+def listening(lent: Lent, name: str) -> set[str]:
+    """Where Slurm's daemons listen on a host. Each has a second address, which is nobody's business."""
+    return set(lent.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )' | awk '{print $4}'").split())
+
+
+@pytest.mark.matrix
+def test_the_move_to_one_address_and_back_keeps_jobs_running_and_may_be_killed(cluster: Cluster, lent: Lent) -> None:
+    job = cluster.on("desk", "sbatch", "--parsable", "-wgpu1", "--wrap", "sleep 1200", "-o/dev/null").strip()
+    for name, at_all in (("localhost", True), ("vps-17", False)):
+        lent.shell("small", f"hostname {name}")
+        for phase in ("compare", "packages"):
+            up = cluster.background("up")
+            read_until(up, phase)
+            kill(up)
+        assert cluster.json("up", timeout=600)["whole"]
+        barred = [one["found"] for one in cluster.json("check", status=None)["findings"] if one["host"] == "small"]
+        assert barred == (["its host name is localhost"] if at_all else [])
+        own = str(lent.instances["desk"].target.address)
+        assert listening(lent, "desk") == {f"{'0.0.0.0' if at_all else own}:{port}" for port in (6817, 6818)}
+        assert cluster.on("desk", "squeue", "-ho%T", f"-j{job}").strip() == "RUNNING"
+        assert len(cluster.on("desk", "srun", "-N3", "--overlap", "--immediate=60", "hostname").split()) == 3
+    cluster.on("desk", "scancel", job)
 
 
 def test_a_changed_host_key_is_refused_until_it_is_forgotten(cluster: Cluster) -> None:
@@ -89,6 +129,8 @@ def test_down_gives_the_hosts_back_without_us(cluster: Cluster, lent: Lent) -> N
     # Debian's own package brings plugstack.conf.
     found = {tuple(group["stdout"].split()) for group in left["groups"]}
     assert found == {("/etc/munge:", "/etc/shoal:", "/etc/slurm/plugstack.conf")}, found
+    for name, text in HOSTS_FILES.items():
+        assert lent.shell(name, "cat /etc/hosts") == text.replace("\\n", "\n"), name
     active = cluster.json("exec", "--", "systemctl", "is-active", "slurmd", "slurmctld", "munge", status=None)
     assert all("active" not in group["stdout"].split() for group in active["groups"])
 

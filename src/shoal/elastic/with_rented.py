@@ -33,7 +33,7 @@ def with_rented(spec: Spec, fleet: Fleet, facts: Mapping[str, Facts], known: Col
     cluster = assemble(spec, facts, reached, before)
     addresses = {**cluster.addresses, **{m.name: kept[m.name] for m in members(spec) if m.name in kept}}
     ids = choose_ids(controller, {controller: facts[controller]})
-    return replace(cluster, addresses=addresses, ids=ids)
+    return replace(cluster, addresses=addresses, ids=ids, conf=replace(cluster.conf, one_address=before.one_address))
 
 
 def unfit_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, Service
 from shoal.agent.facts import Facts
 from shoal.roles.cluster import Cluster
+from shoal.roles.own_address import DROP_INS, awaits_address, own_address
 from shoal.roles.part import How, Part
 from shoal.roles.stage import Stage
 from shoal.slurm import accounting as text
@@ -37,8 +38,6 @@ TIMER = "shoal-backup.timer"
 
 FILLS = ((text.PASSWORD_WORD, PASSWORD),)
 WITH_OUR_CONF = ("env", f"SLURM_CONF={SACCTMGR_CONF}")
-ANSWERS = f"exec 3<>/dev/tcp/127.0.0.1/{text.SLURMDBD_PORT}"
-"""Whether slurmdbd listens, for bash. sacctmgr itself waits half a minute for one that does not."""
 
 
 class AccountingPart(Part):
@@ -54,7 +53,7 @@ class AccountingPart(Part):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if has_database(cluster.spec, member):
             services = (*patience(cluster, member), *database(cluster, member))
-            return {Stage.SERVICES: services, Stage.NODES: accounts(cluster)}
+            return {Stage.SERVICES: services, Stage.NODES: accounts(cluster, member)}
         gone = without_database() if _there(cluster, member, SACCTMGR_CONF) else ()
         return {Stage.SERVICES: (*patience(cluster, member), *gone)}
 
@@ -100,7 +99,7 @@ def has_database(spec: Spec, member: Member) -> bool:
 
 def database(cluster: Cluster, member: Member) -> Document:
     """MariaDB, slurmdbd and backups; slurmctld finds all of it running when it starts."""
-    facts, spec = cluster.facts[member.name], cluster.spec
+    facts, spec, address = cluster.facts[member.name], cluster.spec, own_address(cluster, member)
     assert spec.accounting is not None
     mine = {"owner": "root", "group": "root", "mode": 0o600, "fills": FILLS}
     return (
@@ -119,9 +118,10 @@ def database(cluster: Cluster, member: Member) -> Document:
         ),
         Directory("/etc/systemd/system/slurmdbd.service.d"),
         File(SLURMDBD_DROP_IN, text.slurmdbd_drop_in()),
+        awaits_address(cluster, member, "slurmdbd"),
         File(
             SLURMDBD_CONF,
-            text.slurmdbd_conf(facts.hostname, spec.auth),
+            text.slurmdbd_conf(facts.hostname, spec.auth, address),
             owner="slurm",
             group="slurm",
             mode=0o600,
@@ -131,13 +131,14 @@ def database(cluster: Cluster, member: Member) -> Document:
         ),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Service("slurmdbd", command=("/usr/sbin/slurmdbd", "-D")),
-        File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth)),
+        File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth, address)),
         Command(
             "register the cluster",
             (*WITH_OUR_CONF, "sacctmgr", "-i", "add", "cluster", spec.cluster),
             unless=(
                 *(*WITH_OUR_CONF, "bash", "-c"),
-                f"{ANSWERS} && sacctmgr -nP show cluster {spec.cluster} format=cluster | grep -qx {spec.cluster}",
+                f"{answers(address)} && "
+                f"sacctmgr -nP show cluster {spec.cluster} format=cluster | grep -qx {spec.cluster}",
             ),
             # The first start makes all the tables.
             retries=15,
@@ -150,18 +151,24 @@ def database(cluster: Cluster, member: Member) -> Document:
     )
 
 
-def accounts(cluster: Cluster) -> Document:
+def answers(address: str | None) -> str:
+    """Whether slurmdbd listens, for bash. sacctmgr itself waits half a minute for one that does not."""
+    return f"exec 3<>/dev/tcp/{address or '127.0.0.1'}/{text.SLURMDBD_PORT}"
+
+
+def accounts(cluster: Cluster, member: Member) -> Document:
     """The spec's accounts, users and QOS. slurmctld runs by then, from which slurmdbd learns that there are GPUs."""
     spec = cluster.spec
     assert spec.accounting is not None
     program = (*WITH_OUR_CONF, "python3", "-I", ACCOUNTS_PROGRAM)
+    answering = answers(own_address(cluster, member))
     return (
         File(ACCOUNTS_PROGRAM, text.accounts_program(), mode=0o755),
         File(ACCOUNTS, text.wanted_accounts(spec.cluster, spec.accounting), reloads=(f"command {LIMITS}",)),
         Command(
             LIMITS,
             (*program, "apply", ACCOUNTS, RECORD, DATABASE_PROGRAM, "backup", "change"),
-            unless=("bash", "-c", f"{ANSWERS} && exec {' '.join(program)} check {ACCOUNTS} {RECORD}"),
+            unless=("bash", "-c", f"{answering} && exec {' '.join(program)} check {ACCOUNTS} {RECORD}"),
             fix="mend what it names",
         ),
     )
@@ -172,7 +179,7 @@ def without_database() -> Document:
     ours = ("test", "!", "-e", SACCTMGR_CONF)
     files = (
         *(SQL, LOGIN, PASSWORD, ACCOUNTS, ACCOUNTS_PROGRAM, DATABASE_PROGRAM, BACKUP_TIMER, BACKUP_SERVICE),
-        *(SLURMDBD_DROP_IN, SLURMDBD_CONF, MARIADB_CONF),
+        *(SLURMDBD_DROP_IN, DROP_INS["slurmdbd"], SLURMDBD_CONF, MARIADB_CONF),
     )
     items: list[Item] = [
         Command("last backup of the accounting database", (DATABASE_PROGRAM, "backup", "last"), unless=ours),

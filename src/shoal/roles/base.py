@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from shoal.agent.document import Block, Directory, Document, File, Group, Item, Packages, SecretRef, Service, User
+from shoal.agent.document import Directory, Document, File, Group, Item, Packages, SecretRef, Service, User
 from shoal.agent.facts import Facts
 from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
-from shoal.network.names import hosts_block
 from shoal.network.tailscale import INTERFACE as TAILSCALE
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE as WIREGUARD
 from shoal.roles.cluster import Cluster
-from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
+from shoal.roles.own_name import names
 from shoal.roles.part import Kept
 from shoal.roles.parts import part_packages, part_ports
 from shoal.roles.pmix import pmix_items, pmix_packages
@@ -36,7 +35,7 @@ def base(cluster: Cluster, member: Member) -> Document:
         *_accounts(cluster),
         *_packages(cluster, member),
         *_munge(cluster, member),
-        *([reduced_names(cluster, member)] if member.name in cluster.tunnels else _names(cluster)),
+        *([reduced_names(cluster, member)] if member.name in cluster.tunnels else names(cluster, member)),
         *_firewall(cluster, member),
     )
 
@@ -48,7 +47,7 @@ def installation(cluster: Cluster, member: Member) -> Document:
 
 def neighbours(cluster: Cluster, member: Member) -> Document:
     """What a host must know of the others, and changes when one comes or goes."""
-    return (*_names(cluster), *_firewall(cluster, member))
+    return (*names(cluster, member), *_firewall(cluster, member))
 
 
 def munge_kept(controller: str) -> dict[str, Kept]:
@@ -117,10 +116,6 @@ def _munge(cluster: Cluster, member: Member) -> list[Item]:
         *run,
         Service("munge", command=MUNGED),
     ]
-
-
-def _names(cluster: Cluster) -> list[Item]:
-    return [Block(HOSTS, HOSTS_BLOCK, hosts_block(cluster.addresses))]
 
 
 def _firewall(cluster: Cluster, member: Member) -> list[Item]:

@@ -11,12 +11,12 @@ from shoal.network.firewall import opening
 from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
 from shoal.network.mesh import assign
-from shoal.network.tailscale import read_status, tailscale_addresses
+from shoal.network.tailscale import tailscale_addresses
 from shoal.network.tunnel import LOOPBACK, Tunnel, choose_ports, needs_tunnel
 from shoal.roles.confinement import Confinement, confinement, no_stronger
 from shoal.roles.ids import Ids, choose_ids
 from shoal.roles.in_force import InForce
-from shoal.roles.own_name import keeps_another
+from shoal.roles.own_address import listens_at_one, obstacles
 from shoal.roles.pmix import all_have_pmix
 from shoal.roles.reduced import containers_apart, tunnels
 from shoal.roles.rented import (
@@ -122,7 +122,7 @@ def assemble(
         cgroup_plugin=jobs.plugin,
         pmix=_pmix(always, facts, versions, before),
         spanning=can_span(spec, facts.get(controller.name), versions.get(controller.name)),
-        one_address=not boxes and _one_address(spec, staying, facts, addresses, before),
+        one_address=not boxes and listens_at_one(spec.network.kind, staying, facts, addresses, before),
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
         power=power_saving(spec),
@@ -135,7 +135,12 @@ def assemble(
         versions=versions,
         ids=choose_ids(controller.name, facts),
         conf=conf,
-        findings=(*_other_firewalls(spec, facts, addresses), *_broken_contract(conf), *rented_findings(spec)),
+        findings=(
+            *_other_firewalls(spec, facts, addresses),
+            *_broken_contract(conf),
+            *rented_findings(spec),
+            *obstacles(spec.network.kind, staying, facts, addresses),
+        ),
         tunnels=tunnels(
             spec, {n: facts[n] for n in inside if n in facts}, ports, addresses, controller.name, conf.one_address
         ),
@@ -231,30 +236,6 @@ def _accounting(spec: Spec, controller: Member, addresses: Mapping[str, str]) ->
         return None
     host = spec.accounting.host or controller.name
     return AccountingConf(addresses.get(host, host), enforcement(spec.accounting))
-
-
-def _one_address(
-    spec: Spec,
-    members: tuple[Member, ...],
-    facts: Mapping[str, Facts],
-    addresses: Mapping[str, str],
-    before: InForce,
-) -> bool:
-    """Whether Slurm's daemons may listen on our network alone: they go by the host's own name, which must be ours.
-
-    All of them do or none, as they read one configuration. In a tailnet a host without TUN has no address of its own
-    there: what comes for it is handed to its loopback.
-    """
-    if spec.network.kind == "lan":
-        return False
-    answered = [member for member in members if member.name in facts and member.name in addresses]
-    named = all(
-        facts[member.name].hostname.lower() == member.name.lower()
-        and not keeps_another(facts[member.name], member.name, addresses[member.name])
-        and (spec.network.kind != "tailscale" or read_status(facts[member.name].tailscale).tun)
-        for member in answered
-    )
-    return named and (before.one_address or len(answered) == len(members))
 
 
 def _pmix(

@@ -11,7 +11,7 @@ from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compu
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
 from shoal.roles.own_address import DROP_INS
-from shoal.roles.own_name import own_name_back
+from shoal.roles.own_name import CLOUD_INIT, SERVICE, UNIT, own_name_back
 from shoal.roles.part import How
 from shoal.roles.parts import PARTS, part_files, part_services, parts_of
 from shoal.roles.pmix import pmix_files
@@ -24,7 +24,7 @@ from shoal.spec.model import Spec
 
 def fact_services() -> tuple[str, ...]:
     """All that documents name, so that an agent asks systemd once."""
-    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, *part_services())
+    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, SERVICE, *part_services())
 
 
 def fact_files(spec: Spec) -> Mapping[str, How]:
@@ -32,7 +32,7 @@ def fact_files(spec: Spec) -> Mapping[str, How]:
     return {
         MUNGE_KEY: "hash",
         **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
-        **dict.fromkeys((*pmix_files(), *spanning_files()), "there"),
+        **dict.fromkeys((*pmix_files(), *spanning_files(), CLOUD_INIT, UNIT), "there"),
         **part_files(spec),
     }
 
@@ -69,7 +69,8 @@ def farewell() -> Document:
         *[item for part in reversed(PARTS) for item in part.farewell()],
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, *DROP_INS.values(), LEFTOVERS, ROTATION)],
+        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS, ROTATION)],
+        *[File(DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")],
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *without_firewall(),

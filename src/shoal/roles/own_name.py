@@ -1,53 +1,88 @@
-"""A host's own name, on a network of our own: it means the address there, to the host itself as to everyone else."""
+"""A host's own name: it means the address on the cluster's network, to the host itself as to everyone else.
+
+Slurm's daemons and srun listen where their host's name leads. The name may be another than the member's in the file.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.agent.document import Command, Document
+from shoal.agent.document import Block, Command, Document, File, Service
 from shoal.agent.facts import Facts
-from shoal.network.names import own_names
+from shoal.network.names import MARK, REST, hosts_block, names_program, names_unit, own_name_rule, own_names
 from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
 from shoal.spec.member import Member
 
 if TYPE_CHECKING:
     from shoal.roles.cluster import Cluster
 
-MARK = "#shoal "
-"""Before a line of `/etc/hosts` that we have put out of force."""
+CLOUD_INIT = "/etc/cloud/cloud.cfg"
+"""Where it is, cloud-init is, which on many images writes `/etc/hosts` anew at every boot."""
+KEPT = "/etc/shoal/hosts"
+PROGRAM = "/usr/local/lib/shoal/names"
+SERVICE = "shoal-names"
+UNIT = f"/etc/systemd/system/{SERVICE}.service"
+GO_BY_IT = ("munge", "slurmdbd", "slurmctld", "slurmd")
+"""Who asks for the host's own name when it starts. munged puts the address it was told into every credential."""
 
 
-def own_name(cluster: Cluster, member: Member) -> Document:
-    """Put lines of `/etc/hosts` out of force that give the host's own name another address."""
+def names(cluster: Cluster, member: Member) -> Document:
+    """The members' names, with the host's own, which it may take for another address.
+
+    In a plain network that is for Slurm's daemons alone: where they listen at all addresses, the host's file is left.
+    """
     facts = cluster.facts[member.name]
-    if all(_names_localhost(line) for line in other_lines(facts, member.name, cluster.addresses.get(member.name, ""))):
-        return ()
-    words = "|".join(dict.fromkeys(name.replace(".", "[.]") for name in (member.name, facts.hostname)))
-    inside = f"/^# BEGIN shoal {HOSTS_BLOCK}$/,/^# END shoal {HOSTS_BLOCK}$/"
-    line = rf"^([0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({words})([[:blank:]#].*)?)$"
-    rule = rf"{inside}! {{ /localhost/! s/{line}/{MARK}\1/I }}"
-    # munged puts the address of the host's name into every credential, as it was when it started.
-    return (Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=("munge",)),)
+    if cluster.spec.network.kind == "lan" and not cluster.conf.one_address:
+        block = Block(HOSTS, HOSTS_BLOCK, hosts_block(cluster.addresses))
+        return (block, *own_name_back()) if _was_changed(facts) else (block,)
+    alias = _alias(cluster, member.name)
+    text = hosts_block(cluster.addresses, {member.name: alias} if alias else {})
+    own = (member.name, alias) if alias else (member.name,)
+    rule = own_name_rule(HOSTS_BLOCK, own)
+    others = own_names(_hosts(facts), HOSTS_BLOCK, own, cluster.addresses.get(member.name, ""))
+    change = Command("own name", ("sed", "-i", "-E", rule, HOSTS), restarts=GO_BY_IT)
+    return (
+        Block(HOSTS, HOSTS_BLOCK, text),
+        *([change] if others else ()),
+        *(_again_at_boot(text, rule) if _there(facts, CLOUD_INIT) and facts.init == "systemd" else ()),
+    )
 
 
-def other_lines(facts: Facts, name: str, address: str) -> tuple[str, ...]:
-    """The lines of the host's `/etc/hosts` by which it takes its own name for another address."""
-    hosts = facts.files.get(HOSTS)
-    return own_names((hosts and hosts.text) or "", HOSTS_BLOCK, (name, facts.hostname), address)
-
-
-def keeps_another(facts: Facts, name: str, address: str) -> bool:
-    """Whether a line is left that is not ours to touch, because it says what `localhost` is."""
-    return any(_names_localhost(line) for line in other_lines(facts, name, address))
-
-
-def _names_localhost(line: str) -> bool:
-    return "localhost" in line
-
-
-def own_name_back(kind: str = "lan") -> Document:
-    """Put them in force again. `kind` is that of the network the host goes to: another of our own wants the same."""
-    if kind != "lan":
-        return ()
+def own_name_back() -> Document:
+    """All of it taken away, and the lines of `/etc/hosts` in force again."""
     there = ("sh", "-c", f"! grep -q '^{MARK}' {HOSTS}")
-    return (Command("own name", ("sed", "-i", f"s/^{MARK}//", HOSTS), unless=there),)
+    return (
+        Service(SERVICE, enabled=False, running=False),
+        *(File(path) for path in (UNIT, PROGRAM, KEPT)),
+        Command("own name", ("sed", "-i", "-e", f"/{REST}$/d", "-e", f"s/^{MARK}//", HOSTS), unless=there),
+    )
+
+
+def _again_at_boot(text: str, rule: str) -> Document:
+    program = names_program(HOSTS, HOSTS_BLOCK, KEPT, rule)
+    return (File(KEPT, text), File(PROGRAM, program, mode=0o755), File(UNIT, names_unit(PROGRAM)), Service(SERVICE))
+
+
+def is_localhost(name: str) -> bool:
+    return name.lower().partition(".")[0] == "localhost"
+
+
+def _alias(cluster: Cluster, name: str) -> str:
+    """What the host calls itself, where that is not the member's name, and nobody else's either."""
+    hostname = cluster.facts[name].hostname
+    taken = {other.lower() for other in cluster.addresses}
+    return "" if hostname.lower() in taken or is_localhost(hostname) else hostname
+
+
+def _was_changed(facts: Facts) -> bool:
+    return _there(facts, UNIT) or f"\n{MARK}" in f"\n{_hosts(facts)}"
+
+
+def _there(facts: Facts, path: str) -> bool:
+    found = facts.files.get(path)
+    return found is not None and found.there
+
+
+def _hosts(facts: Facts) -> str:
+    found = facts.files.get(HOSTS)
+    return (found and found.text) or ""

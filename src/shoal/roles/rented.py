@@ -125,6 +125,14 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
                 "give each kind a nodeset of its own",
                 path=f"nodesets.{one.name}",
             )
+        elif _kinds_of(spec, one) == {True}:
+            yield Finding(
+                "info",
+                f"nodeset `{one.name}`: because of it Slurm listens on all addresses of all hosts, and not on the "
+                "network's alone",
+                "rented containers, which call slurmctld from the end of a tunnel",
+                path=f"nodesets.{one.name}",
+            )
         unknown = [
             f"{offer.type} of {offer.provider}"
             for offer in one.offers

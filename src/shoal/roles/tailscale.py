@@ -9,7 +9,6 @@ from shoal.agent.document import Command, Directory, Document, File, Packages, S
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
 from shoal.network.tailscale import INTERFACE, SOON, Tailnet, read_status, tailnet_name, up_flags
-from shoal.roles.own_name import own_name, own_name_back
 from shoal.roles.part import How, Kept, Part
 from shoal.roles.stage import Stage
 from shoal.roles.tailscale_rented import KEY_THERE, SOURCE, keyring_kept, package_source, rented_machines
@@ -84,10 +83,9 @@ class TailscalePart(Part):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
         if _wanted(cluster.spec):
-            services = (*own_name(cluster, member), *_for_rented(cluster.spec, member))
-            return {Stage.BASE: daemon(facts), Stage.SERVICES: services}
+            return {Stage.BASE: daemon(facts), Stage.SERVICES: _for_rented(cluster.spec, member)}
         if _joined_text(facts):
-            return {Stage.SERVICES: own_name_back(cluster.spec.network.kind), Stage.NODES: leave()}
+            return {Stage.NODES: leave()}
         there = facts.files.get(KEY_THERE)
         return {Stage.SERVICES: (File(KEY_THERE),)} if there and there.there else {}
 

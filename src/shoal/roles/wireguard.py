@@ -36,7 +36,6 @@ from shoal.network.wireguard import (
     peers_in,
     unit,
 )
-from shoal.roles.own_name import own_name, own_name_back
 from shoal.roles.part import How, Part
 from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
@@ -80,8 +79,7 @@ class WireGuard(Part):
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if cluster.spec.network.kind != "wireguard":
             was = cluster.facts[member.name].files.get(UNIT)
-            name = own_name_back(cluster.spec.network.kind)
-            return {Stage.SERVICES: (*self.farewell(), *name)} if was and was.there else {}
+            return {Stage.SERVICES: self.farewell()} if was and was.there else {}
         network = cluster.spec.network
         found = place_of(cluster, member.name)
         kernel = MODULE in cluster.facts[member.name].modules
@@ -98,7 +96,6 @@ class WireGuard(Part):
                 File(KNOCK, knock_script(found.peers), mode=0o755, restarts=(KNOCK_SERVICE,)),
                 File(KNOCK_UNIT, knock_unit(), restarts=(KNOCK_SERVICE,)),
                 Service(KNOCK_SERVICE),
-                *own_name(cluster, member),
             )
         }
 

@@ -51,13 +51,18 @@ def accounting_settings(accounting: AccountingConf | None) -> dict[str, str]:
     }
 
 
-def slurmdbd_conf(hostname: str, auth: str = "munge") -> str:
-    """slurmdbd.conf. It reaches MariaDB through a socket, and MariaDB listens nowhere else."""
+def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None) -> str:
+    """slurmdbd.conf. It reaches MariaDB through a socket, and MariaDB listens nowhere else.
+
+    `address` is the one that its host's own name has, where it listens there alone.
+    """
     other = "" if auth == "munge" else "AuthAltTypes=auth/munge\n"
+    words = [] if address is None else ["NoInAddrAny"] if ":" not in address else ["NoInAddrAny", "EnableIPv6"]
+    listening = f"CommunicationParameters={','.join(words)}\n" if words else ""
     return (
         f"{HEADER}AuthType=auth/{auth}\n{other}"
         f"DbdHost={hostname}\n"
-        f"DbdPort={SLURMDBD_PORT}\n"
+        f"DbdPort={SLURMDBD_PORT}\n{listening}"
         "SlurmUser=slurm\n"
         "LogFile=/var/log/slurm/slurmdbd.log\n"
         "PidFile=/run/slurmdbd.pid\n"
@@ -118,14 +123,14 @@ def database_login() -> str:
     return f"{HEADER}[client]\nuser=slurm\npassword={PASSWORD_WORD}\n"
 
 
-def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge") -> str:
+def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge", address: str | None = None) -> str:
     """A slurm.conf for sacctmgr alone, on the host of the database: it serves before the cluster has one."""
     return (
         f"{HEADER}ClusterName={cluster}\n"
         f"SlurmctldHost={controller}\n"
         f"AuthType=auth/{auth}\n"
         "AccountingStorageType=accounting_storage/slurmdbd\n"
-        "AccountingStorageHost=localhost\n"
+        f"AccountingStorageHost={address or 'localhost'}\n"
         f"AccountingStoragePort={SLURMDBD_PORT}\n"
     )
 

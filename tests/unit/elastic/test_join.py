@@ -22,7 +22,7 @@ from shoal.elastic.with_rented import without_peers
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeConnector
 from shoal.network.mesh import Peer
-from shoal.network.names import hosts_block
+from shoal.network.names import addresses_in, hosts_block
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.providers.rental import Rented
 from shoal.roles.cluster import assemble
@@ -95,6 +95,11 @@ class Reef:
     def item(self, name: str, key: str) -> dict[str, Any]:
         return self.world.agents[name].items[key]
 
+    def members_known_to(self, name: str) -> dict[str, str]:
+        """The addresses that a host was told, by name."""
+        block = self.item(name, "block members in /etc/hosts")["content"]
+        return addresses_in(f"# BEGIN shoal members\n{block}# END shoal members\n", "members")
+
     def _there(self, known_hosts: Path) -> FakeConnector:
         known_hosts.write_text("met\n")
         return self.world.connector
@@ -103,11 +108,8 @@ class Reef:
 async def test_a_machine_becomes_a_node_and_the_controller_and_other_rented_nodes_learn_of_it(tmp_path: Path) -> None:
     reef = Reef(tmp_path, 1, 2, joined=(3,))
     assert await reef.joiner.join({"cloud1": machine(1), "cloud2": machine(2)}) == {"cloud1": "", "cloud2": ""}
-    names = {name: reef.item(name, "block members in /etc/hosts")["content"] for name in ("c1", "cloud1", "cloud3")}
-    assert len(set(names.values())) == 1
-    assert names["c1"].split() == [
-        *("10.0.0.1", "c1", "10.0.0.11", "n1", "10.0.0.21", "cloud1", "10.0.0.22", "cloud2", "10.0.0.23", "cloud3")
-    ]
+    everyone = {**ADDRESSES, "cloud1": "10.0.0.21", "cloud2": "10.0.0.22", "cloud3": "10.0.0.23"}
+    assert [reef.members_known_to(name) for name in ("c1", "cloud1", "cloud3")] == [everyone] * 3
     assert "10.0.0.21" in reef.item("c1", "file /etc/shoal/firewall.nft")["content"]
     options = reef.item("cloud1", "file /etc/default/slurmd")["content"]
     assert 'SLURMD_OPTIONS="--conf-server 10.0.0.1:6817 -b -N cloud1"' in options
@@ -169,9 +171,9 @@ async def test_who_is_gone_is_forgotten_and_who_only_cannot_be_found_now_is_not(
     reef = Reef(tmp_path, joined=(1, 2, 3), stale="cloud4")
     reef.others = {"cloud1": machine(1), "cloud2": None}
     await reef.joiner.settle()
-    told = reef.item("c1", "block members in /etc/hosts")["content"].split()
-    assert told[1::2] == ["c1", "n1", "cloud1", "cloud2"]
-    assert reef.item("cloud1", "block members in /etc/hosts")["content"].split() == told
+    told = reef.members_known_to("c1")
+    assert list(told) == ["c1", "n1", "cloud1", "cloud2"]
+    assert reef.members_known_to("cloud1") == told
     assert reef.asked("cloud2") == [] and reef.asked("cloud3") == []
     del reef.world.agents["c1"].items["block members in /etc/hosts"]
     await reef.joiner.settle()

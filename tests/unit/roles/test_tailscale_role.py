@@ -187,7 +187,7 @@ def test_a_host_that_takes_its_own_name_for_another_address_learns_better() -> N
     debian = FileFact(text="127.0.0.1 localhost\n127.0.1.1 n1\n")
     found["n1"] = replace(found["n1"], files={**found["n1"].files, HOSTS: debian})
     cluster = assemble(SPEC, found, {})
-    assert "command own name" in {item.key for item in documents(cluster, cluster.members[1])[Stage.SERVICES]}
+    assert "command own name" in {item.key for item in documents(cluster, cluster.members[1])[Stage.BASE]}
     assert cluster.conf.one_address
 
 

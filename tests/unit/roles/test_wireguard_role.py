@@ -8,7 +8,7 @@ from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import host_facts, spec_of
 from tests.unit.roles.test_documents_of_roles import shown
 
-from shoal.agent.document import Command, File, Packages
+from shoal.agent.document import Block, Command, File, Packages
 from shoal.agent.facts import Address, Facts, FileFact
 from shoal.network.names import hosts_block
 from shoal.network.wireguard import MODULE, PEERS, PRIVATE_KEY, PUBLIC_KEY, UNIT
@@ -98,22 +98,13 @@ def test_names_nodes_and_the_firewall_follow_the_network() -> None:
     assert 'iifname "shoal0" ip saddr @members4' in str(rules)
 
 
-def test_slurm_listens_on_the_network_alone_where_every_host_goes_by_its_name() -> None:
+def test_slurm_listens_on_the_network_alone_also_on_a_host_that_calls_itself_otherwise() -> None:
     words = "NoInAddrAny,NoCtldInAddrAny"
     assert words in slurm_settings(assemble(SPEC, FACTS, {}).conf)
-    other_name = {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}
-    assert words not in slurm_settings(assemble(SPEC, other_name, {}).conf)
-    fixed = FileFact(text="127.0.0.1 localhost n1\n")
-    not_ours = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, HOSTS: fixed})}
-    assert words not in slurm_settings(assemble(SPEC, not_ours, {}).conf)
-    assert words not in slurm_settings(assemble(spec_of(TEXT.replace("wireguard", "lan")), FACTS, {}).conf)
-
-
-def test_a_line_that_gives_a_host_its_name_elsewhere_is_put_out_of_force_once() -> None:
-    debian = FileFact(text="127.0.0.1 localhost\n127.0.1.1 n1\n")
-    found = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, HOSTS: debian})}
-    assert "command own name" in items(assemble(SPEC, found, {}), "n1")
-    assert "command own name" not in items(assemble(SPEC, FACTS, {}), "n1")
+    other_name = assemble(SPEC, {**FACTS, "n1": replace(FACTS["n1"], hostname="ip-10-0-0-11")}, {})
+    assert words in slurm_settings(other_name.conf)
+    [names] = [i for i in documents(other_name, other_name.members[1])[Stage.BASE] if isinstance(i, Block)]
+    assert "10.77.0.2  n1 ip-10-0-0-11\n" in names.content
 
 
 def put_in_force(cluster: Cluster) -> dict[str, Facts]:
@@ -169,6 +160,4 @@ def test_another_network_takes_wireguard_away_and_only_where_it_was() -> None:
     was = {**FACTS, "n1": replace(FACTS["n1"], files={**FACTS["n1"].files, UNIT: FileFact(there=True)})}
     gone = assemble(spec_of(TEXT.replace("wireguard", "lan")), was, {})
     assert {f"file {PRIVATE_KEY}", f"file {UNIT}", "service shoal-wireguard"} <= items(gone, "n1").keys()
-    assert {"command unreachable subnet", "command own name"} <= items(gone, "n1").keys()
-    tailnet = assemble(spec_of(TEXT.replace("wireguard", "tailscale")), was, {})
-    assert "command own name" not in items(tailnet, "n1"), "the other network wants the same of it"
+    assert "command unreachable subnet" in items(gone, "n1")
