@@ -177,6 +177,13 @@ def test_what_two_nodes_print_is_shown_in_the_order_of_time(cluster: Jobs) -> No
         assert mine == [f"[{rank}] turn {turn} of {rank}" for turn in range(2)], "each once, as they came"
 
 
+def test_on_shared_storage_each_line_is_still_of_the_node_that_printed_it(cluster: Jobs) -> None:
+    result = cluster.json("run", "--wait", "-N2", "--directory", "/shared/jobs", "hello.py")
+    assert {(line["rank"], line["node"]) for line in result["lines"] if line["rank"] >= 0} == {
+        (rank, f"fish{rank // 2 + 1}") for rank in range(4)
+    }
+
+
 def test_the_code_is_sent_once_and_ignored_files_never(cluster: Jobs) -> None:
     inode = ("sh", "-c", "stat -c '%i %n' /var/lib/shoal/jobs/j-jobs/code/*")
     before = cluster.on("fish1", *inode)

@@ -126,9 +126,11 @@ def _message(lines: Sequence[str]) -> str:
 
 
 def _ended_by_others(end: RankEnd) -> bool:
-    """Ended by a signal that it was sent from outside, or killed."""
+    """Ended because another rank had failed, or the job was ended: Slurm and torchrun kill no rank unwarned."""
     number = -end.status if end.status < 0 else end.status - 128
-    return number in (signal.SIGKILL, signal.SIGTERM) and not end.out_of_memory
+    if number == signal.SIGKILL:
+        return bool(end.signals) and not end.out_of_memory
+    return number == signal.SIGTERM
 
 
 def _stopped(record: JobRecord) -> Reason:
@@ -229,6 +231,8 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> Reason:
         return Reason("start", text, first.rank, first.node, fix=_LINE_FIX)
     fix = _WAITED_FIX if any(_WAITED.search(text) for text in printed) else _fix(last)
     if first.status < 0:
+        if first.status == -signal.SIGKILL:
+            fix = f"Slurm did not do that: `shoal ssh {first.node} journalctl -k` tells if memory ran out"
         return Reason("script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed, fix)
     said = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{said}"

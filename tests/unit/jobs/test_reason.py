@@ -71,6 +71,17 @@ def test_a_rank_that_waited_in_vain_is_told_to_look_at_the_others(status: int, s
     assert reason.fix.startswith("it waited for another rank, which hangs, is slow, or took another way: `shoal logs`")
 
 
+def test_a_rank_that_was_killed_unwarned_is_the_first_and_one_that_was_killed_after_others_is_not() -> None:
+    reset = "RuntimeError: Connection reset by peer"
+    killed = (ended(0, -9, 1.0), ended(3, 1, 1.1), ended(2, -15, 1.2, signals=("SIGTERM",)))
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(3, reset)), killed))
+    assert reason is not None and reason.text == "rank 0 on fish1 was ended by SIGKILL"
+    assert reason.fix.startswith("Slurm did not do that: `shoal ssh fish1 journalctl -k` tells if memory")
+    late = (ended(0, -9, 1.0, signals=("SIGTERM",)), ended(3, 1, 1.1))  # by clocks that differ
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(3, reset)), late))
+    assert reason is not None and (reason.rank, reset in reason.text) == (3, True)
+
+
 FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No space left on device"
 
 
