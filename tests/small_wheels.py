@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import stat
 import zipfile
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def small_wheel(directory: Path, name: str, version: str, files: dict[str, str] 
     directory.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for inner, text in inside.items():
-            archive.writestr(zipfile.ZipInfo(inner), text)
+            entry = zipfile.ZipInfo(inner)
+            entry.external_attr = (stat.S_IFREG | (0o755 if ".data/scripts/" in inner else 0o644)) << 16
+            archive.writestr(entry, text)
     return path
 
 

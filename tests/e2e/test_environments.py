@@ -89,8 +89,10 @@ def test_it_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
     assert again["fresh"] == [] and again["made"][0]["path"] == made["path"]
     done = cluster.json("run", "--wait", "-N2", "--env", "torch", "train.py")
     assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
-    # Programs in it name the very path they are at, on every host.
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
+    # Its programs find the Python beside them, wherever a copy is.
+    cluster.on("fish2", "cp", "-r", made["path"], "/opt/a copy")
+    assert cluster.on("fish2", "/opt/a copy/bin/herring-says") == "herring 1.0\n"
 
 
 def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(cluster: Cluster) -> None:

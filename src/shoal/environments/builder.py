@@ -6,8 +6,8 @@ It reads one JSON object from standard input and writes one a line: progress, an
     DIRECTORY/ID                     an environment, named by what is in it; LOCAL/ID where nodes have copies
     DIRECTORY/archives/ID.tar        the same as one file, for those copies
 
-An environment is made at the very path it is used at, as the programs in it name that path. It counts from the moment
-its mark is there: what a killed run left without one is made anew.
+An environment counts from the moment its mark is there: what a killed run left without one is made anew. It works
+wherever it is copied to, which is seen to by the program `relocatable.py`, sent along.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 MARK = "shoal-environment.json"
+MADE_LIKE_THIS = "relocatable"
+"""Part of an environment's name: one of the same packages that was made in another way is another one."""
 ASK = (
     "import json, sys, sysconfig; "
     "print(json.dumps(['%d.%d' % sys.version_info[:2], sys.implementation.cache_tag, sysconfig.get_platform()]))"
+)
+ASK_WHETHER = (
+    "import platform, sys; from pip._vendor.packaging.specifiers import SpecifierSet; "
+    "print(SpecifierSet(sys.argv[1]).contains(platform.python_version(), prereleases=True))"
 )
 
 
@@ -66,11 +72,12 @@ def build(asked: dict[str, Any]) -> dict[str, Any]:
         version, tag, platform = python_facts(asked["python"])
         source = digest(asked["requirements"], asked["constraints"], str(asked["locked"]), tag, platform)
         tools = pip_tools(asked, tag)
+        refuse_python(asked["for_python"], version, tools)
         wheels = gather(asked, source, tools)
         resolved = sorted(
             "%s sha256:%s" % (name, file_digest(os.path.join(wheels, name))) for name in wheel_names(wheels)
         )
-        number = digest("\n".join(resolved), tag, platform)
+        number = digest("\n".join(resolved), tag, platform, MADE_LIKE_THIS)
         place = os.path.join(asked["local"] if asked["place"] == "local" else directory, number)
         made = not os.path.exists(os.path.join(place, MARK))
         if made:
@@ -127,6 +134,13 @@ def pip_tools(asked: dict[str, Any], tag: str) -> str:
     return place + "/bin/python"
 
 
+def refuse_python(wanted: str, version: str, tools: str) -> None:
+    """A project and a lock may say which Pythons they are for, in the words of packages (`>=3.12`)."""
+    line = [tools, "-I", "-c", ASK_WHETHER, wanted]
+    if wanted and subprocess.run(line, stdout=subprocess.PIPE, check=False).stdout.strip() != b"True":
+        raise Failed("it is for Python %s, and this is %s" % (wanted, version), "name another with `python`")
+
+
 def fresh_venv(python: str, place: str, options: list[str]) -> None:
     shutil.rmtree(place, ignore_errors=True)
     done = subprocess.run(
@@ -167,6 +181,7 @@ def install(asked: dict[str, Any], place: str, tools: str, wheels: str, about: d
     done = subprocess.run([*inside, "check"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         raise Failed("the packages do not fit together: %s" % last_lines(done.stdout), "mend the list of them")
+    bound = relocate(asked["relocatable"], place)
     tell("progress", text="compile")
     # Otherwise the first job does it, on every node at once, if it may write there at all.
     line = [place + "/bin/python", "-I", "-m", "compileall", "-qq", "-j0", place + "/lib"]
@@ -174,8 +189,18 @@ def install(asked: dict[str, Any], place: str, tools: str, wheels: str, about: d
     subprocess.run(["chmod", "-R", "a+rX,go-w", place], check=True)
     torch, cuda = torch_facts(place)
     packages = sorted("==".join(name.split("-")[:2]).replace("_", "-") for name in wheel_names(wheels))
-    about = dict(about, packages=packages, torch=torch, cuda=cuda, made_at=int(time.time()), place=asked["place"])
+    about = dict(about, packages=packages, torch=torch, cuda=cuda, bound=bound, made_at=int(time.time()))
+    about["place"] = asked["place"]
     write(place + "/" + MARK, json.dumps(about) + "\n")
+
+
+def relocate(program: str, place: str) -> list[list[str]]:
+    """Let it work in other places, too. Files that cannot, each with what it is bound to."""
+    line = [place + "/bin/python", "-I", "-c", program, place]
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise Failed("cannot make it relocatable: %s" % last_lines(done.stderr), "see what is wrong with its Python")
+    return [json.loads(text) for text in done.stdout.splitlines()]
 
 
 def torch_facts(place: str) -> list[str | None]:
@@ -219,24 +244,38 @@ def pip(asked: dict[str, Any], line: list[str], what: str) -> None:
     for raw in child.stdout:
         text = raw.decode("utf-8", "replace").rstrip()
         said = [*said, text][-40:]
-        match = re.match(r"\s*(Collecting|Downloading|Building|Installing collected)\s?(\S*)", text)
+        match = re.match(r"\s*(Collecting|Downloading|Building|Installing collected|WARNING: Retrying)\s?(\S*)", text)
         if match:
             tell("progress", text=" ".join(match.groups()).strip()[:60])
     child.stdout.close()
     status = child.wait()
     shutil.rmtree(room, ignore_errors=True)
     if status != 0:
-        errors = [text for text in said if text.startswith("ERROR")] or said[-5:]
-        raise Failed("pip could not %s: %s" % (what, hidden("\n".join(errors))), remedy("\n".join(said)))
+        raise Failed("pip could not %s: %s" % (what, hidden(reason(said))), remedy("\n".join(said), asked["proxy"]))
 
 
-def remedy(said: str) -> str:
+def reason(said: list[str]) -> str:
+    """What pip says of it: its errors and what follows them, and before them the last word of what builds a package."""
+    first = next((number for number, line in enumerate(said) if line.lstrip().startswith("ERROR")), -5)
+    text = re.sub(r" \(from line \d+ of [^)]*\)", "", "\n".join(said[first:]).strip())
+    silent = re.findall(r"WARNING: Retrying .*['\"]([^'\"]+)['\"]\)", "\n".join(said))
+    if silent and "from versions: none" in text:
+        return "no package index answers: %s" % re.sub(r".*: |\[Errno \S+\] ", "", silent[-1])
+    inner = [line.strip() for line in said if re.match(r"\s+(\w*Error|error): (?!subprocess-exited)", line)]
+    return "\n".join([*inner[-1:], text])
+
+
+def remedy(said: str, proxy: dict[str, str]) -> str:
     if "Connection" in said or "Name or service not known" in said or "Max retries" in said or "Retrying" in said:
+        if proxy:
+            return "does the proxy %s answer on this host?" % proxy["https_proxy"]
         return "this host needs a way to a package index: see `proxy`"
     if "hashes" in said.lower():
         return "make the lock anew"
     if "No space left" in said:
         return "free some space"
+    if "subprocess-exited-with-error" in said:
+        return "choose a version that there is a wheel of, or install on this host what it is built with"
     return "mend the list of packages"
 
 

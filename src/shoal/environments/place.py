@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shoal.environments.builder import MARK
@@ -23,7 +23,7 @@ class Made:
     id: str
     """The hash of what is in it: the packages, the Python, the platform."""
     path: str
-    """Where it is, on every host that has it."""
+    """Where jobs use it, on every host that has it."""
     place: str = "shared"
     python: str = ""
     """The version: 3.11."""
@@ -34,6 +34,8 @@ class Made:
     torch: str | None = None
     cuda: str | None = None
     packages: tuple[str, ...] = field(default=())
+    bound: tuple[tuple[str, str], ...] = field(default=())
+    """Files in it that work only where another one is, and which that is."""
     made_at: int = 0
 
     @property
@@ -44,7 +46,8 @@ class Made:
     def of(cls, data: Mapping[str, Any]) -> Made:
         """From the controller's JSON. Keys of a later version are passed over."""
         known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        return cls(**{**known, "packages": tuple(data.get("packages", ()))})
+        bound = tuple((file, names) for file, names in data.get("bound", ()))
+        return cls(**{**known, "packages": tuple(data.get("packages", ())), "bound": bound})
 
     def as_json(self) -> str:
         return json.dumps({one.name: getattr(self, one.name) for one in fields(self)}) + "\n"
@@ -55,9 +58,12 @@ def names_command(directory: str) -> list[str]:
     return ["sh", "-c", 'cd "$1/names" 2> /dev/null || exit 0; cat ./*.json 2> /dev/null || true', "sh", directory]
 
 
-def parse_names(text: str) -> dict[str, Made]:
+def parse_names(text: str, directory: str) -> dict[str, Made]:
+    """What the names in a directory stand for. Environments move with it: their paths are those they have now."""
     found = [Made.of(json.loads(line)) for line in text.splitlines() if line.startswith("{")]
-    return {made.name: made for made in found}
+    return {
+        made.name: replace(made, path=f"{LOCAL if made.place == 'local' else directory}/{made.id}") for made in found
+    }
 
 
 _NAME_IT = r"""
@@ -126,10 +132,23 @@ rm -rf "$place/.$(basename "$path").new."*
 mkdir "$new"
 trap 'rm -rf "$new"' EXIT
 if [ "$archive" = - ]; then tar -x -f - -C "$new"; else tar -x -f "$archive" -C "$new"; fi
+cd "$new/$(basename "$path")"
+version=$(sed -n 's/^version = \([0-9]*\.[0-9]*\).*/\1/p' pyvenv.cfg)
+is_it() { [ "$("$1" -I -S -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)" = "$version" ]; }
+other=$(PATH=$PATH:/usr/local/bin:/opt/conda/bin command -v "python$version") || other=
+if ! is_it bin/python && is_it "$other"; then
+    for link in bin/python*; do
+        case $(readlink "$link") in /*) ln -sfn "$other" "$link" ;; esac
+    done
+    sed -i "s|^home = .*|home = $(dirname "$other")|" pyvenv.cfg
+fi
 rm -rf "$path"
-mv -T "$new/$(basename "$path")" "$path"
+mv -T "$PWD" "$path"
 """
-"""Unpacks a copy beside its place and renames it; what a killed one left goes first."""
+"""Unpacks a copy beside its place and renames it; what a killed one left goes first.
+
+A host may have the Python that it needs somewhere else than the one that made it: the copy is led there.
+"""
 
 
 def unpack_command(path: str, archive: str = "-") -> list[str]:

@@ -35,6 +35,8 @@ class Source:
     constraints: str = ""
     locked: bool = False
     """Every package is named, so that pip adds none."""
+    for_python: str = ""
+    """The Pythons that it says it is for, in the words of packages: `>=3.12`."""
 
 
 def read_source(environment: Environment, base: Path) -> Source:
@@ -45,9 +47,13 @@ def read_source(environment: Environment, base: Path) -> Source:
         hint = f"run `{_FOREIGN[path.name]}`, and name that file as `lock`"
         raise UsageError(f"{path} is a lock that pip does not read", hint=hint)
     if kind == "pyproject":
-        return Source("\n".join(_dependencies(path)) + "\n")
+        project = _project(path)
+        lines = "\n".join(_dependencies(path, project)) + "\n"
+        return Source(lines, for_python=str(project.get("requires-python", "")))
     if kind == "lock" and path.suffix == ".toml":
-        return Source("\n".join(_locked_packages(path)) + "\n", locked=True)
+        lock = _toml(path)
+        lines = "\n".join(_locked_packages(path, lock)) + "\n"
+        return Source(lines, locked=True, for_python=str(lock.get("requires-python", "")))
     constraints: list[str] = []
     wanted = list(_lines(path, (), constraints))
     if kind == "lock":
@@ -90,9 +96,13 @@ def _refuse_private(path: Path, line: str) -> None:
         )
 
 
-def _dependencies(path: Path) -> list[str]:
-    project = _toml(path).get("project")
-    found = project.get("dependencies") if isinstance(project, dict) else None
+def _project(path: Path) -> dict[str, Any]:
+    found = _toml(path).get("project")
+    return found if isinstance(found, dict) else {}
+
+
+def _dependencies(path: Path, project: dict[str, Any]) -> list[str]:
+    found = project.get("dependencies")
     if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
         raise UsageError(
             f"{path} has no list of dependencies under [project]", hint="add one, or use `requirements` or `lock`"
@@ -102,9 +112,9 @@ def _dependencies(path: Path) -> list[str]:
     return sorted(found)
 
 
-def _locked_packages(path: Path) -> Iterator[str]:
+def _locked_packages(path: Path, lock: dict[str, Any]) -> Iterator[str]:
     """The packages of a pylock.toml (PEP 751) as lines of a requirements file."""
-    packages = _toml(path).get("packages")
+    packages = lock.get("packages")
     if not isinstance(packages, list) or not packages:
         raise UsageError(f"{path} is no pylock.toml: it has no [[packages]]", hint="make one with `pip lock`")
     for package in packages:

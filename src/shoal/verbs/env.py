@@ -190,7 +190,7 @@ async def in_force(controller: Host, entries: Iterable[Placed]) -> dict[tuple[st
         except TimedOut:
             what = f"{directory}, where environments are, does not answer within {NAMES_PATIENCE:g} s"
             raise TimedOut(controller.name, what, hint="is the host up that keeps the share it is in?") from None
-        found |= {(directory, name): made for name, made in parse_names(result.text).items()}
+        found |= {(directory, name): made for name, made in parse_names(result.text, directory).items()}
     return found
 
 

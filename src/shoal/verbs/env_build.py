@@ -85,7 +85,7 @@ async def _one(
             await _copy(fleet, builder, made, archive, lacking, looks)
             looks |= await _look(fleet, lacking, made.path, archive)
             copied = tuple(node for node in lacking if node in looks and looks[node].state != "missing")
-    findings = (*_misfits(made, placed.directory, looks), *_cuda(made, looks))
+    findings = (*_bound(made), *_misfits(made, placed.directory, looks), *_cuda(made, looks))
     if any(finding.level == "error" for finding in findings):
         return BuildResult(context.cluster, findings=findings)
     await must(builder, name_command(placed.directory, name), made.as_json().encode(), f"name environment {name}")
@@ -103,13 +103,15 @@ async def _make(
         "requirements": source.requirements,
         "constraints": source.constraints,
         "locked": source.locked,
+        "for_python": source.for_python,
         "python": placed.entry.python,
         "place": placed.entry.place,
         "directory": placed.directory,
         "local": LOCAL,
+        "relocatable": _program("relocatable"),
         "proxy": context.spec.proxy.variables if context.spec.proxy else {},
     }
-    process = await host.start(["python3", "-I", "-c", builder_program()])
+    process = await host.start(["python3", "-I", "-c", _program("builder")])
     try:
         async with asyncio.timeout(LONG_PATIENCE):
             await process.write(json.dumps(asked).encode() + b"\n")
@@ -139,9 +141,9 @@ async def _told(process: Process, host: str, name: str, phase: Phase) -> dict[st
     )
 
 
-def builder_program() -> str:
-    """The text of the program that makes environments on a host."""
-    return resources.files("shoal.environments").joinpath("builder.py").read_text("utf-8")
+def _program(name: str) -> str:
+    """The text of a program that runs on a host."""
+    return resources.files("shoal.environments").joinpath(f"{name}.py").read_text("utf-8")
 
 
 async def _look(fleet: Connections, nodes: Iterable[str], path: str, archive: str) -> dict[str, Look]:
@@ -184,6 +186,15 @@ async def _part(builder: Host, archive: str, offset: int) -> bytes:
     if result.status != 0:
         raise failed(builder.name, f"read {archive}", result.error_text)
     return result.stdout
+
+
+def _bound(made: Made) -> list[Finding]:
+    """What its packages brought that works in one place only."""
+    fix = "choose another version of the package that brings it"
+    return [
+        Finding("warning", f"environment {made.name}: {file} works only where {place} is", "", fix)
+        for file, place in made.bound
+    ]
 
 
 def _misfits(made: Made, directory: str, looks: Mapping[str, Look]) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from tests.small_wheels import small_wheel, torch_like
 
-from shoal.environments import builder
+from shoal.environments import builder, relocatable
 from shoal.environments.place import kept_command, parse_kept, remove_command, sweep_command, unpack_command
 
 
@@ -32,6 +33,8 @@ class Place:
         asked = {
             "requirements": "\n".join((f"--no-index\n--find-links {self.index}", *lines)) + "\n",
             **{"constraints": "", "locked": False, "python": sys.executable, "place": "shared", "proxy": {}},
+            "for_python": "",
+            "relocatable": Path(relocatable.__file__).read_text(),
             **{"directory": str(self.shared), "local": str(self.local)},
             **more,
         }
@@ -120,14 +123,34 @@ def test_torch_is_asked_for_its_cuda_without_being_imported(place: Place) -> Non
     assert place.build("herring==1.0")["torch"] is None
 
 
-def test_a_copy_is_unpacked_at_the_very_same_path_from_one_file(place: Place) -> None:
+def test_a_copy_is_unpacked_from_one_file(place: Place, tmp_path: Path) -> None:
     made = place.build("herring==1.0", place="local")
     archive = place.shared / "archives" / f"{made['id']}.tar"
     assert made["path"] == f"{place.local}/{made['id']}" and archive.exists()
-    place.run(["rm", "-rf", made["path"]])
-    place.run(unpack_command(made["path"], str(archive)))
-    assert says(made["path"]) == "herring 1.0"
-    assert [name.name for name in place.local.iterdir() if ".new" in name.name] == []
+    for path in (made["path"], f"{tmp_path}/copies/{made['id']}"):
+        place.run(["rm", "-rf", path])
+        place.run(unpack_command(path, str(archive)))
+        assert says(path) == "herring 1.0"
+        assert [name.name for name in Path(path).parent.iterdir() if ".new" in name.name] == []
+
+
+def test_a_copy_is_led_to_the_python_of_its_host_where_that_is_somewhere_else(place: Place, tmp_path: Path) -> None:
+    made = place.build("herring==1.0", place="local")
+    name = f"python{made['python']}"
+    elsewhere = tmp_path / "bin" / name
+    elsewhere.parent.mkdir()
+    elsewhere.symlink_to(Path(made["path"], "bin/python").resolve())
+    shutil.copytree(made["path"], tmp_path / made["id"], symlinks=True)
+    links = [path for path in Path(tmp_path, made["id"], "bin").iterdir() if path.is_symlink()]
+    [link] = [path for path in links if path.readlink().is_absolute()]
+    link.unlink()
+    link.symlink_to(f"/nowhere/{name}")
+    place.run(["tar", "-c", "-f", f"{tmp_path}/archive.tar", "-C", str(tmp_path), made["id"]])
+    path = f"{tmp_path}/copies/{made['id']}"
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    subprocess.run(unpack_command(path, f"{tmp_path}/archive.tar"), env=env, check=True, timeout=600)
+    assert Path(path, "bin", link.name).readlink() == elsewhere and says(path) == "herring 1.0"
+    assert f"home = {elsewhere.parent}\n" in Path(path, "pyvenv.cfg").read_text()
 
 
 def test_a_lock_adds_nothing_and_must_be_whole(place: Place) -> None:
@@ -146,6 +169,70 @@ def test_a_package_that_nobody_has_is_told_as_pip_tells_it(place: Place) -> None
 def test_a_python_that_is_not_there_is_named(place: Place) -> None:
     told = place.build("herring", python="python3.99")
     assert (told["event"], told["what"]) == ("failed", "there is no python3.99 here")
+
+
+def test_a_python_that_the_project_is_not_for_is_refused(place: Place) -> None:
+    told = place.build("herring", for_python=">=4")
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert (told["event"], told["what"]) == ("failed", f"it is for Python >=4, and this is {here}")
+    assert told["fix"] == "name another with `python`"
+    assert place.build("herring==1.0", for_python=">=3.8,<4")["event"] == "done"
+
+
+RETRYING = "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by '%s': /simple/six/"
+NONE = "ERROR: Could not find a version that satisfies the requirement six (from versions: none)"
+REFUSED = "NewConnectionError('<pip.HTTPSConnection object at 0x7f>: Failed: [Errno 111] Connection refused')"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([RETRYING % REFUSED, NONE], "no package index answers: Connection refused"),
+        (
+            [RETRYING % "ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 403 No'))", NONE],
+            "no package index answers: 403 No",
+        ),
+        (
+            [RETRYING % """ReadTimeoutError("Pool(host='x', port=443): Read timed out. (read timeout=15)")""", NONE],
+            "no package index answers: Read timed out. (read timeout=15)",
+        ),
+        ([RETRYING % REFUSED, "ERROR: Invalid requirement: 'six='"], "ERROR: Invalid requirement: 'six='"),
+        (
+            ["ERROR: Invalid requirement: 'six=1' (from line 1 of /shared/wheels/ab.new/requirements.txt)"],
+            "ERROR: Invalid requirement: 'six=1'",
+        ),
+        (["ERROR: THESE PACKAGES DO NOT MATCH", "    six==1"], "ERROR: THESE PACKAGES DO NOT MATCH\n    six==1"),
+        (
+            [
+                "  error: subprocess-exited-with-error",
+                "      error: [Errno 2] No such file or directory: 'gcc'",
+                "      [end of output]",
+                "  ERROR: Failed building wheel for psutil",
+            ],
+            "error: [Errno 2] No such file or directory: 'gcc'\nERROR: Failed building wheel for psutil",
+        ),
+        (["killed"], "killed"),
+    ],
+)
+def test_what_pip_says_is_told_from_where_it_matters(said: list[str], reason: str) -> None:
+    assert builder.reason(said) == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "proxy", "fix"),
+    [
+        (RETRYING, {}, "this host needs a way to a package index: see `proxy`"),
+        (RETRYING, {"https_proxy": "http://p:1"}, "does the proxy http://p:1 answer on this host?"),
+        ("DO NOT MATCH THE HASHES", {}, "make the lock anew"),
+        (
+            "error: subprocess-exited-with-error",
+            {},
+            "choose a version that there is a wheel of, or install on this host what it is built with",
+        ),
+    ],
+)
+def test_what_to_do_about_it_is_told_too(said: str, proxy: dict[str, str], fix: str) -> None:
+    assert builder.remedy(said, proxy) == fix
 
 
 def test_a_debian_without_venv_is_told_what_installs_it(place: Place, tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def test_a_pylock_becomes_pins_with_hashes_and_markers(tmp_path: Path) -> None:
     assert found.locked
 
 
+def test_the_pythons_that_a_project_or_a_lock_is_for_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.12"\ndependencies = ["six"]\n')
+    (tmp_path / "pylock.toml").write_text(
+        'requires-python = ">=3.9"\n[[packages]]\nname = "six"\nversion = "1"\nsdist = {name = "six.tar.gz"}\n'
+    )
+    assert source(tmp_path, "pyproject", "pyproject.toml") == Source("six\n", for_python=">=3.12")
+    assert source(tmp_path, "lock", "pylock.toml") == Source("six==1\n", locked=True, for_python=">=3.9")
+
+
 def test_a_pylock_with_a_directory_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pylock.toml").write_text('[[packages]]\nname = "mine"\n[packages.directory]\npath = "."\n')
     assert "names mine without a version that can be downloaded" in refused(tmp_path, "lock", "pylock.toml")

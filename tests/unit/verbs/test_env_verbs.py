@@ -99,6 +99,29 @@ async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_pa
     assert hosts.names == b""
 
 
+async def test_what_a_package_bound_to_one_place_is_warned_of_and_does_not_keep_it_from_being_in_force(
+    tmp_path: Path,
+) -> None:
+    hosts = Hosts(tmp_path, {**MADE, "bound": [["bin/fix-it", "/opt/ci/bin/python"]]})
+    result = await build(hosts.context)
+    [finding] = result.findings
+    assert result.whole and (finding.level, str(finding)) == (
+        "warning",
+        "environment torch: bin/fix-it works only where /opt/ci/bin/python is, "
+        "choose another version of the package that brings it",
+    )
+    [listed] = await list_environments(hosts.context)
+    assert listed.made == result.made[0]
+
+
+async def test_an_environment_moves_with_the_directory_it_is_in(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    await build(hosts.context)
+    moved = spec_of(REEF.replace("reqs.txt", "reqs.txt, directory: /data/environments"))
+    [listed] = await list_environments(replace(hosts.context, known=moved))
+    assert (listed.state, listed.made and listed.made.path) == ("built", "/data/environments/ab12")
+
+
 @pytest.mark.parametrize(
     ("looks", "level", "words"),
     [
