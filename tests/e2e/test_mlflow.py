@@ -22,13 +22,29 @@ cluster: en-mlflow-{database}
 controller: {{provider: sandbox}}
 nodesets:
   fish: {{provider: sandbox, count: 2}}
-tracking: {{host: {host}, database: {database}, artifacts: /shared/mlflow}}
+{more}
 """
+MORE = {
+    "sqlite": "tracking: mlflow\nstorage: {/data: {path: /shared/data}}",
+    "postgresql": "tracking: {host: fish1, database: postgresql, artifacts: /shared/mlflow}",
+}
+FILES = {"sqlite": "/shared/data/shoal-mlflow", "postgresql": "/shared/mlflow"}
+"""Where files of runs are: on the share that the server's host keeps, or in the directory that is named."""
 TRAINS = """\
 from shoal.train.tracking import tracker
 with tracker({"lr": 0.1}) as run:
     for step in range(5):
         run.log({"loss": 1 / (step + 1)}, step)
+"""
+SENDS = """\
+import base64, os, urllib.request
+word = base64.b64encode("{MLFLOW_TRACKING_USERNAME}:{MLFLOW_TRACKING_PASSWORD}".format(**os.environ).encode()).decode()
+def ask(method, data=None):
+    address = os.environ["MLFLOW_TRACKING_URI"] + "/api/2.0/mlflow-artifacts/artifacts/0/ab12/artifacts/model.txt"
+    request = urllib.request.Request(address, data, {"Authorization": "Basic " + word}, method=method)
+    return urllib.request.urlopen(request, timeout=120).read().decode()
+ask("PUT", b"weights")
+print(ask("GET"))
 """
 COUNT = {
     "sqlite": "python3 -c \"import sqlite3; print(sqlite3.connect('/var/lib/shoal-mlflow/mlflow.db')"
@@ -42,7 +58,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, str, str]]:
     database, host = request.param
-    with running(tmp_path_factory.mktemp(database), SPEC.format(database=database, host=host)) as cluster:
+    with running(tmp_path_factory.mktemp(database), SPEC.format(database=database, more=MORE[database])) as cluster:
         yield cluster, database, host
 
 
@@ -65,6 +81,14 @@ def test_what_a_training_logs_is_in_its_database(served: tuple[Cluster, str, str
     (place / "trains.py").write_text(TRAINS)
     assert cluster.json("run", "--wait", "trains.py")["record"]["state"] == "COMPLETED"
     assert int(cluster.on(host, "sh", "-c", COUNT[database])) == 5
+
+
+def test_a_file_that_a_job_sends_is_on_shared_storage(served: tuple[Cluster, str, str], place: Path) -> None:
+    cluster, database, host = served
+    (place / "sends.py").write_text(SENDS)
+    done = cluster.json("run", "--wait", "sends.py")
+    assert [line["text"] for line in done["lines"]] == ["weights"], done
+    assert cluster.on(host, "cat", f"{FILES[database]}/0/ab12/artifacts/model.txt") == "weights"
 
 
 def test_it_comes_back_by_itself_when_it_is_killed_and_when_its_host_reboots(

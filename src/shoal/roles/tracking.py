@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
+from shoal.roles.artifacts import OWN_DISK, RECORD, artifacts_findings, artifacts_of
 from shoal.roles.part import How, Kept, Part
 from shoal.roles.shares import Served, shares
 from shoal.roles.stage import Stage
+from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
@@ -26,7 +28,11 @@ PASSWORD_DIGITS = 48
 class TrackingPart(Part):
     """MLflow where the spec wants it, and nothing of it where it does not."""
 
-    files: Mapping[str, How] = {mlflow.UNIT: "there", mlflow.ADDRESS: "there", mlflow.JOBS_PASSWORD: "hash"}
+    files: Mapping[str, How] = {
+        **dict.fromkeys((mlflow.UNIT, mlflow.ADDRESS, OWN_DISK), "there"),
+        mlflow.JOBS_PASSWORD: "hash",
+        RECORD: "text",
+    }
     services = (mlflow.SERVICE,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
@@ -57,6 +63,10 @@ class TrackingPart(Part):
         """The accounts stay with what was recorded, and so does the password that opens them."""
         return (*without_server(), File(mlflow.ADDRESS))
 
+    def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
+        host = server_host(cluster.spec)
+        return tuple(artifacts_findings(cluster, host)) if host else ()
+
 
 def server_host(spec: Spec) -> str:
     """The member that the server runs on; empty where there is none, or where it is somebody else's."""
@@ -75,7 +85,7 @@ def server_of(cluster: Cluster) -> Server | None:
     address = cluster.addresses.get(host)
     if not tracking or not host or not address:
         return None
-    return Server(host, address, tracking.port, tracking.database, tracking.artifacts or f"{mlflow.STATE}/artifacts")
+    return Server(host, address, tracking.port, tracking.database, artifacts_of(cluster, host))
 
 
 def share_elsewhere(spec: Spec, server: Server) -> Served | None:
@@ -104,6 +114,7 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
         _artifacts(spec, server),
         Directory("/etc/shoal"),
         Directory(mlflow.SETTINGS, group=mlflow.USER, mode=0o750),
+        File(RECORD, f"{server.artifacts}\n"),
         *(Secret(path, digits=PASSWORD_DIGITS) for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)),
         Secret(mlflow.SESSION_KEY, digits=64),
         Command(

@@ -52,7 +52,7 @@ class Tracking(Closed):
     database: Annotated[Literal["sqlite", "postgresql"], BeforeValidator(choice("database", DATABASES))] = "sqlite"
     """`postgresql` is set up on the same host, and bears many jobs that report at once."""
     artifacts: HostDirectory | None = None
-    """The directory for models and other files, on a share if you have one. Jobs reach it through the server."""
+    """The directory for models and other files. Without it, in a share that its host keeps, or on its own disk."""
     port: Port = MLFLOW_PORT
     """The server's port, open to members only."""
 

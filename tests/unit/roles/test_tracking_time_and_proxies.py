@@ -14,6 +14,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
+from shoal.roles.artifacts import OWN_DISK, RECORD
 from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.environments import APT_PROXY, Environments, apt_proxy, builder_of, directory_of
 from shoal.roles.stage import Stage
@@ -121,6 +122,87 @@ def test_files_on_a_share_of_another_host_wait_for_its_mount_and_the_servers_use
     assert make.fix == "let everybody write to /data on n1, or run the server there: `host: n1`"
     near = cluster_of(share + "tracking: {host: n1, artifacts: /data/mlflow}\n")
     assert "directory /data/mlflow" in keys(asked(part, near, "n1"))
+
+
+SHARES = """
+storage:
+  /home: {}
+  /apps: {read_only: true}
+  /near: {kind: sshfs}
+  /far: {host: n1}
+  /data: {path: /srv/data}
+"""
+ON_THE_SHARE = "/srv/data/shoal-mlflow"
+
+
+def artifacts(cluster: Cluster, host: str = "c1") -> str:
+    """Where the server is told to put files; the directory is made, and its name is kept."""
+    document = asked(TrackingPart(), cluster, host)
+    [path] = str(file(document, RECORD).content).splitlines()
+    assert f"directory {path}" in keys(document)
+    assert f" --artifacts-destination {path} " in str(file(document, mlflow.UNIT).content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("more", "host", "expected"),
+    [
+        ("tracking: mlflow\n", "c1", OWN_DISK),
+        ("tracking: mlflow\n" + SHARES, "c1", ON_THE_SHARE),
+        ("tracking: {host: n1}\n" + SHARES, "n1", "/far/shoal-mlflow"),
+        ("tracking: {artifacts: /disk/files}\n" + SHARES, "c1", "/disk/files"),
+        ("tracking: mlflow\nstorage: {/home: {}, /far: {host: n1}}\n", "c1", OWN_DISK),
+    ],
+)
+def test_files_of_a_new_server_go_to_the_first_share_that_its_host_keeps_for_all_to_write_to(
+    more: str, host: str, expected: str
+) -> None:
+    cluster = cluster_of(more)
+    assert artifacts(cluster, host) == expected
+    assert TrackingPart().findings(cluster) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({OWN_DISK: FileFact(there=True)}, OWN_DISK),
+        ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text=f"{OWN_DISK}\n")}, OWN_DISK),
+        ({OWN_DISK: FileFact(there=True), RECORD: FileFact(text="/old/files\n")}, "/old/files"),
+        ({OWN_DISK: FileFact(there=False), RECORD: FileFact()}, ON_THE_SHARE),
+    ],
+)
+def test_files_stay_where_those_of_earlier_runs_are_when_a_share_comes_later(
+    files: dict[str, FileFact], expected: str
+) -> None:
+    assert artifacts(cluster_of("tracking: mlflow\n" + SHARES, c1={"files": files})) == expected
+
+
+def test_files_that_stay_off_a_share_are_told_with_the_line_that_brings_them_there() -> None:
+    cluster = cluster_of("tracking: mlflow\n" + SHARES, c1={"files": {OWN_DISK: FileFact(there=True)}})
+    [finding] = TrackingPart().findings(cluster)
+    assert (finding.level, str(finding)) == (
+        "info",
+        "c1 tracking: files of runs stay on the disk of c1, as they were there before the share was, found "
+        "/var/lib/shoal-mlflow/artifacts, say `artifacts: /srv/data/shoal-mlflow` to have them on the share",
+    )
+
+
+def test_a_directory_that_is_named_in_the_place_of_another_is_warned_of_with_the_command_that_carries_files() -> None:
+    before = {RECORD: FileFact(text="/old/files\n")}
+    cluster = cluster_of("tracking: {artifacts: /new/files}\n", c1={"files": before})
+    assert artifacts(cluster) == "/new/files"
+    [finding] = TrackingPart().findings(cluster)
+    assert (finding.level, str(finding)) == (
+        "warning",
+        "c1 tracking.artifacts: files of earlier runs stay in /old/files, where the server finds them no more, found "
+        "`artifacts: /new/files`, carry them along: `shoal ssh c1 cp -a /old/files/. /new/files/`",
+    )
+
+
+def test_a_server_of_somebody_else_keeps_its_files_where_it_likes() -> None:
+    cluster = cluster_of("tracking: {url: https://t.example.org}\n" + SHARES)
+    assert TrackingPart().findings(cluster) == ()
+    assert RECORD not in " ".join(keys(asked(TrackingPart(), cluster, "c1")))
 
 
 def test_a_server_that_is_there_already_is_only_told_to_jobs() -> None:
