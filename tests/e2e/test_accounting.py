@@ -239,6 +239,7 @@ def test_from_outside_neither_mariadb_nor_slurmdbd_answers(cluster: Cluster) -> 
         assert not connects(address, port), port
     inside = f"bash -c 'exec 3<>/dev/tcp/{address}/6819'"
     assert cluster.ssh(NODE, inside).returncode == 0
+    assert cluster.on(CONTROLLER, "ss", "-ltnH", "sport = :6819").split()[3] == f"{address}:6819", "and at no other"
     # 3306 as the kernel writes it: MariaDB has no port at all.
     assert ":0CEA " not in cluster.on(CONTROLLER, "cat", "/proc/net/tcp", "/proc/net/tcp6")
 

@@ -11,7 +11,7 @@ from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compu
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
 from shoal.roles.own_address import DROP_INS
-from shoal.roles.own_name import CLOUD_INIT, SERVICE, UNIT, own_name_back
+from shoal.roles.own_name import CLOUD_INIT, SERVICE, UNIT, names_left, own_name_back
 from shoal.roles.part import How
 from shoal.roles.parts import PARTS, part_files, part_services, parts_of
 from shoal.roles.pmix import pmix_files
@@ -48,6 +48,7 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
     elif not any(node.name == member.name for node in cluster.conf.nodes):
         # A host that computed once does so no more; while it is leaving its slurmd still has jobs.
         nodes += (Service("slurmd", enabled=False, running=False),)
+    nodes += names_left(cluster, member)
     if nodes:
         stages[Stage.NODES] = nodes
     for part in parts_of(cluster.spec, cluster.facts[member.name]):

@@ -27,16 +27,11 @@ GO_BY_IT = ("munge", "slurmdbd", "slurmctld", "slurmd")
 
 
 def names(cluster: Cluster, member: Member) -> Document:
-    """The members' names, with the host's own, which it may take for another address.
-
-    In a plain network that is for Slurm's daemons alone: where they listen at all addresses, the host's file is left.
-    """
-    facts = cluster.facts[member.name]
-    if cluster.spec.network.kind == "lan" and not cluster.conf.one_address:
-        block = Block(HOSTS, HOSTS_BLOCK, hosts_block(cluster.addresses))
-        return (block, *own_name_back()) if _was_changed(facts) else (block,)
-    alias = _alias(cluster, member.name)
+    """The members' names, with the host's own, which it may take for another address."""
+    facts, alias = cluster.facts[member.name], _alias(cluster, member.name)
     text = hosts_block(cluster.addresses, {member.name: alias} if alias else {})
+    if not _is_mended(cluster):
+        return (Block(HOSTS, HOSTS_BLOCK, text),)
     own = (member.name, alias) if alias else (member.name,)
     rule = own_name_rule(HOSTS_BLOCK, own)
     others = own_names(_hosts(facts), HOSTS_BLOCK, own, cluster.addresses.get(member.name, ""))
@@ -46,6 +41,13 @@ def names(cluster: Cluster, member: Member) -> Document:
         *([change] if others else ()),
         *(_again_at_boot(text, rule) if _there(facts, CLOUD_INIT) and facts.init == "systemd" else ()),
     )
+
+
+def names_left(cluster: Cluster, member: Member) -> Document:
+    """What an earlier run changed and need not be so any more, taken back once no daemon goes by it."""
+    facts = cluster.facts[member.name]
+    changed = _there(facts, UNIT) or f"\n{MARK}" in f"\n{_hosts(facts)}"
+    return own_name_back() if changed and not _is_mended(cluster) else ()
 
 
 def own_name_back() -> Document:
@@ -74,8 +76,9 @@ def _alias(cluster: Cluster, name: str) -> str:
     return "" if hostname.lower() in taken or is_localhost(hostname) else hostname
 
 
-def _was_changed(facts: Facts) -> bool:
-    return _there(facts, UNIT) or f"\n{MARK}" in f"\n{_hosts(facts)}"
+def _is_mended(cluster: Cluster) -> bool:
+    """Whether lines of others may be changed: in a plain network for Slurm's sake alone."""
+    return cluster.spec.network.kind != "lan" or cluster.conf.one_address
 
 
 def _there(facts: Facts, path: str) -> bool:
