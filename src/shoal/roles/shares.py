@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, File
 from shoal.agent.facts import Facts
+from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 from shoal.spec.storage import SharedDirectory
@@ -19,6 +21,8 @@ RECORD = "/etc/shoal/shares"
 """What an earlier run mounted on a host, so that a later one takes away what the file no longer names."""
 SERVES_NFS, SERVES_SSH, COPIES = "serves nfs", "serves ssh", "copies"
 """Lines of that record beside the mounts."""
+KEEPS = "keeps"
+"""Begins a line of it for each share that the host keeps, with where others have it and which directory it is."""
 RELOAD_SSHD = "reload sshd"
 
 
@@ -49,6 +53,29 @@ def shares(spec: Spec) -> tuple[Served, ...]:
 def homes_of(spec: Spec) -> Served | None:
     """The share that the users' homes are on, if one is."""
     return next((share for share in shares(spec) if share.homes), None)
+
+
+def moved(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Finding, ...]:
+    """Shares that an earlier file had in another place. What is in them stays there: all would see an empty one."""
+    return tuple(
+        Finding(
+            "error",
+            f"{share.where} is kept here, in {kept[share.where]}, and the file says {share.path} of {share.server}",
+            fix="what is in it does not move by itself: take the share out of the file and run `shoal up`, carry the "
+            "files over, then put it in again",
+            host=name,
+        )
+        for name, fact in facts.items()
+        for kept in (_kept(fact),)
+        for share in shares(spec)
+        if share.where in kept and (name, kept[share.where]) != (share.server, share.path)
+    )
+
+
+def _kept(facts: Facts) -> dict[str, str]:
+    """The directories that a host kept for shares, by where others had them."""
+    lines = [line.split(" ") for line in text_of(facts, RECORD).splitlines()]
+    return {words[1]: words[2] for words in lines if words[0] == KEEPS and len(words) == 3}
 
 
 def way_of(cluster: Cluster, share: Served, member: str) -> WayKind:

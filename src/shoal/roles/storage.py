@@ -18,7 +18,7 @@ from shoal.roles.share_server import (
     no_ssh_server,
     serving,
 )
-from shoal.roles.shares import COPIES, RECORD, SERVES_NFS, SERVES_SSH, shares, text_of
+from shoal.roles.shares import COPIES, KEEPS, RECORD, SERVES_NFS, SERVES_SSH, moved, shares, text_of
 from shoal.roles.stage import Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -86,8 +86,10 @@ class Storage(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         served, used = tuple(serving(cluster, member)), tuple(using(cluster, member))
-        kept = [share.where for share in away(cluster, member)]
-        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used), kept))
+        keeps = [share for share in shares(cluster.spec) if share.server == member.name]
+        lines = [f"{KEEPS} {share.where} {share.path}" for share in keeps]
+        silent = [share.where for share in away(cluster, member)]
+        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used), lines, silent))
         return {Stage.SERVICES: (*clearing, *served), Stage.NODES: used}
 
     def farewell(self) -> Document:
@@ -105,14 +107,14 @@ class Storage(Part):
         )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        return tuple(dict.fromkeys(_findings(cluster)))
+        return (*moved(cluster.spec, cluster.facts), *dict.fromkeys(_findings(cluster)))
 
 
 _SIGNS = {SERVES_NFS: (nfs.EXPORTS, nfs.GANESHA_CONF), SERVES_SSH: (sshfs.SSHD_CONF,), COPIES: (stage.LIST,)}
 """Files by which a host serves or copies."""
 
 
-def _clearing(facts: Facts, items: Document, away: Sequence[str]) -> Iterator[Item]:
+def _clearing(facts: Facts, items: Document, keeps: Sequence[str], away: Sequence[str]) -> Iterator[Item]:
     """What an earlier file had asked for and this one does not, taken away; then the record of what is to be there.
 
     What was mounted of shares that are `away` stays.
@@ -123,7 +125,7 @@ def _clearing(facts: Facts, items: Document, away: Sequence[str]) -> Iterator[It
     wanted += [(kind, where) for kind, where in before if any(f"{where}/".startswith(f"{share}/") for share in away)]
     files = {item.path for item in items if isinstance(item, File)}
     kept = [line for line, signs in _SIGNS.items() if not files.isdisjoint(signs)]
-    if not wanted and not lines and not kept:
+    if not wanted and not lines and not kept and not keeps:
         return
     for kind, where in before:
         if (kind, where) not in wanted:
@@ -134,7 +136,7 @@ def _clearing(facts: Facts, items: Document, away: Sequence[str]) -> Iterator[It
         yield from no_ssh_server()
     if COPIES in lines and COPIES not in kept:
         yield from no_copies()
-    text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in wanted), *kept))
+    text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in wanted), *kept, *keeps))
     yield Directory("/etc/shoal")
     yield File(RECORD, f"# Written by shoal; changes here are lost.\n{text}" if text else None)
 

@@ -20,6 +20,7 @@ from shoal.providers.api import Instance, Request
 from shoal.roles.accounting import left_records
 from shoal.roles.forgotten import Forgotten, forgotten, forgotten_finding, given_up
 from shoal.roles.parts import given_secrets
+from shoal.roles.shares import moved
 from shoal.spec.finding import Finding
 from shoal.spec.rented import rented_sets
 from shoal.verbs.context import Context, cannot_make, computing, telling
@@ -101,6 +102,7 @@ async def up(
         observed = await _look(context, fleet)
         left = _forgotten(context, observed, leave_rented)
         _refuse_left_records(context, observed, leave_records)
+        _refuse_moved_shares(context, observed)
         former, alone = await predecessor(context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented)
         await _refuse_wanting(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
@@ -154,6 +156,11 @@ def _refuse_left_records(context: Context, observed: Observed, allowed: bool) ->
         raise ShoalError(
             f"{finding.host}: {finding.what}; nothing was changed", hint=f"use --leave-records; {finding.fix}"
         )
+
+
+def _refuse_moved_shares(context: Context, observed: Observed) -> None:
+    for finding in moved(context.spec, observed.facts):
+        raise ShoalError(f"{finding.host}: {finding.what}; nothing was changed", hint=finding.fix)
 
 
 async def _ordered_meanwhile(context: Context, observed: Observed) -> list[Finding]:

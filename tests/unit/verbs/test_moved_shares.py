@@ -1,0 +1,63 @@
+"""A share that the file gives to another host: what is in it would stay behind, so nothing is changed before asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.plan.fake_world import LAB, World, lab
+
+from shoal.agent.facts import FileFact
+from shoal.errors import ShoalError
+from shoal.plan.apply import Patience
+from shoal.roles.shares import RECORD
+from shoal.verbs.context import Context
+from shoal.verbs.up import plan, up
+
+KEPT = LAB + "storage: {/data: {kind: sshfs, host: n1}}\n"
+AT_ONCE = Patience(nodes=0, drain=0)
+FIX = (
+    "what is in it does not move by itself: take the share out of the file and run `shoal up`, carry the files over, "
+    "then put it in again"
+)
+
+
+async def brought(text: str, world: World | None = None) -> World:
+    """The lab as this file wants it, or an error; hosts then have the record that was written."""
+    made = lab(text)
+    if world:
+        for name, agent in world.agents.items():
+            made.agents[name].facts = agent.facts
+    await up(Context(made.spec, connector=made.connector, registry=tuple), AT_ONCE)
+    for agent in made.agents.values():
+        written = agent.items.get(f"file {RECORD}", {}).get("content")
+        agent.facts = replace(agent.facts, files={**agent.facts.files, RECORD: FileFact(text=written)})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        ("{kind: sshfs, host: n2}", "the file says /data of n2"),
+        ("{kind: sshfs, host: n1, path: /srv/data}", "the file says /srv/data of n1"),
+    ],
+)
+async def test_a_share_that_moves_is_refused_before_anything_changes(share: str, told: str) -> None:
+    world = await brought(KEPT)
+    moved = lab(LAB + f"storage: {{/data: {share}}}\n")
+    for name, agent in world.agents.items():
+        moved.agents[name].facts = agent.facts
+    context = Context(moved.spec, connector=moved.connector, registry=tuple)
+    with pytest.raises(ShoalError) as caught:
+        await up(context, AT_ONCE)
+    what = f"n1: /data is kept here, in /data, and {told}"
+    assert str(caught.value) == f"{what}; nothing was changed\n  fix: {FIX}"
+    assert moved.applied() == []
+    assert f"{what}, {FIX}" in [str(finding) for finding in (await plan(context)).findings]
+
+
+async def test_one_that_was_taken_out_first_may_return_on_another_host() -> None:
+    without = await brought(LAB, await brought(KEPT))
+    there = await brought(KEPT.replace("host: n1", "host: n2"), without)
+    record = there.agents["n2"].items[f"file {RECORD}"]["content"]
+    assert "keeps /data /data" in record.splitlines()
