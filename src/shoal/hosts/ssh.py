@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +18,10 @@ from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
 from shoal.hosts.process import LineHost, LineProcess, told
 from shoal.hosts.slim_asyncssh import asyncssh
 from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
+from shoal.hosts.ssh_client import SshClient
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
-from shoal.hosts.ssh_keys import KeyFile, KeyRing, agent_keys
-from shoal.hosts.ssh_proxy import Proxy
+from shoal.hosts.ssh_keys import KeyRing
 
 __all__ = ["SshConnector", "SshHost", "forget"]
 
@@ -91,7 +90,7 @@ class SshConnector:
         self, route: Route, pinned: str | None, tunnel: asyncssh.SSHClientConnection | None = None, *, via: str = ""
     ) -> asyncssh.SSHClientConnection:
         expected = pinned_key(route.name, pinned) if pinned else self._host_keys.known(route.name)
-        client = _Client(route, self._keys.files(route), expected)
+        client = SshClient(route, self._keys.files(route), expected)
         try:
             connection = await self._connect(route, client, expected, tunnel)
         except (*FOREIGN, TimeoutError) as error:
@@ -117,7 +116,7 @@ class SshConnector:
     async def _connect(
         self,
         route: Route,
-        client: _Client,
+        client: SshClient,
         expected: HostKey | None,
         tunnel: asyncssh.SSHClientConnection | None,
     ) -> asyncssh.SSHClientConnection:
@@ -243,76 +242,6 @@ class SshHost(LineHost):
     def _ended(self, channel: SshChannel) -> None:
         self._running.discard(channel)
         self._sessions.release()
-
-
-class _Client(asyncssh.SSHClient):
-    """Answers asyncssh's questions while it connects: is this host key right, and which key comes next?"""
-
-    def __init__(self, route: Route, files: list[KeyFile], expected: HostKey | None) -> None:
-        self._route = route
-        self._files = files
-        self._expected = expected
-        self._sources = [self._file_keys, self._agent_keys]
-        self._agent: asyncssh.SSHAgentClient | None = None
-        self._socket: Any = None
-        self.shown: HostKey | None = None
-        self.tried: list[str] = []
-        self._proxy: Proxy | None = None
-
-    def start_proxy(self) -> socket.socket:
-        self._proxy = Proxy(self._route.proxy_command)
-        return self._proxy.socket
-
-    def end_proxy(self) -> str:
-        """End the ProxyCommand, where there is one; what it said last."""
-        if self._proxy is None:
-            return ""
-        self._proxy.end()
-        return self._proxy.last_words
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end_proxy()
-
-    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
-        self._socket = conn.get_extra_info("socket")
-
-    def debug_msg_received(self, msg: str, lang: str, always_display: bool) -> None:
-        # sshd sends a few small packets behind the login, and Nagle's algorithm keeps its next answer back until they
-        # are acknowledged. Doing so at once saves the usual 40 ms on every host.
-        if self._socket is not None and hasattr(socket, "TCP_QUICKACK"):
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-
-    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
-        self.shown = HostKey.parse(key.export_public_key().decode())
-        return self._expected is None or self.shown == self._expected
-
-    async def public_key_auth_requested(self) -> Any:
-        # Files before the agent: a server gives up after a handful of keys, and an agent may hold many.
-        while self._sources:
-            if keys := await self._sources.pop(0)():
-                return keys
-        return None
-
-    def close_agent(self) -> None:
-        if self._agent:
-            self._agent.close()
-
-    async def _file_keys(self) -> list[Any]:
-        self.tried += [str(file.path) if file.offer else f"not {file.path}: it {file.problem}" for file in self._files]
-        return [file.offer for file in self._files if file.offer]
-
-    async def _agent_keys(self) -> list[Any]:
-        if not self._route.agent:
-            return []
-        only = [file.public for file in self._files if file.public] if self._route.only else None
-        try:
-            keys, self._agent = await agent_keys(self._route.agent, only)
-        except OSError:
-            self.tried.append(f"no ssh-agent: {self._route.agent} does not answer")
-            return []
-        self.tried.append(f"{len(keys)} from the ssh-agent")
-        return keys
 
 
 @dataclass

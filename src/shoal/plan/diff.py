@@ -26,7 +26,8 @@ from shoal.roles.documents import documents
 from shoal.roles.in_force import SLURM_CONF, in_force
 from shoal.roles.parts import given_secrets, kept_secrets, part_findings
 from shoal.roles.stage import Stage
-from shoal.slurm.conf import change_cost, loses_jobs, slurm_conf
+from shoal.slurm.change_cost import change_cost, loses_jobs
+from shoal.slurm.conf import slurm_conf
 from shoal.slurm.state import ACTIVE_STATES
 from shoal.slurm.versions import window_findings
 from shoal.spec.finding import Finding

@@ -26,7 +26,7 @@ def which_samples(one: RunRecord, many: RunRecord, step: int) -> str:
     read = Counter(name for part in parts for name in part)
     ranks, sizes = len(parts), [len(part) for part in parts]
     if all(Counter(part) == Counter(parts[0]) for part in parts):
-        return _all_the_same(batch, parts[0], ranks)
+        return _all_the_same(batch, parts[0])
     if all(size == len(batch) for size in sizes):
         return (
             f"each of the {ranks} ranks reads {len(batch)} samples, {sum(sizes)} together, and one process"
@@ -38,7 +38,7 @@ def which_samples(one: RunRecord, many: RunRecord, step: int) -> str:
     return _missing(batch, parts, read)
 
 
-def _all_the_same(batch: Sequence[str], part: Sequence[str], ranks: int) -> str:
+def _all_the_same(batch: Sequence[str], part: Sequence[str]) -> str:
     remedy = "give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does"
     if Counter(part) == Counter(batch):
         return f"every rank reads all {len(batch)} samples that one process reads: {remedy}"

@@ -7,7 +7,8 @@ from shoal.roles.cluster import Cluster
 from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.own_address import awaits_address
 from shoal.slurm.accounting import jobcomp_rotation
-from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, change_cost, gres_conf, slurm_conf, topology_conf
+from shoal.slurm.change_cost import change_cost
+from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, gres_conf, slurm_conf, topology_conf
 from shoal.slurm.spanning import job_submit_lua
 
 RECONFIGURE = "reconfigure"

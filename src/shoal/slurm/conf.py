@@ -7,16 +7,22 @@ comment or smuggle in another key is refused, wherever it came from.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Mapping
 
-from shoal.hostlist import compress, expand, fold
+from shoal.hostlist import fold
 from shoal.slurm.accounting import JOBCOMP, accounting_settings
 from shoal.slurm.auth import auth_settings
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, PowerSaving
+from shoal.slurm.conf_lines import (
+    checked_names,
+    checked_value,
+    checked_word,
+    memory_of,
+    node_lines,
+    partition_line,
+)
+from shoal.slurm.model import ClusterConf, PowerSaving
 from shoal.slurm.preemption import preemption_settings, slurmctld_words
-from shoal.slurm.read import HEADER, is_ours, read
+from shoal.slurm.read import HEADER
 from shoal.slurm.spanning import ABOVE, FOREVER
 from shoal.slurm.versions import known_to_all
 
@@ -30,10 +36,6 @@ STATE_DIRECTORY = "/var/lib/slurm/slurmctld"
 SPOOL_DIRECTORY = "/var/lib/slurm/slurmd"
 LOG_DIRECTORY = "/var/log/slurm"
 
-ChangeCost = Literal["none", "reconfigure", "restart"]
-
-_WORD = re.compile(r"[!$-<>-\[\]-~]+")  # printable ASCII without blank, quote, `#`, `=` and `\`
-_VALUE = re.compile(r"[!$-\[\]-~]+")
 _KEY = re.compile(r"[A-Za-z]+")
 _ENTRIES = frozenset({"nodename", "nodeset", "partitionname", "downnodes", "frontendname", "include"})
 """Keys that may stand many times in a slurm.conf; all others are settings, of which there is one each."""
@@ -43,10 +45,10 @@ _WORD_LISTS = frozenset({"slurmctldparameters", "communicationparameters", "pree
 def slurm_conf(c: ClusterConf) -> str:
     """slurm.conf. All members read it, so it says only what the oldest of them knows."""
     lines = [HEADER.rstrip(), slurm_settings(c)]
-    lines += _node_lines(c.nodes)
+    lines += node_lines(c.nodes)
     lines.append("")
-    memory = {node.name: _memory(node) // max(1, node.cpus) for node in c.nodes}
-    lines += (_partition_line(partition, memory) for partition in c.partitions)
+    memory = {node.name: memory_of(node) // max(1, node.cpus) for node in c.nodes}
+    lines += (partition_line(partition, memory) for partition in c.partitions)
     return "\n".join(lines) + "\n"
 
 
@@ -57,7 +59,7 @@ def slurm_settings(c: ClusterConf) -> str:
         key = next(key for key in settings if key.lower() == "schedulerparameters")
         if "max_switch_wait" not in settings[key]:
             settings[key] += f",max_switch_wait={FOREVER}"
-    return "".join(f"{key}={_value(key, value)}\n" for key, value in settings.items())
+    return "".join(f"{key}={checked_value(key, value)}\n" for key, value in settings.items())
 
 
 def gres_conf(c: ClusterConf) -> str:
@@ -69,9 +71,9 @@ def gres_conf(c: ClusterConf) -> str:
             alike.setdefault((kind, devices), []).append(node.name)
     lines = [HEADER.rstrip(), "AutoDetect=off"]
     for (kind, devices), names in sorted(alike.items()):
-        files = fold(_word("the device of a GPU", device) for device in devices)
-        typed = f" Type={_word('the type of a GPU', kind)}" if kind else ""
-        lines.append(f"NodeName={_names(names)} Name=gpu{typed} File={files}")
+        files = fold(checked_word("the device of a GPU", device) for device in devices)
+        typed = f" Type={checked_word('the type of a GPU', kind)}" if kind else ""
+        lines.append(f"NodeName={checked_names(names)} Name=gpu{typed} File={files}")
     return "\n".join(lines) + "\n"
 
 
@@ -95,22 +97,13 @@ def cgroup_conf(c: ClusterConf) -> str:
 def topology_conf(c: ClusterConf) -> str:
     """topology.conf: one switch a site. Where nothing connects them no job spans two."""
     lines = [
-        f"SwitchName={_word('the name of a switch', switch.name)} Nodes={_names(switch.nodes)}"
+        f"SwitchName={checked_word('the name of a switch', switch.name)} Nodes={checked_names(switch.nodes)}"
         for switch in c.switches
         if switch.nodes
     ]
     if c.spanning and lines:
         lines.append(f"SwitchName={ABOVE} Switches={','.join(switch.name for switch in c.switches if switch.nodes)}")
     return "\n".join([HEADER.rstrip(), *lines]) + "\n"
-
-
-def real_memory(memory_mb: int) -> int:
-    """The RealMemory to configure: 95 % of what the host has, less a reserve for the system of up to 512 MB.
-
-    slurmd reports the machine's physical memory; a node that reports less than RealMemory is drained. The physical
-    memory varies by a little from boot to boot (kernel, firmware, crash kernel), so the configured value stays below.
-    """
-    return max(1, memory_mb * 95 // 100 - min(512, memory_mb // 32))
 
 
 def gpu_type(name: str) -> str:
@@ -125,35 +118,6 @@ def gpu_type(name: str) -> str:
 _NOT_A_MODEL = re.compile(
     r"nvidia|geforce|tesla|amd|instinct|radeon|intel|graphics|generation|laptop|gpu|nvl|pcie|sxm\d*|hbm\w*|\d+gb?"
 )
-
-
-def change_cost(old: str, new: str) -> ChangeCost:
-    """What slurmctld needs to take a new slurm.conf: "none", "reconfigure" or "restart". Jobs run on through either.
-
-    Partitions change while slurmctld runs. All else takes a restart: 22.05 cannot add nodes without one, and later
-    releases restart themselves on a reconfigure, so there is nothing to win.
-    """
-    if not is_ours(old):
-        return "restart"
-    before, after = read(old), read(new)
-    if before.settings != after.settings or set(before.nodes) != set(after.nodes):
-        return "restart"
-    return "none" if set(before.partitions) == set(after.partitions) else "reconfigure"
-
-
-def loses_jobs(old: str, new: str) -> bool:
-    """Whether running jobs die of the change: their node leaves, or slurmctld cannot read its own state any more."""
-    if not is_ours(old):
-        return True
-    before, after = read(old), read(new)
-    if any(before.settings.get(key) != after.settings.get(key) for key in _STATE_KEYS):
-        return True
-    if before.settings.get("authtype") == "auth/slurm" != after.settings.get("authtype"):
-        return True  # what they have to say is signed with a key that nobody takes any more
-    return not before.node_names() <= after.node_names()
-
-
-_STATE_KEYS = ("clustername", "statesavelocation", "selecttype", "slurmuser")
 
 
 # ---- settings
@@ -248,7 +212,7 @@ def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
         "SuspendRate": "0",
     }
     staying = [node.name for node in c.nodes if not node.cloud]
-    return settings | ({"SuspendExcNodes": _names(staying)} if staying else {})
+    return settings | ({"SuspendExcNodes": checked_names(staying)} if staying else {})
 
 
 def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
@@ -265,112 +229,3 @@ def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[
             value = ",".join([*kept, *theirs])
         settings[ours] = value
     return settings
-
-
-# ---- nodes and partitions
-
-
-def _node_lines(nodes: Iterable[Node]) -> Iterator[str]:
-    """One line for each run of like nodes whose names, host names and addresses all count up together."""
-    by_name = {node.name: node for node in nodes}
-    run: list[Node] = []
-    attributes = ""
-    for name in expand(compress(by_name)):
-        node = by_name[name]
-        own = _attributes(node)
-        if run and (own != attributes or not _follows(run[-1], node)):
-            yield _node_line(run, attributes)
-            run = []
-        attributes = own
-        run.append(node)
-    if run:
-        yield _node_line(run, attributes)
-
-
-def _node_line(run: list[Node], attributes: str) -> str:
-    names = [_word("the name of a node", node.name) for node in run]
-    hostnames = [_word("the host name of a node", node.hostname or node.name) for node in run]
-    addresses = [_word("the address of a node", node.address or node.name) for node in run]
-    line = f"NodeName={fold(names)}"
-    if hostnames != names:
-        line += f" NodeHostname={fold(hostnames)}"
-    if addresses != names:
-        line += f" NodeAddr={fold(addresses)}"
-    return f"{line} {attributes}"
-
-
-def _attributes(node: Node) -> str:
-    text = (
-        f"CPUs={node.cpus:d} Sockets={node.sockets:d} CoresPerSocket={node.cores_per_socket:d}"
-        f" ThreadsPerCore={node.threads_per_core:d} RealMemory={_memory(node):d}"
-    )
-    if node.gpus:
-        text += f" Gres={_gres(node.gpus)}"
-    if node.features:
-        text += f" Feature={','.join(_word('a feature', feature) for feature in node.features)}"
-    text += f" Port={node.port:d}" if node.port else ""
-    text += f" Weight={node.weight:d}"
-    return f"{text} State=CLOUD" if node.cloud else text
-
-
-def _gres(gpus: Iterable[GpuLine]) -> str:
-    counts = Counter(f"gpu:{_word('the type of a GPU', gpu.type)}" if gpu.type else "gpu" for gpu in gpus)
-    return ",".join(f"{kind}:{count}" for kind, count in counts.items())
-
-
-def _memory(node: Node) -> int:
-    return real_memory(node.memory_mb) if node.real_memory is None else node.real_memory
-
-
-def _follows(node: Node, following: Node) -> bool:
-    return all(_next(getattr(node, key)) == getattr(following, key) for key in ("name", "hostname", "address"))
-
-
-def _next(text: str) -> str | None:
-    """The text that counts one further: gpu10 after gpu09."""
-    prefix = text.rstrip("0123456789")
-    digits = text[len(prefix) :]
-    return f"{prefix}{int(digits) + 1:0{len(digits)}}" if digits else None
-
-
-def _partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
-    parts = [f"PartitionName={_word('the name of a partition', partition.name)}"]
-    unknown = [name for name in partition.nodes if name not in memory]
-    if unknown:
-        raise ValueError(f"partition {partition.name} names {compress(unknown)}, which the cluster does not have")
-    if partition.nodes:
-        parts.append(f"Nodes={_names(partition.nodes)}")
-        # Without it a job that does not say takes all the memory of its nodes, and nothing runs beside it.
-        parts.append(f"DefMemPerCPU={max(1, min(memory[name] for name in partition.nodes))}")
-    if partition.default:
-        parts.append("Default=YES")
-    parts.append(f"MaxTime={_word('the MaxTime of a partition', partition.max_time or 'UNLIMITED')}")
-    if partition.default_time is not None:
-        parts.append(f"DefaultTime={_word('the DefaultTime of a partition', partition.default_time)}")
-    if partition.max_nodes is not None:
-        parts.append(f"MaxNodes={partition.max_nodes:d}")
-    if partition.priority is not None:
-        parts.append(f"PriorityTier={partition.priority:d}")
-    parts.append(f"GraceTime={partition.grace:d}")
-    if not partition.preemptable:
-        parts.append("PreemptMode=OFF")
-    if partition.suspend_time is not None:
-        parts.append(f"SuspendTime={partition.suspend_time:d}")
-    return " ".join([*parts, "State=UP"])
-
-
-def _names(names: Iterable[str]) -> str:
-    return compress(_word("the name of a node", name) for name in names)
-
-
-def _word(what: str, text: str) -> str:
-    """A part of a line, refused when it could be read as more than one."""
-    if not _WORD.fullmatch(text):
-        raise ValueError(f"{what} may not be {text!r}: Slurm's files take no blanks, quotes, `#`, `=` or `\\` there")
-    return text
-
-
-def _value(key: str, text: str) -> str:
-    if not _VALUE.fullmatch(text):
-        raise ValueError(f"{key} may not be {text!r}: slurm.conf takes no blanks, quotes, `#` or `\\` there")
-    return text

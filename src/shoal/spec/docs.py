@@ -21,11 +21,11 @@ from shoal.spec.model import (
     Partition,
     Placed,
     Reach,
-    SlurmOptions,
     Spec,
 )
 from shoal.spec.network import Network
 from shoal.spec.rented import Budget, OfferChoice, ProviderAccount
+from shoal.spec.slurm_options import SlurmOptions
 from shoal.spec.storage import SharedDirectory
 from shoal.spec.tracking import Tracking
 from shoal.spec.users import ClusterUser

@@ -55,6 +55,7 @@ from shoal.spec.rented import (
     Zone,
 )
 from shoal.spec.rented import AccountName as ProviderName
+from shoal.spec.slurm_options import SlurmOptions
 from shoal.spec.storage import SharedDirectory, SharePath
 from shoal.spec.tracking import Tracking
 from shoal.spec.users import AccountName, ClusterUser
@@ -80,62 +81,8 @@ from shoal.spec.words import (
 )
 from shoal.train.contract import GRACE_SECONDS
 
-MANAGED_SLURM_KEYS = (
-    "AuthInfo",
-    "AuthType",
-    "ClusterName",
-    "CommunicationParameters",
-    "ControlAddr",
-    "ControlMachine",
-    "CredType",
-    "GresTypes",
-    "Include",
-    "JobAcctGatherType",
-    "JobCompLoc",
-    "JobCompType",
-    "MaxNodeCount",
-    "NodeName",
-    "NodeSet",
-    "PartitionName",
-    "PluginDir",
-    "PrivateData",
-    "ProctrackType",
-    "PrologFlags",
-    "ResumeFailProgram",
-    "ResumeProgram",
-    "ResumeRate",
-    "ResumeTimeout",
-    "SelectType",
-    "SelectTypeParameters",
-    "SlurmctldAddr",
-    "SlurmctldHost",
-    "SlurmctldLogFile",
-    "SlurmctldParameters",
-    "SlurmctldPidFile",
-    "SlurmctldPort",
-    "SlurmdLogFile",
-    "SlurmdPidFile",
-    "SlurmdPort",
-    "SlurmdSpoolDir",
-    "SlurmdUser",
-    "SlurmUser",
-    "SrunPortRange",
-    "StateSaveLocation",
-    "SuspendExcNodes",
-    "SuspendProgram",
-    "SuspendRate",
-    "SuspendTime",
-    "SuspendTimeout",
-    "SwitchType",
-    "TaskPlugin",
-    "TopologyPlugin",
-    "TreeWidth",
-)
-"""The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
-
 IMAGES = ("debian12", "debian13", "sid")
 
-_MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
 
@@ -322,32 +269,6 @@ class Partition(Closed):
     """Seconds from the warning of a preempted job to its end: to save its work. It is queued again, and goes on."""
     preemptable: StrictBool = True
     """Whether its jobs may be preempted."""
-
-
-def _option_name(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[A-Za-z]{1,64}", value):
-        raise refusal("not a key of slurm.conf", "use letters only")
-    if value.lower() in _MANAGED:
-        raise refusal("Shoal writes this key itself", "delete it here")
-    return value
-
-
-def _option_value(value: object) -> str:
-    # slurm.conf takes several `Key=value` on one line, so a blank would let a value smuggle in another key.
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not re.fullmatch(r"[!$-\[\]-~]{1,1024}", text):
-        raise refusal("not a value of slurm.conf", "use ASCII text without blanks, quotes, `#` and `\\`")
-    return text
-
-
-class SlurmOptions(Closed):
-    """More of slurm.conf."""
-
-    options: dict[
-        Annotated[str, BeforeValidator(_option_name)],
-        Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
-    ] = Field(default_factory=dict)
-    """Keys of slurm.conf with their values: `{KillWait: 60}`. Some keys are Shoal's alone."""
 
 
 class Spec(Closed):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
-from shoal.plan.apply import Applied, Patience, apply, ending
+from shoal.plan.apply import Patience, apply, ending
 from shoal.plan.diff import creation_plan, make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan
@@ -121,7 +121,7 @@ async def up(
         await strike_off(context, left)
         meanwhile = await _ordered_meanwhile(context, observed)
         lost = await _in_the_way(context, fleet, observed) if applied.changed else []
-        removed = () if applied.staying else await _remove(context, planned, applied)
+        removed = () if applied.staying else await _remove(context, planned)
         return UpResult(
             cluster=context.cluster,
             created=tuple(request.name for _, request in stock.missing if request.name not in not_made),
@@ -256,7 +256,7 @@ def _refuse_job_loss(planned: Plan, allowed: bool) -> None:
         )
 
 
-async def _remove(context: Context, planned: Plan, applied: Applied) -> tuple[str, ...]:
+async def _remove(context: Context, planned: Plan) -> tuple[str, ...]:
     for name in dict.fromkeys(provider for provider, _ in planned.delete):
         gone = [host for at, host in planned.delete if at == name]
         provider = context.providers(name)

@@ -17,7 +17,8 @@ from shoal.roles.cluster import Cluster, assemble
 from shoal.roles.documents import documents
 from shoal.roles.parts import kept_secrets, preparation
 from shoal.slurm.auth import JWKS, Key, jwks
-from shoal.slurm.conf import loses_jobs, slurm_conf
+from shoal.slurm.change_cost import loses_jobs
+from shoal.slurm.conf import slurm_conf
 from shoal.spec.members import members
 
 TEXT = """

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
 
 from shoal.hostlist import expand
+from shoal.slurm.change_cost import change_cost, loses_jobs
 from shoal.slurm.conf import (
     cgroup_conf,
-    change_cost,
     gpu_type,
     gres_conf,
-    loses_jobs,
-    real_memory,
     slurm_conf,
     topology_conf,
 )
+from shoal.slurm.conf_lines import real_memory
 from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
 from shoal.slurm.read import known_nodes, read, switches_of_nodes
 

@@ -16,7 +16,8 @@ from shoal.spec.docs import EXAMPLE
 from shoal.spec.finding import Finding
 from shoal.spec.load import load, load_text
 from shoal.spec.members import members, partitions
-from shoal.spec.model import Controller, HostEntry, NodeSet, Partition, SlurmOptions, Spec
+from shoal.spec.model import Controller, HostEntry, NodeSet, Partition, Spec
+from shoal.spec.slurm_options import SlurmOptions
 
 EDITS = [
     "",

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from shoal.spec.load import load_text
 from shoal.spec.member import Member, Shape
 from shoal.spec.members import default_spec, members, partitions
-from shoal.spec.model import MANAGED_SLURM_KEYS, Controller, NodeSet, Spec
+from shoal.spec.model import Controller, NodeSet, Spec
+from shoal.spec.slurm_options import MANAGED_SLURM_KEYS
 
 TEXT = """\
 cluster: reef

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.spec.docs import EXAMPLE, schema, spec_markdown
 from shoal.spec.load import load_text_all
-from shoal.spec.model import Closed, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions, Spec
+from shoal.spec.model import Closed, Controller, HostEntry, Login, NodeSet, Partition, Spec
+from shoal.spec.slurm_options import SlurmOptions
 from shoal.verbs.schema import schema_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "spec.md"

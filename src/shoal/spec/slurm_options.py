@@ -1,0 +1,92 @@
+"""More of slurm.conf, as the file says it: keys that Shoal does not write itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from shoal.spec.closed import Closed
+from shoal.spec.words import refusal
+
+MANAGED_SLURM_KEYS = (
+    "AuthInfo",
+    "AuthType",
+    "ClusterName",
+    "CommunicationParameters",
+    "ControlAddr",
+    "ControlMachine",
+    "CredType",
+    "GresTypes",
+    "Include",
+    "JobAcctGatherType",
+    "JobCompLoc",
+    "JobCompType",
+    "MaxNodeCount",
+    "NodeName",
+    "NodeSet",
+    "PartitionName",
+    "PluginDir",
+    "PrivateData",
+    "ProctrackType",
+    "PrologFlags",
+    "ResumeFailProgram",
+    "ResumeProgram",
+    "ResumeRate",
+    "ResumeTimeout",
+    "SelectType",
+    "SelectTypeParameters",
+    "SlurmctldAddr",
+    "SlurmctldHost",
+    "SlurmctldLogFile",
+    "SlurmctldParameters",
+    "SlurmctldPidFile",
+    "SlurmctldPort",
+    "SlurmdLogFile",
+    "SlurmdPidFile",
+    "SlurmdPort",
+    "SlurmdSpoolDir",
+    "SlurmdUser",
+    "SlurmUser",
+    "SrunPortRange",
+    "StateSaveLocation",
+    "SuspendExcNodes",
+    "SuspendProgram",
+    "SuspendRate",
+    "SuspendTime",
+    "SuspendTimeout",
+    "SwitchType",
+    "TaskPlugin",
+    "TopologyPlugin",
+    "TreeWidth",
+)
+"""The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
+
+_MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
+
+
+def _option_name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[A-Za-z]{1,64}", value):
+        raise refusal("not a key of slurm.conf", "use letters only")
+    if value.lower() in _MANAGED:
+        raise refusal("Shoal writes this key itself", "delete it here")
+    return value
+
+
+def _option_value(value: object) -> str:
+    # slurm.conf takes several `Key=value` on one line, so a blank would let a value smuggle in another key.
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not re.fullmatch(r"[!$-\[\]-~]{1,1024}", text):
+        raise refusal("not a value of slurm.conf", "use ASCII text without blanks, quotes, `#` and `\\`")
+    return text
+
+
+class SlurmOptions(Closed):
+    """More of slurm.conf."""
+
+    options: dict[
+        Annotated[str, BeforeValidator(_option_name)],
+        Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
+    ] = Field(default_factory=dict)
+    """Keys of slurm.conf with their values: `{KillWait: 60}`. Some keys are Shoal's alone."""
