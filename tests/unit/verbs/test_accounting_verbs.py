@@ -9,8 +9,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab
-from tests.unit.verbs.test_verbs import AT_ONCE
-from tests.unit.verbs.test_verbs import context_of as context_for
+from tests.unit.verbs.fake_clusters import AT_ONCE
+from tests.unit.verbs.fake_clusters import context_of as context_for
 
 from shoal.agent.facts import FileFact
 from shoal.cli.render_accounting import show_keys, show_restore, show_usage

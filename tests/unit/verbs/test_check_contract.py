@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.plan.fake_world import LAB, lab, spec_of
-from tests.unit.verbs.test_verbs import context_of, raised
+from tests.unit.verbs.fake_clusters import context_of, raised
 
 from shoal.hosts.api import Result
 from shoal.verbs.check import check

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.plan.fake_world import LAB, lab
-from tests.unit.verbs.test_verbs import context_of, raised
+from tests.unit.verbs.fake_clusters import context_of, raised
 
 from shoal.hosts.api import Result
 from shoal.tracking import mlflow

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.test_verbs import AT_ONCE, Sandbox, context_of
+from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of
 
 from shoal.errors import UsageError
 from shoal.roles.elastic import KEYS

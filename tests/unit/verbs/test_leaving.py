@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.test_verbs import AT_ONCE, Sandbox, context_of, raised
+from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
 
 from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
 from shoal.plan.model import Cost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.plan.fake_world import LAB, World, lab
-from tests.unit.verbs.test_verbs import AT_ONCE, context_of
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
 
 from shoal.errors import ShoalError
 from shoal.plan.model import Cost

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.contract.renters import KEY
 from tests.unit.plan.fake_world import World, host_facts, lab
-from tests.unit.verbs.test_verbs import AT_ONCE, context_of
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
 
 from shoal.agent.facts import FileFact
 from shoal.agent.fake import FakeAgent

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from tests.contract.renters import CASES, KEY, Trial, trial
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
-from tests.unit.verbs.test_verbs import AT_ONCE, context_of, raised
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 
 from shoal.agent.facts import FileFact
 from shoal.cli.render_rented import rented_lines

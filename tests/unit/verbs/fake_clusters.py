@@ -1,0 +1,43 @@
+"""Clusters in memory for the tests of verbs: hosts that are there, and a sandbox that a provider makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.plan.fake_world import World, host_facts, spec_of
+
+from shoal.plan.apply import Patience
+from shoal.providers.fake import FakeProvider
+from shoal.spec.members import default_spec
+from shoal.verbs.context import Context
+from shoal.verbs.up import up
+
+AT_ONCE = Patience(nodes=0, drain=0)
+
+
+def context_of(world: World, text: str | None = None, **more: Any) -> Context:
+    return Context(spec_of(text) if text else world.spec, connector=world.connector, **more)
+
+
+async def raised(world: World, text: str | None = None) -> Context:
+    """A cluster that is up."""
+    context = context_of(world, text)
+    assert (await up(context, AT_ONCE)).whole
+    world.look_again()
+    return context
+
+
+class Sandbox:
+    """A world whose hosts a provider makes: they answer once they are made."""
+
+    def __init__(self, nodes: int = 2) -> None:
+        self.provider = FakeProvider()
+        spec = default_spec("reef", nodes=nodes)
+        facts = {"controller": host_facts("controller", "10.0.0.1")}
+        facts |= {f"fish{number}": host_facts(f"fish{number}", f"10.0.0.1{number}") for number in (1, 2, 3)}
+        self.world = World(spec, facts)
+
+    def context(self, nodes: int = 2) -> Context:
+        return Context(
+            default_spec("reef", nodes=nodes), connector=self.world.connector, providers=lambda name: self.provider
+        )

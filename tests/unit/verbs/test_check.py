@@ -1,0 +1,108 @@
+"""`shoal check`, over a cluster in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.plan.fake_world import LAB, lab, spec_of
+from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
+
+from shoal.agent.facts import Disk
+from shoal.errors import ProviderError
+from shoal.providers.fake import FakeProvider
+from shoal.spec.finding import Finding
+from shoal.spec.members import default_spec
+from shoal.verbs.check import check
+from shoal.verbs.context import Context, requests
+from shoal.verbs.up import plan
+
+
+async def test_check_finds_nothing_on_a_cluster_that_is_up() -> None:
+    world = lab()
+    context = await raised(world)
+    before = {name: len(agent.requests) for name, agent in world.agents.items()}
+    assert await check(context) == []
+    for name, agent in world.agents.items():
+        assert {request["op"] for request in agent.requests[before[name] :]} <= {"facts", "check", "reach", "exit"}
+
+
+async def test_check_says_all_that_is_wrong_the_worst_first() -> None:
+    world = lab(n1={"disks": (Disk("/", 20_000, 300), Disk("/data", 20_000, 300))})
+    context = await raised(world)
+    world.hosts["n2"].unreachable = True
+    world.slurm.states["n2"] = "DOWN*"
+    warning = Finding("warning", "weights of one", path="nodesets.lab")
+    edited = replace(context_of(world, LAB + "  long: {nodesets: [lab]}\n"), warnings=(warning,))
+    assert [str(finding) for finding in await check(edited)] == [
+        "n2: does not answer within 10 s, is the host up?",
+        "n1: little space on /, found 300 MB, free at least 1 GB",
+        "n2: Slurm cannot use the node, found down+not_responding, run `shoal up`; `shoal status` shows the state",
+        "nodesets.lab: weights of one",
+        "changes are due on c1, `shoal plan` shows them, `shoal up` makes them",
+    ]
+    assert context.cluster == "reef"
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [("failed", "slurmctld does not run (failed)"), ("active", "slurmctld does not answer")],
+)
+async def test_a_controller_whose_slurmctld_is_dead_is_an_error(state: str, what: str) -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.broken = "Unable to contact slurm controller\n"
+    agent = world.agents["c1"]
+    agent.facts = replace(agent.facts, services={**agent.facts.services, "slurmctld": state})
+    assert [str(finding) for finding in await check(context) if finding.level == "error"] == [
+        f"c1: {what}, run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    ]
+
+
+async def test_a_node_that_is_new_in_the_file_is_a_change_and_no_error() -> None:
+    world = lab()
+    await raised(world)
+    wider = context_of(world, LAB.replace("controller: {", "controller: {compute: true, "))
+    assert [(finding.level, finding.what) for finding in await check(wider)] == [
+        ("info", "changes are due on c1"),
+    ]
+
+
+async def test_check_of_a_sandbox_that_is_not_there_says_what_is_in_its_way() -> None:
+    sandbox = Sandbox()
+    sandbox.provider.findings = [Finding("error", "not root", fix="run it with sudo")]
+    assert [(finding.level, str(finding)) for finding in await check(sandbox.context())] == [
+        ("error", "not root, run it with sudo"),
+        ("info", "not made yet: controller,fish[1-2], run `shoal up`"),
+    ]
+
+
+async def test_check_without_the_controller_still_says_what_it_saw() -> None:
+    world = lab(n1={"disks": (Disk("/var", 20_000, 300),)})
+    world.hosts["c1"].unreachable = True
+    assert [finding.host for finding in await check(context_of(world))] == ["c1", "n1"]
+
+
+async def test_check_names_each_host_outside_the_version_window() -> None:
+    world = lab(c1={"os_version": "13"})
+    found = await check(context_of(world))
+    assert [(finding.level, finding.host, finding.what) for finding in found] == [
+        ("error", "n1", "Slurm too old for the controller's"),
+        ("error", "n2", "Slurm too old for the controller's"),
+    ]
+
+
+async def test_a_provider_that_cannot_say_what_it_has_is_an_error_and_not_an_empty_cluster() -> None:
+    class Mute(FakeProvider):
+        async def instances(self, cluster: str) -> list[Any]:
+            raise ProviderError("the sandbox's records cannot be read")
+
+    context = Context(default_spec("reef"), providers=lambda name: Mute())
+    with pytest.raises(ProviderError, match="records cannot be read"):
+        await plan(context)
+
+
+def test_requests_are_only_for_the_hosts_of_that_provider() -> None:
+    text = "cluster: reef\ncontroller: {host: c1}\nnodesets: {fish: {provider: sandbox, count: 1}}\n"
+    assert [request.name for request in requests(Context(spec_of(text)).members, "sandbox")] == ["fish1"]

@@ -1,0 +1,63 @@
+"""`shoal down`, over a cluster in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import lab
+from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, raised
+
+from shoal.errors import ShoalError
+from shoal.verbs.down import DownResult, down
+from shoal.verbs.up import up
+
+
+def _kept(state: Path) -> bool:
+    return state.exists()
+
+
+async def test_down_is_refused_while_jobs_run() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.jobs |= {"7": "n1", "8_2": "n2"}
+    with pytest.raises(ShoalError) as caught:
+        await down(context)
+    assert str(caught.value) == (
+        "cluster reef has 2 running job(s): 7, 8_2\n  fix: wait for them, cancel them, or use --force"
+    )
+    assert (await down(context, force=True)).released == ("c1", "n1", "n2")
+
+
+async def test_down_releases_hosts_and_forgets_their_keys(state: Path) -> None:
+    world = lab()
+    context = await raised(world)
+    result = await down(context)
+    assert result == DownResult("reef", released=("c1", "n1", "n2"))
+    assert not _kept(state)
+    for agent in world.agents.values():
+        assert agent.items["service munge"]["running"] is False
+        assert agent.items["block members in /etc/hosts"]["content"] == ""
+
+
+async def test_down_with_a_host_away_releases_the_others_and_keeps_the_keys(state: Path) -> None:
+    world = lab()
+    context = await raised(world)
+    world.hosts["n2"].unreachable = True
+    world.agents["n1"].failing["service slurmd"] = "slurmd does not stop"
+    result = await down(context)
+    assert result.released == ("c1",)
+    assert {name: str(error) for name, error in result.failures.items()} == {
+        "n1": "n1: service slurmd: slurmd does not stop\n"
+        "  fix: look at `shoal ssh n1 journalctl -u slurmd`, then run `shoal down` again",
+        "n2": "n2: does not answer within 10 s\n  fix: is the host up?",
+    }
+    assert _kept(state)
+
+
+async def test_down_removes_what_the_provider_made_and_needs_no_cluster_to_be_there() -> None:
+    sandbox = Sandbox()
+    assert await down(sandbox.context()) == DownResult("reef")
+    await up(sandbox.context(), AT_ONCE)
+    assert await down(sandbox.context()) == DownResult("reef", deleted=("controller", "fish1", "fish2"))
+    assert sandbox.provider.clusters == {}

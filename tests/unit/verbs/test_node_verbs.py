@@ -1,0 +1,88 @@
+"""`shoal node drain|resume|remove`, over a cluster in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import LAB, lab
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
+
+from shoal.errors import SlurmError, UsageError
+from shoal.hosts.api import Result
+from shoal.verbs.node import drain_nodes, remove_node, resume_nodes
+
+
+async def test_nodes_are_drained_with_a_reason_and_resumed() -> None:
+    world = lab()
+    context = await raised(world)
+    assert await drain_nodes(context, "n[1-2]", "fan broken") == ["n1", "n2"]
+    assert world.slurm.reasons == {"n1": "fan broken", "n2": "fan broken"}
+    assert await resume_nodes(context, "n1") == ["n1"]
+    assert await resume_nodes(context, "n1") == []
+    assert world.slurm.states == {"n2": "IDLE+DRAIN"}
+
+
+async def test_nodes_cannot_be_drained_or_resumed_while_slurmctld_does_not_run() -> None:
+    world = lab()
+    context = await raised(world)
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, b"failed\n")}
+    for work in (drain_nodes(context, "n1", "fan broken"), resume_nodes(context, "n1")):
+        with pytest.raises(SlurmError, match=r"slurmctld does not run on c1 \(failed\)"):
+            await work
+    assert world.slurm.updates == []
+
+
+async def test_a_host_that_does_not_compute_is_no_node() -> None:
+    with pytest.raises(UsageError) as caught:
+        await drain_nodes(context_of(lab()), "c1,n1", "")
+    assert str(caught.value) == "not a compute node: c1\n  fix: name a node that `shoal status` lists"
+
+
+async def test_a_removed_node_leaves_the_file_slurm_and_nothing_of_ours_behind(tmp_path: Path) -> None:
+    world = lab()
+    await raised(world)
+    file = tmp_path / "shoal.yaml"
+    file.write_text("# our lab\n" + LAB)
+    result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
+    assert (result.removed, result.whole) == (("n2",), True)
+    assert file.read_text() == "# our lab\n" + LAB.replace(", {name: n2, address: 10.0.0.12}", "")
+    assert world.slurm.nodes == ["n1"]
+    assert world.agents["n2"].items["service slurmd"]["running"] is False
+    assert world.agents["n2"].items["file /etc/munge/munge.key"]["content"] is None
+
+
+async def test_a_node_with_jobs_stays_as_it_is_until_they_have_ended(tmp_path: Path) -> None:
+    world = lab()
+    await raised(world)
+    world.slurm.jobs["7"] = "n2"
+    file = tmp_path / "shoal.yaml"
+    file.write_text(LAB)
+    result = await remove_node(replace(context_of(world), file=file), "n2", AT_ONCE)
+    assert (result.staying, result.removed) == (("n2",), ())
+    assert world.agents["n2"].items["service slurmd"]["running"] is True
+
+
+async def test_a_node_can_only_be_taken_out_of_a_file() -> None:
+    with pytest.raises(UsageError) as caught:
+        await remove_node(context_of(lab()), "n2", AT_ONCE)
+    assert str(caught.value) == (
+        "there is no file to take n2 out of\n  fix: write one with `shoal init`, then run the command again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("n[1-2]", "n[1-2] names 2 hosts, and this takes one\n  fix: say n1"),
+        ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
+    ],
+)
+async def test_only_one_node_is_removed_at_a_time(host: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "shoal.yaml"
+    file.write_text(LAB)
+    with pytest.raises(UsageError) as caught:
+        await remove_node(replace(context_of(lab()), file=file), host, AT_ONCE)
+    assert str(caught.value) == text
+    assert file.read_text() == LAB

@@ -1,0 +1,95 @@
+"""`shoal status`, over a cluster in memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.plan.fake_world import LAB, lab
+from tests.unit.verbs.fake_clusters import context_of, raised
+
+from shoal.errors import SlurmError
+from shoal.hosts.api import Result
+from shoal.hosts.fake import FakeHost, FakeProgram
+from shoal.slurm.state import NODES_COMMAND
+from shoal.verbs.status import NO_CONFIGURATION, ask, status
+
+
+async def test_status_is_what_slurm_says() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.jobs["7"] = "n1"
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", "fan broken"
+    found = await status(context)
+    assert (found.cluster, found.controller, found.version) == ("reef", "c1", "22.05.8")
+    assert [(node.name, node.state, node.reason) for node in found.nodes] == [
+        ("n1", ("IDLE",), ""),
+        ("n2", ("IDLE", "DRAIN"), "fan broken"),
+    ]
+    assert [(part.name, part.nodes, part.default) for part in found.partitions] == [("main", "n[1-2]", True)]
+    assert [(job.id, job.nodes) for job in found.jobs] == [("7", "n1")]
+    assert (found.absent, found.extra) == ((), ())
+
+
+async def test_status_names_nodes_that_only_the_file_or_only_slurm_has() -> None:
+    world = lab()
+    await raised(world)
+    other = context_of(world, LAB.replace("name: n2, address: 10.0.0.12", "name: n3, address: 10.0.0.13"))
+    found = await status(other)
+    assert (found.absent, found.extra) == (("n3",), ("n2",))
+
+
+async def test_status_before_there_is_a_slurm_says_so() -> None:
+    world = lab()
+    world.hosts["c1"].answers = {}
+    with pytest.raises(SlurmError) as caught:
+        await status(context_of(world))
+    assert str(caught.value) == "c1 has no Slurm yet\n  fix: run `shoal up`"
+
+
+async def test_status_of_a_cluster_that_was_taken_down_says_so() -> None:
+    world = lab()
+    said = b"scontrol: error: fetch_config: DNS SRV lookup failed\n" + NO_CONFIGURATION.encode()
+    world.hosts["c1"].answers = {("scontrol",): Result(1, b"", said), ("systemctl",): b"inactive\n"}
+    with pytest.raises(SlurmError) as caught:
+        await status(context_of(world))
+    assert str(caught.value) == "Slurm on c1 is not set up: it has no configuration\n  fix: run `shoal up`"
+
+
+@pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
+async def test_status_says_at_once_that_slurmctld_does_not_run(state: str) -> None:
+    world = lab()
+    context = await raised(world)
+    asked = len(world.hosts["c1"].calls)
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("systemctl",): Result(3, f"{state}\n".encode())}
+    with pytest.raises(SlurmError) as caught:
+        await status(context)
+    assert str(caught.value) == (
+        f"slurmctld does not run on c1 ({state})\n"
+        "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    )
+    assert [call.argv[0] for call in world.hosts["c1"].calls[asked:]] == ["scontrol", "systemctl"]
+
+
+async def test_a_slurmctld_that_hangs_is_the_one_who_does_not_answer() -> None:
+    async def hang(program: FakeProgram) -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    with pytest.raises(SlurmError) as caught:
+        await ask(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)
+    assert str(caught.value) == (
+        "slurmctld on c1 does not answer within 0.05 s\n"
+        "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"
+    )
+
+
+async def test_status_of_a_slurm_that_does_not_answer_says_what_it_said() -> None:
+    world = lab()
+    context = await raised(world)
+    world.slurm.broken = "slurm_load_node error: Unable to contact slurm controller (connect failure)\n"
+    with pytest.raises(SlurmError) as caught:
+        await status(context)
+    assert "on c1 failed: slurm_load_node error: Unable to contact slurm controller (connect failure)\n" in str(
+        caught.value
+    )
