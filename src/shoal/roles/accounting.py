@@ -111,7 +111,8 @@ def database(cluster: Cluster, member: Member) -> Document:
         File(LOGIN, text.database_login(), **mine),  # type: ignore[arg-type]
         Command(
             "accounting database",
-            ("sh", "-c", f"exec mariadb < {SQL}"),
+            # The password is in the statement, and MariaDB shows the one that it does not take.
+            ("bash", "-o", "pipefail", "-c", f"mariadb < {SQL} 2>&1 | sed -n '/^ERROR/{{s/ near .*//;p}}'"),
             unless=("mariadb", f"--defaults-extra-file={LOGIN}", "-e", "SELECT 1", text.DATABASE),
             retries=5,
             restarts=("slurmdbd",),

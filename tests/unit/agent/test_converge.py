@@ -257,6 +257,16 @@ async def test_a_failing_command_says_how_it_ended(
     assert (found.status, found.detail) == ("failed", detail)
 
 
+async def test_a_command_is_not_tried_again_once_its_guard_says_that_it_is_so(place: Place) -> None:
+    there = place.path("there")
+    argv = ("sh", "-c", f"echo already there; touch {there}; exit 1")
+    (found,) = await place.apply(Command("it", argv, unless=("test", "-e", there), retries=15))
+    assert found.status == "changed"
+    os.unlink(there)
+    (found,) = await place.apply(Command("it", argv, unless=("test", "-e", there)))
+    assert (found.status, found.detail) == ("failed", "it ended with status 1\nalready there")
+
+
 async def test_a_command_before_the_file_it_reloads_runs_at_the_end(place: Place) -> None:
     run = Command("reload", ("touch", place.path("reloaded")), on_change=True)
     items = (run, place.file("c", "x", reloads=("command reload",)))

@@ -16,7 +16,7 @@ def check_command(item: Item, world: World) -> Change | None:
         return None
     # In a dry run the guard would look at what is about to change.
     foreseen = world.dry and item["key"] in world.noted
-    if item["unless"] and not foreseen and run(item["unless"], timeout=30.0)[0] == 0:
+    if not foreseen and is_so(item):
         return None
     return Change(f"run {item['name']}" + (f" ({reason})" if reason else ""))
 
@@ -27,9 +27,18 @@ def make_command(item: Item, world: World) -> str:
         if attempt:
             world.tell(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")
             time.sleep(2.0)
+            if is_so(item):  # the guard could not tell before: the service that it asks has just started
+                break
         status, text = run(item["argv"], stdin=item["stdin"].encode(), timeout=item["timeout"])
         if status == 0:
-            settle(world, item["key"])
-            return ""
-    why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
-    raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())
+            break
+    else:
+        why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
+        raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())
+    settle(world, item["key"])
+    return ""
+
+
+def is_so(item: Item) -> bool:
+    """Whether the command's guard says that there is nothing to do."""
+    return bool(item["unless"]) and run(item["unless"], timeout=30.0)[0] == 0
