@@ -194,6 +194,8 @@ class Session:
         lent = [member.name for member in context.members if member.provider is None]
         if not lent or yes:
             return
+        from shoal.hostlist import compress
+
         if not sys.stdin.isatty():
             raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="use --yes")
         if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", err=True):
