@@ -197,8 +197,8 @@ class Session:
         from shoal.hostlist import compress
 
         if not sys.stdin.isatty():
-            raise UsageError(f"this stops Slurm on {', '.join(lent)}", hint="use --yes")
-        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {', '.join(lent)}?", err=True):
+            raise UsageError(f"this stops Slurm on {compress(lent)}", hint="use --yes")
+        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {compress(lent)}?", err=True):
             raise Interrupted("nothing was changed")
 
     def __enter__(self) -> Self:
