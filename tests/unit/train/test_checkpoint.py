@@ -52,6 +52,31 @@ def test_the_manifest_names_every_file_with_its_size_and_digest(tmp_path: Path) 
     assert {record.name for record in manifest.files} | {"MANIFEST.json"} == set(_names(tmp_path / "step-4"))
 
 
+def test_all_is_on_disk_before_a_checkpoint_has_its_name_and_the_name_before_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left where the machine loses power, not the process: told by the order of fsync and rename."""
+    happened: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noting_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        happened.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def noting_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        happened.append(("rename", str(target)))
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", noting_rename)
+    _saved(tmp_path, 1)
+    named = happened.index(("rename", str(tmp_path / "step-1")))
+    synced = [Path(name).name for what, name in happened[:named] if what == "fsync"]
+    assert {name.removesuffix(".tmp") for name in synced} >= set(_names(tmp_path / "step-1"))
+    assert synced[-2] == "MANIFEST.json" and synced[-1].startswith("step-1.tmp-"), "its directory last"
+    assert ("fsync", str(tmp_path)) in happened[named:]
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
