@@ -210,7 +210,7 @@ def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> Reason:
         "its last state could not be saved" + (f": {said[:300]}" if said else ""),
         first.rank if first else None,
         first.node if first else "",
-        fix="mend that, and run it again with the same directory for its checkpoints: it goes on from the newest",
+        fix="solve that, and run it again with the same directory for its checkpoints: it goes on from the newest",
     )
 
 

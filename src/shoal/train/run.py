@@ -124,7 +124,7 @@ class Run:
         if saved is not None and not saved.committed:
             self._tell(
                 logging.ERROR,
-                "training is done, and its last state is in no checkpoint (the newest is of step %d): mend that and "
+                "training is done, and its last state is in no checkpoint (the newest is of step %d): solve that and "
                 "run it again with %s, or save the state after the loop by other means. The script goes on, and ends "
                 "with status %d",
                 *(max(self.checkpointer.newest, self._first), self.checkpointer.directory, EXIT_UNSAVED),
@@ -133,7 +133,7 @@ class Run:
                 fail_at_exit(EXIT_UNSAVED)
         if not trained and self._first:
             place = self.checkpointer.directory
-            self._tell(logging.WARNING, "nothing is left to train; to begin anew, move %s away", place)
+            self._tell(logging.WARNING, "nothing is left to train; to start over, move %s away", place)
         self.checkpointer.close()
         self._stopper.close()
 
@@ -148,7 +148,7 @@ class Run:
             # The next turn would begin where this one did, and end as it does, for ever.
             self._tell(
                 logging.ERROR,
-                "nothing of this turn could be saved (%s): the job is not requeued. Mend that and run it again with "
+                "nothing of this turn could be saved (%s): the job is not requeued. Solve that and run it again with "
                 "%s: it goes on from step %d",
                 *(saved.error, self.checkpointer.directory, self._first),
             )

@@ -15,7 +15,6 @@ from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.train.contract import PROGRESS_FILE
 from shoal.verbs.context import Context, keeping
-from shoal.verbs.ended import ended_ever, ended_lately, without
 from shoal.verbs.logs import files_of, read_tails
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import ask
@@ -49,6 +48,8 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
 
     With `ended`, all that have ended before as well, as far back as there are records.
     """
+    from shoal.verbs.ended import ended_ever, ended_lately, without  # `shoal run` loads this file too
+
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [said] = await while_it_runs(controller, ask(controller, show_command()))
@@ -68,7 +69,7 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
 
 
 def _to_explain(records: Sequence[JobRecord]) -> list[JobRecord]:
-    """The newest that failed. Of a number that was given out anew, only the later job's logs are still there."""
+    """The newest that failed. Of a number that was given out twice, only the later job's logs are still there."""
     last = {record.id: record for record in records}
     failed = [record for record in records if record.failed and record.state != "CANCELLED"]
     return [record for record in failed if last[record.id] is record][-EXPLAINED:]

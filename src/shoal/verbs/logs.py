@@ -19,7 +19,6 @@ from shoal.jobs.reason import Reason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
 from shoal.plan.connections import Connections
 from shoal.verbs.context import Context, keeping
-from shoal.verbs.ended import ended_job
 from shoal.verbs.slurmctld import while_it_runs
 from shoal.verbs.status import accepted, look_at_slurmctld
 
@@ -107,7 +106,7 @@ async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
     while record.active:
         await asyncio.sleep(pause)
         pause = min(2.0, pause * 1.2)
-        # It may be in nobody's records, where the controller was built anew meanwhile.
+        # It may be in nobody's records, where the controller was built again meanwhile.
         record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
     return record
 
@@ -129,6 +128,8 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
         cause = f"slurmctld on {controller.name} does not answer"
         raise SlurmError(cause, hint=look_at_slurmctld(controller.name)) from None
     if result.status != 0 and "nvalid job id" in result.error_text:
+        from shoal.verbs.ended import ended_job  # `shoal run`, which loads this file too, needs nothing of it
+
         return await ended_job(controller, job)
     return parse_records(accepted(controller, show_command(job), result))
 

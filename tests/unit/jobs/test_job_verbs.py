@@ -457,7 +457,7 @@ async def test_a_job_that_was_cancelled_before_it_started_is_told_once() -> None
     assert len((await jobs(reef.context)).jobs) == 1
 
 
-async def test_a_number_that_was_given_out_anew_is_explained_by_its_own_logs_only() -> None:
+async def test_a_number_that_was_given_out_twice_is_explained_by_its_own_logs_only() -> None:
     reef = failing()
     reef.ended = noted(17, day="2026-11-14")
     before, now = (await jobs(reef.context)).jobs
@@ -496,7 +496,7 @@ async def test_how_a_job_ended_is_known_to_one_who_was_away_while_slurmctld_forg
 @pytest.mark.parametrize("number", ["", "x", "17;id", "../17", "17_", "1 2"])
 async def test_what_is_no_job_is_refused_before_any_host_is_asked(number: str) -> None:
     reef = Reef()
-    with pytest.raises(UsageError, match="is no job"):
+    with pytest.raises(UsageError, match="is not a job"):
         await logs(reef.context, number)
     assert reef.controller.calls == []
 

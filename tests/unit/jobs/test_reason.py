@@ -104,7 +104,7 @@ def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
 ) -> None:
     reason = explain_failure(record, JobLogs(tuple(lines), ends))
     assert reason is not None and (reason.kind, reason.text) == ("checkpoint", text)
-    assert reason.fix.startswith("mend that, and run it again with the same directory for its checkpoints")
+    assert reason.fix.startswith("solve that, and run it again with the same directory for its checkpoints")
 
 
 @pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])

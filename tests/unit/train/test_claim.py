@@ -132,7 +132,7 @@ def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
 ) -> None:
     (tmp_path / "saved").write_text("a file")
     assert Claim(tmp_path / "saved").take() is None
-    assert f"no other job is kept from writing to {tmp_path}/saved: [Errno" in caplog.text
+    assert f"another job could write to {tmp_path}/saved at the same time: [Errno" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_run_that_has_ended_does_nothing_when_started_again_and_says_so(
     state = build("plain")
     assert [train_step(state) and step for step in Run(state, tmp_path, environ={}).steps(3)] == [0, 1, 2]
     final = digest(state)
-    told = f"nothing is left to train; to begin anew, move {tmp_path} away"
+    told = f"nothing is left to train; to start over, move {tmp_path} away"
     assert told not in caplog.text
     again = build("plain", seed=3)
     assert list(Run(again, tmp_path, environ={}).steps(3)) == []
@@ -113,7 +113,7 @@ def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_fu
     requeued = (tmp_path / "asked").exists() and "requeue 7" in (tmp_path / "asked").read_text()
     assert (requeued, leaving.value.comes_back) == (saved_before, saved_before)
     assert leaving.value.code == (0 if saved_before else EXIT_UNSAVED)
-    told = f"the job is not requeued. Mend that and run it again with {place}: it goes on from step 0"
+    told = f"the job is not requeued. Solve that and run it again with {place}: it goes on from step 0"
     assert (told in caplog.text) is not saved_before
 
 

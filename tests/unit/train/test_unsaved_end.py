@@ -41,7 +41,7 @@ def test_the_script_goes_on_to_its_end_and_its_status_says_that_it_is_not_saved(
     failed, told = done.stderr.splitlines()
     assert failed.startswith("the checkpoint of step 3 (end) FAILED: ")
     assert told == (
-        "training is done, and its last state is in no checkpoint (the newest is of step 2): mend that and run it "
+        "training is done, and its last state is in no checkpoint (the newest is of step 2): solve that and run it "
         f"again with {tmp_path}/saved, or save the state after the loop by other means. The script goes on, and ends "
         f"with status {EXIT_UNSAVED}"
     )

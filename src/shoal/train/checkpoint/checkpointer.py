@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shoal.train.checkpoint import files
 from shoal.train.checkpoint.claim import Claim, Writer, refusal
 from shoal.train.checkpoint.files import Manifest
+from shoal.train.checkpoint.outcome import PROBLEMS, SaveResult, cause, first_line
 from shoal.train.checkpoint.state import TrainState, blank, capture, put_back
 from shoal.train.checkpoint.writer import CommittingWriter
 from shoal.train.errors import CheckpointError
@@ -34,29 +34,6 @@ from shoal.train.proof import recorder
 from shoal.train.ranks import Ranks
 
 log = logging.getLogger("shoal.train.checkpoint")
-
-_PROBLEMS = (Exception, CheckpointException)
-"""torch's CheckpointException, which carries the errors of all ranks, is no Exception."""
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """How a save ended. All ranks get the same outcome."""
-
-    step: int
-    outcome: Literal["committed", "failed", "pending"]
-    reason: str = ""
-    path: Path | None = None
-    error: str = ""
-    stall_seconds: float = 0.0
-    """How long training stood still."""
-    seconds: float = 0.0
-    """From the call to the commit."""
-
-    @property
-    def committed(self) -> bool:
-        """Whether the checkpoint is on disk, whole."""
-        return self.outcome == "committed"
 
 
 class Checkpointer:
@@ -113,7 +90,7 @@ class Checkpointer:
             if background:
                 flat = self._copy(flat)
         except Exception as problem:  # whatever it is, the other ranks must hear of it or they wait for ever
-            error = f"rank {self.rank}: {_first_line(problem)}"
+            error = f"rank {self.rank}: {first_line(problem)}"
         errors, (nonce, *_) = zip(*self._ranks.gather((error, secrets.token_hex(4))), strict=True)
         error = "; ".join(filter(None, errors))
         if error:
@@ -241,8 +218,8 @@ class Checkpointer:
             writer = CommittingWriter(writing, manifest)
             dcp.save(dict(flat), storage_writer=writer, process_group=self._ranks.group)
             path = self._ranks.from_rank_zero(writer.committed_to)
-        except _PROBLEMS as problem:  # a save must never end the training; dcp raises the same on every rank
-            error = _cause(problem)
+        except PROBLEMS as problem:  # a save must never end the training; dcp raises the same on every rank
+            error = cause(problem)
         if self.rank == 0:
             if path is None:
                 shutil.rmtree(writing, ignore_errors=True)
@@ -325,26 +302,13 @@ class Checkpointer:
         problem: BaseException | None = None
         try:
             yield
-        except _PROBLEMS as error:
+        except PROBLEMS as error:
             problem = error
-        texts = self._ranks.gather("" if problem is None else _first_line(problem))
+        texts = self._ranks.gather("" if problem is None else first_line(problem))
         if isinstance(problem, CheckpointException):
-            raise CheckpointError("the checkpoint cannot be loaded", found=_cause(problem)) from problem
+            raise CheckpointError("the checkpoint cannot be loaded", found=cause(problem)) from problem
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):
             if text:
                 raise CheckpointError(f"rank {rank} cannot load the checkpoint", found=text)
-
-
-def _cause(problem: BaseException) -> str:
-    """Which rank could not do what, without the tracebacks torch adds for each of them."""
-    if not isinstance(problem, CheckpointException):
-        return _first_line(problem)
-    ranks = sorted(problem.failures)
-    causes = [f"rank {rank}: {_first_line(problem.failures[rank][0])}" for rank in ranks[:3]]
-    return "; ".join(causes) + (f"; and {len(ranks) - 3} more ranks" if len(ranks) > 3 else "")
-
-
-def _first_line(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]

@@ -91,7 +91,7 @@ class Claim:
                 self._replace()
                 break
         except OSError as error:
-            log.warning("no other job is kept from writing to %s: %s", self.file.parent, error)
+            log.warning("another job could write to %s at the same time: %s", self.file.parent, error)
             return None
         threading.Thread(target=self._keep, name="shoal-checkpoint-claim", daemon=True).start()
         atexit.register(self.release)
