@@ -114,8 +114,9 @@ def test_the_next_turn_of_a_job_takes_it_at_once_and_the_one_before_learns_of_it
 def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
     claims = [Claim(tmp_path, Writer(f"reef-9_{n}", f"job 9_{n}", "n1"), beat=0.05, patience=LONG) for n in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        refused = [other for other in threads.map(Claim.take, claims) if other is not None]
-    assert len(refused) == 7
+        found = list(threads.map(Claim.take, claims))
+    [first] = [claim.mine for claim, other in zip(claims, found, strict=True) if other is None]
+    assert [other for other in found if other is not None] == [first] * 7
     for claim in claims:
         claim.release()
 
@@ -125,6 +126,12 @@ def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
     program += "Claim(Path(sys.argv[1])).take(); raise ValueError"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG, capture_output=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_nowhere_in_its_place_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to(tmp_path / "nowhere")
+    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
+    assert json.loads((tmp_path / FILE).read_text())["name"] == "job 18"
 
 
 def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(

@@ -82,14 +82,11 @@ class Claim:
         """Make the directory ours. The one who has it, where another job writes there now."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            while not self._create():
+            if not self._create():
                 other = self._read()
-                if other is None:
-                    continue  # it has just gone
-                if other.run != self.mine.run and self._lives(other):
-                    return other
+                if other is not None and other.run != self.mine.run and self._lives(other):
+                    return self._read() or other  # it may have been half written before
                 self._replace()
-                break
         except OSError as error:
             log.warning("another job could write to %s at the same time: %s", self.file.parent, error)
             return None
