@@ -19,7 +19,7 @@ from tests.e2e.torch_env import give_torch
 
 from shoal.providers.sandbox.layout import Layout
 
-SCRIPT = ROOT / "tests/unit/prove/train.py"
+SCRIPT = ROOT / "tests/unit/proof/train.py"
 WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
 
 SPEC = """\

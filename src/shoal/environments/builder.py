@@ -6,7 +6,7 @@ It reads one JSON object from standard input and writes one a line: progress, an
     DIRECTORY/ID                     an environment, named by what is in it; LOCAL/ID where nodes have copies
     DIRECTORY/archives/ID.tar        the same as one file, for those copies
 
-An environment counts from the moment its mark is there: what a killed run left without one is made anew. It works
+An environment counts from the moment its mark is there: what a killed run left without one is made again. It works
 wherever it is copied to, which is seen to by the program `relocatable.py`, sent along.
 """
 
@@ -180,7 +180,7 @@ def install(asked: dict[str, Any], place: str, tools: str, wheels: str, about: d
     pip(asked, [*inside, "install", "--no-index", "--no-deps", "--no-compile", *files], "install the packages")
     done = subprocess.run([*inside, "check"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
-        raise Failed("the packages do not fit together: %s" % last_lines(done.stdout), "mend the list of them")
+        raise Failed("the packages do not fit together: %s" % last_lines(done.stdout), "correct the list of them")
     bound = relocate(asked["relocatable"], place)
     tell("progress", text="compile")
     # Otherwise the first job does it, on every node at once, if it may write there at all.
@@ -271,12 +271,12 @@ def remedy(said: str, proxy: dict[str, str]) -> str:
             return "does the proxy %s answer on this host?" % proxy["https_proxy"]
         return "this host needs a way to a package index: see `proxy`"
     if "hashes" in said.lower():
-        return "make the lock anew"
+        return "make a new lock"
     if "No space left" in said:
         return "free some space"
     if "subprocess-exited-with-error" in said:
         return "choose a version that there is a wheel of, or install on this host what it is built with"
-    return "mend the list of packages"
+    return "correct the list of packages"
 
 
 def hidden(text: str) -> str:

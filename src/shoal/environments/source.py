@@ -116,7 +116,7 @@ def _locked_packages(path: Path, lock: dict[str, Any]) -> Iterator[str]:
     """The packages of a pylock.toml (PEP 751) as lines of a requirements file."""
     packages = lock.get("packages")
     if not isinstance(packages, list) or not packages:
-        raise UsageError(f"{path} is no pylock.toml: it has no [[packages]]", hint="make one with `pip lock`")
+        raise UsageError(f"{path} is not a pylock.toml: it has no [[packages]]", hint="make one with `pip lock`")
     for package in packages:
         name, version = package.get("name"), package.get("version")
         files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
@@ -134,7 +134,7 @@ def _refuse_unpinned(path: Path, lines: list[str]) -> None:
     loose = [line for line in lines if not _PINNED.match(line)]
     if loose:
         raise UsageError(
-            f"{path} is no lock: {printable(loose[0])} has no version",
+            f"{path} is not a lock file: {printable(loose[0])} has no version",
             hint="write name==version on each line, or use `requirements`",
         )
 
@@ -143,7 +143,7 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_read(path))
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not TOML: {error}", hint="mend it") from None
+        raise UsageError(f"{path} is not TOML: {error}", hint="correct it") from None
 
 
 def _read(path: Path) -> str:

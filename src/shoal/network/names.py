@@ -58,7 +58,7 @@ def own_name_rule(block: str, names: Iterable[str]) -> str:
 
 
 def names_program(hosts: str, block: str, kept: str, rule: str) -> str:
-    """Puts the members' names back, of which `kept` is a copy, where somebody wrote the file anew; and the rule."""
+    """Puts the members' names back, of which `kept` is a copy, where somebody wrote the file again; and the rule."""
     return (
         "#!/bin/sh\n"
         "# Written by shoal; changes here are lost.\n"

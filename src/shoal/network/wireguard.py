@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 
-from shoal.network.mesh import KEEPALIVE, Peer, Place
+from shoal.network.peers import KEEPALIVE, Peer, Place
 
 INTERFACE = "shoal0"
 FOLDER = "/etc/shoal"

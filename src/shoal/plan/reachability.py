@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
-from shoal.network.mesh import Peer, to_try, without_port, worth_trying
+from shoal.network.peers import Peer, to_try, without_port, worth_trying
 from shoal.network.wireguard import INTERFACE, PEERS, PUBLIC_KEY, peers_in
 from shoal.plan.fleet import Fleet
 from shoal.roles.wireguard import file_text

@@ -10,7 +10,7 @@ from shoal.network.addresses import lan_addresses
 from shoal.network.firewall import opening
 from shoal.network.links import LINKS, NEAR
 from shoal.network.links import switches as switches_by_links
-from shoal.network.mesh import assign
+from shoal.network.peers import assign
 from shoal.network.tailscale import tailscale_addresses
 from shoal.network.tunnel import LOOPBACK, Tunnel, choose_ports, needs_tunnel
 from shoal.roles.confinement import Confinement, confinement, no_stronger

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.roles.cluster import Cluster
 
 CLOUD_INIT = "/etc/cloud/cloud.cfg"
-"""Where it is, cloud-init is, which on many images writes `/etc/hosts` anew at every boot."""
+"""Where it is, cloud-init is, which on many images writes `/etc/hosts` again at every boot."""
 KEPT = "/etc/shoal/hosts"
 PROGRAM = "/usr/local/lib/shoal/names"
 SERVICE = "shoal-names"

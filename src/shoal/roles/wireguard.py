@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.agent.document import Command, Directory, Document, File, Packages, Service
 from shoal.agent.facts import Facts
 from shoal.network.addresses import candidates
-from shoal.network.mesh import INTERNET_MTU, End, Peer, Place, place
+from shoal.network.peers import INTERNET_MTU, End, Peer, Place, place
 from shoal.network.wireguard import (
     APPLY,
     FOLDER,

@@ -21,8 +21,8 @@ from shoal.elastic.settings import Settings
 from shoal.elastic.with_rented import without_peers
 from shoal.hosts.api import Result
 from shoal.hosts.fake import FakeConnector
-from shoal.network.mesh import Peer
 from shoal.network.names import addresses_in, hosts_block
+from shoal.network.peers import Peer
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.providers.rental import Rented
 from shoal.roles.cluster import assemble

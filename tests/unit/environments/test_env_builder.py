@@ -163,7 +163,7 @@ def test_a_package_that_nobody_has_is_told_as_pip_tells_it(place: Place) -> None
     told = place.build("mackerel")
     assert told["event"] == "failed"
     assert "pip could not gather the packages" in told["what"] and "mackerel" in told["what"]
-    assert told["fix"] == "mend the list of packages"
+    assert told["fix"] == "correct the list of packages"
 
 
 def test_a_python_that_is_not_there_is_named(place: Place) -> None:
@@ -223,7 +223,7 @@ def test_what_pip_says_is_told_from_where_it_matters(said: list[str], reason: st
     [
         (RETRYING, {}, "this host needs a way to a package index: see `proxy`"),
         (RETRYING, {"https_proxy": "http://p:1"}, "does the proxy http://p:1 answer on this host?"),
-        ("DO NOT MATCH THE HASHES", {}, "make the lock anew"),
+        ("DO NOT MATCH THE HASHES", {}, "make a new lock"),
         (
             "error: subprocess-exited-with-error",
             {},

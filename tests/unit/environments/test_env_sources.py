@@ -69,7 +69,7 @@ def test_a_lock_names_every_version_with_its_hashes(tmp_path: Path) -> None:
 
 def test_a_lock_with_an_open_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("six==1.16.0\npackaging>=20\n")
-    assert "is no lock: packaging>=20 has no version" in refused(tmp_path, "lock")
+    assert "is not a lock file: packaging>=20 has no version" in refused(tmp_path, "lock")
 
 
 def test_a_pylock_becomes_pins_with_hashes_and_markers(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.goldens import assert_golden
 
 from shoal.network.firewall import firewall_rules
-from shoal.network.mesh import Peer, Place
 from shoal.network.names import own_names
+from shoal.network.peers import Peer, Place
 from shoal.network.wireguard import (
     MAKE_KEYS,
     apply_script,

@@ -12,7 +12,7 @@ from shoal.agent.facts import Address, Facts, FileFact
 from shoal.agent.fake import FakeAgent
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import FakeConnector, FakeHost
-from shoal.network.mesh import Peer
+from shoal.network.peers import Peer
 from shoal.network.wireguard import PEERS, PUBLIC_KEY, peers_conf
 from shoal.plan.fleet import Fleet
 from shoal.plan.reachability import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected

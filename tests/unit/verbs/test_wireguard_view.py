@@ -7,7 +7,7 @@ from tests.unit.plan.fake_world import LAB, spec_of
 from shoal.cli.render_services import wireguard_line
 from shoal.hosts.api import Result, Target
 from shoal.hosts.fake import FakeHost
-from shoal.network.mesh import Peer
+from shoal.network.peers import Peer
 from shoal.network.wireguard import peers_conf
 from shoal.verbs.wireguard import WireGuardView, parse_view, wireguard_view
 

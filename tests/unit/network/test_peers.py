@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.agent.facts import Address, Facts
-from shoal.network.mesh import End, Peer, assign, place, to_try, with_port, worth_trying
+from shoal.network.peers import End, Peer, assign, place, to_try, with_port, worth_trying
 
 PORT = 51820
 

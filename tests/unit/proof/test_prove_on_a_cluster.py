@@ -29,7 +29,7 @@ async def test_more_processes_than_gpus_are_sent_to_more_nodes(tmp_path: Path) -
     with pytest.raises(UsageError) as caught:
         await run(Reef(), tmp_path, Asked("train.py", processes=4))
     assert caught.value.message == "4 processes a node would share 2 GPUs: two of them on one"
-    assert caught.value.hint == "say -N 2, or --gpus-per-node 0 for none at all"
+    assert caught.value.hint == "use -N 2, or --gpus-per-node 0 for none at all"
 
 
 async def test_a_partition_that_allows_less_time_names_the_option_of_a_proof(tmp_path: Path) -> None:

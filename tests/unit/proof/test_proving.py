@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.prove.train import TOTAL, train
+from tests.unit.proof.train import TOTAL, train
 from tests.unit.train.procs import ranks
 
 from shoal.proof.causes import likely_cause

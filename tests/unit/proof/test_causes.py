@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from tests.unit.prove.records import BATCH, ONE, many, rank, reading
+from tests.unit.proof.records import BATCH, ONE, many, rank, reading
 
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare

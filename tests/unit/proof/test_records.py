@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.prove.records import many
+from tests.unit.proof.records import many
 
 from shoal.proof import arithmetic
 from shoal.proof.arithmetic import joined
