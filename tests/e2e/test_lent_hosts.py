@@ -32,6 +32,7 @@ def lent() -> Iterator[Lent]:
         for name, text in HOSTS_FILES.items():
             made.shell(name, f"printf '{text}' > /etc/hosts; ip address add 192.0.2.7/32 dev eth0")
         made.shell("small", "hostname vps-17")
+        made.shell("gpu1", "mkdir -p /etc/cloud && touch /etc/cloud/cloud.cfg")
         yield made
 
 
@@ -78,6 +79,15 @@ def test_slurm_listens_at_the_address_of_the_network_alone_whatever_a_host_calls
 def listening(lent: Lent, name: str) -> set[str]:
     """Where Slurm's daemons listen on a host. Each has a second address, which is nobody's business."""
     return set(lent.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )' | awk '{print $4}'").split())
+
+
+def test_a_hosts_file_that_cloud_init_writes_anew_at_boot_is_mended_before_slurm_starts(lent: Lent) -> None:
+    order = lent.shell("gpu1", "systemctl show -P Before shoal-names").split()
+    assert {"munge.service", "slurmd.service"} <= set(order)
+    before = lent.shell("gpu1", "cat /etc/hosts")
+    lent.shell("gpu1", f"printf '{HOSTS_FILES['gpu1']}' > /etc/hosts; systemctl restart shoal-names slurmd")
+    assert sorted(lent.shell("gpu1", "cat /etc/hosts").splitlines()) == sorted(before.splitlines())
+    assert listening(lent, "gpu1") == {f"{lent.instances['gpu1'].target.address}:6818"}
 
 
 @pytest.mark.matrix
