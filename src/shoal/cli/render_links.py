@@ -25,9 +25,9 @@ def show_links(console: Console, result: LinksResult) -> None:
     trips = {pair: link.rtt_ms for pair, link in links.items() if link.rtt_ms}
     if links:
         console.print("[bold]bandwidth[/] from row to column, bits a second", highlight=False)
-        console.print(_matrix(result.hosts, speeds, speed_text, best=max))
+        _show_matrix(console, result.hosts, speeds, speed_text, best=max)
         console.print("\n[bold]round trip[/] from row to column, milliseconds", highlight=False)
-        console.print(_matrix(result.hosts, trips, lambda value: f"{value:.2f}", best=min))
+        _show_matrix(console, result.hosts, trips, lambda value: f"{value:.2f}", best=min)
         console.print()
     for problem, some in _problems(result.links).items():
         told = ", ".join(f"{link.source} to {link.target}" for link in some)
@@ -50,30 +50,37 @@ def speed_text(mbit: float) -> str:
     return f"{value:.{digits}f}{unit}"
 
 
-def _matrix(
+def _show_matrix(
+    console: Console,
     hosts: Sequence[str],
     values: Mapping[tuple[str, str], float],
     text: Callable[[float], str],
     best: Callable[[float, float], float],
-) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("")
-    for name in hosts:
-        table.add_column(name, justify="right", no_wrap=True)
+) -> None:
+    """The matrix, in as many pieces below one another as the terminal is too narrow for."""
     worst, top = (min, max) if best is max else (max, min)
     ends = (worst(values.values()), top(values.values())) if values else (1.0, 1.0)
-    for row in hosts:
-        cells = []
-        for column in hosts:
-            value = values.get((row, column))
-            if row == column:
-                cells.append(Text("·", style="dim"))
-            elif value is None:
-                cells.append(Text("none", style="bold red"))
-            else:
-                cells.append(Text(text(value), style=HEAT[heat(value, *ends)]))
-        table.add_row(row, *cells)
-    return table
+
+    def cell(row: str, column: str) -> Text:
+        value = values.get((row, column))
+        if row == column:
+            return Text("·", style="dim")
+        return Text("none", style="bold red") if value is None else Text(text(value), style=HEAT[heat(value, *ends)])
+
+    names = max(map(len, hosts))
+    wide = max(names, len("none"), *(len(text(value)) for value in values.values())) + 1
+    fit = max((console.width - names - 1) // wide, 1)
+    for first in range(0, len(hosts), fit):
+        columns = hosts[first : first + fit]
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column("", no_wrap=True)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in hosts:
+            table.add_row(row, *(cell(row, column) for column in columns))
+        if first:
+            console.print()
+        console.print(table)
 
 
 def heat(value: float, worst: float, best: float) -> int:

@@ -133,9 +133,9 @@ async def test_a_host_without_python_is_told_what_it_needs() -> None:
 # ---- the screen
 
 
-def shown(result: LinksResult, *, colours: bool = False) -> str:
+def shown(result: LinksResult, *, colours: bool = False, width: int = 120) -> str:
     out = io.StringIO()
-    show_links(Console(file=out, width=120, force_terminal=colours), result)
+    show_links(Console(file=out, width=width, force_terminal=colours), result)
     return out.getvalue()
 
 
@@ -162,6 +162,18 @@ def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
     assert "no link from b to c: Connection refused" in shown(result)
     assert "d: no route" in shown(result)
     assert "near each other: a,b | c" in shown(result)
+
+
+def test_a_matrix_too_wide_for_the_terminal_is_shown_in_pieces_and_whole() -> None:
+    hosts = tuple(f"node{number:02}" for number in range(1, 17))
+    links = tuple(Link(one, other, 0.25, 94.25) for one in hosts for other in hosts if one != other)
+    text = shown(LinksResult("reef", hosts, links, (hosts,)), width=80)
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert text.count("94.2M") == text.count("0.25") == 16 * 15
+    heads = [line.split() for line in text.splitlines() if line.startswith("       node")]
+    assert [name for head in heads for name in head] == [*hosts, *hosts]
+    rows = [line.split()[0] for line in text.splitlines() if line.startswith("node")]
+    assert rows == list(hosts) * len(heads)
 
 
 def test_there_are_colours_on_a_terminal_only() -> None:
