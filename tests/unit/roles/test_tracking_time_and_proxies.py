@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +252,47 @@ def test_the_program_that_makes_accounts_is_python_and_holds_no_password() -> No
     text = mlflow.account_program(mlflow.Server("c1", "fd00::1", 5000, "sqlite", "/a"))
     compile(text, "accounts", "exec")
     assert "'http://[fd00::1]:5000'" in text and mlflow.JOBS_PASSWORD in text
+
+
+@pytest.mark.parametrize(
+    ("create", "status", "said"),
+    [
+        (200, 0, ""),
+        (400, 0, ""),  # it was there already, and gets the password
+        (401, 1, "its accounts are those of another one"),
+    ],
+)
+def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create: int, status: int, said: str) -> None:
+    heard: list[tuple[str, str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            heard.append((self.command, self.path.rpartition("/")[2], body))
+            self.send_response(create if self.path.endswith("/create") else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST = do_PATCH = answer
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    (tmp_path / "admin-password").write_text("boss\n")
+    (tmp_path / "jobs-password").write_text("crew\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        program = mlflow.account_program(mlflow.Server("c1", "127.0.0.1", server.server_port, "sqlite", "/a"))
+        program = program.replace(mlflow.SETTINGS, str(tmp_path)).replace(mlflow.STATE, str(tmp_path))
+        line = [sys.executable, "-I", "-"]
+        done = subprocess.run(line, input=program, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    assert done.returncode == status and said in done.stderr
+    account = json.dumps({"username": "jobs", "password": "crew"})
+    renewed = [("PATCH", "update-password", account)] if create == 400 else []
+    assert heard == [("GET", "health", ""), ("POST", "create", account), *renewed]
+    assert (tmp_path / ".accounts").exists() is (status == 0)
+    assert "crew" not in done.stdout + done.stderr and "boss" not in done.stdout + done.stderr
 
 
 # Time

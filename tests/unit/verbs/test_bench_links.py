@@ -183,6 +183,14 @@ def test_there_are_colours_on_a_terminal_only() -> None:
     assert "no host is far from the others" in shown(result)
 
 
+def test_the_slowest_speed_and_the_longest_way_are_red() -> None:
+    links = (Link("a", "b", 0.2, 9000.0), Link("b", "a", 30.0, 50.0))
+    text = shown(LinksResult("reef", ("a", "b"), links, (("a", "b"),)), colours=True)
+    white_on_red = "\x1b[37;41m"
+    assert f"{white_on_red}50.0M" in text and f"{white_on_red}30.00" in text
+    assert f"{white_on_red}9.00G" not in text and f"{white_on_red} 0.20" not in text
+
+
 def test_the_slowest_is_hottest_and_links_that_are_alike_are_all_good() -> None:
     assert heat(10, 10, 10000) == 0 and heat(10000, 10, 10000) == len(HEAT) - 1
     assert 0 < heat(300, 10, 10000) < len(HEAT) - 1

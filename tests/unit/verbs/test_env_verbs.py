@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.unit.plan.fake_world import spec_of
+from tests.unit.plan.fake_world import host_facts, spec_of
 
+from shoal.agent.facts import FileFact
 from shoal.cli.render_env import show_built, show_cleaned, show_list
 from shoal.cli.render_services import show_services
 from shoal.environments.place import MARK, Kept, Look, Made, look_command, parse_look
@@ -23,13 +24,14 @@ from shoal.hosts.api import Target
 from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
 from shoal.jobs.model import JobSpec, Note, ResolvedJob, Shipped
 from shoal.jobs.script import sbatch_script
+from shoal.roles.time import CONTAINER_MARKS
 from shoal.tracking import mlflow
 from shoal.verbs import env
 from shoal.verbs.context import Context
 from shoal.verbs.env import CleanResult, Listed, _reasons, list_environments
 from shoal.verbs.env_build import BuildResult, build
 from shoal.verbs.env_use import environment_of, expect_environment
-from shoal.verbs.health import Clocks, TrackingHealth, tracking_health
+from shoal.verbs.health import Clocks, TrackingHealth, clocks, tracking_health
 from shoal.verbs.status import Status
 from shoal.verbs.ui import Page, ui
 
@@ -262,6 +264,26 @@ def test_screens_of_environments() -> None:
 
 def status_with(**more: Any) -> Status:
     return Status("reef", "c1", "22.05.8", (), (), (), **more)
+
+
+async def test_clocks_are_told_against_the_controllers_and_who_does_not_answer_is_left_out() -> None:
+    class Answering:
+        def __init__(self, offset: float) -> None:
+            self.offset = offset
+
+        async def facts(self, ask: object) -> Any:
+            if self.offset > 99:
+                raise TimedOut("n2", "it")
+            container = {CONTAINER_MARKS[0]: FileFact(there=True)} if self.offset == 2.5 else {}
+            return host_facts("n1", "10.0.0.1", clock_offset=self.offset, files=container)
+
+    class Hosts:
+        async def agent(self, name: str) -> Answering:
+            return Answering({"c1": 2.5, "n1": 2.25, "n2": 100.0}[name])
+
+    found = await clocks(Hosts(), ["c1", "n1", "n2"], "c1")  # type: ignore[arg-type]
+    assert found == Clocks({"n1": -0.25}, ("c1",))
+    assert await clocks(Hosts(), ["n1"], "c1") == Clocks()  # type: ignore[arg-type]
 
 
 def test_clocks_that_agree_are_a_line_and_one_that_does_not_is_named() -> None:

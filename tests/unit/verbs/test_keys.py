@@ -18,7 +18,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fake import Call, FakeProgram
 from shoal.network.wireguard import PEERS, PUBLIC_KEY
-from shoal.plan import pause, probe
+from shoal.plan import pause, probe, rotate_slurm
 from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
 from shoal.plan.rotate_wireguard import MAKE_NEXT, MARK, PUT_IN_PLACE
 from shoal.roles.auth import KEY, NEXT
@@ -367,6 +367,18 @@ async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the
     assert key.finished
     assert {agent.secrets[KEY] for agent in world.agents.values()} == {b"begun\n"}
     assert given[-1] == ["@KEY@"]
+
+
+async def test_a_slurmd_that_has_not_read_slurms_new_key_keeps_the_old_one_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotate_slurm, "PATIENCE", 0.0)
+    world, given = slurm_cluster()
+    world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("scontrol", "reconfigure"): b""}
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "slurm")
+    assert "the rotation is not finished: slurmd on n[1-2] has not read the new keys" in str(caught.value)
+    assert given == [["@KEY@", "@NEXT@"]]  # nobody signs with it yet
 
 
 BOOKS_AT_THE_DOOR = LAB + "login: {hosts: [{name: door, address: 10.0.0.2}]}\naccounting: {host: door}\n"

@@ -1,0 +1,63 @@
+"""The program that lets no job start while keys change, run in a real shell: Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.plan.pause import COMMAND
+
+SINFO = "#!/bin/sh\nprintf 'main up\\nmain up\\nold down\\nspot up\\n'\n"
+SCONTROL = '#!/bin/sh\necho "$2 $3" >> {place}/heard\n'
+DOWN = ["partitionname=main state=down", "partitionname=spot state=down"]
+UP = ["partitionname=main state=up", "partitionname=spot state=up"]
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts it; with `patience` seconds in place of its two minutes."""
+    for name, text in {"sinfo": SINFO, "scontrol": SCONTROL.format(place=tmp_path)}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(patience: str = "120") -> subprocess.Popen[str]:
+        line = [word.replace("-t 120", f"-t {patience}") for word in COMMAND]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        begun.append(subprocess.Popen(line, env=environment, text=True, **pipes))  # type: ignore[call-overload]
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        with process:  # closes its pipes
+            process.wait()
+
+
+def heard(place: Path) -> list[str]:
+    return (place / "heard").read_text().splitlines()
+
+
+def test_partitions_go_down_and_those_that_were_up_come_back_when_it_is_said(start: Start, tmp_path: Path) -> None:
+    process = start("120")
+    assert process.stdout and process.stdout.readline() == "paused\n"
+    assert heard(tmp_path) == DOWN
+    said, _ = process.communicate("\n", timeout=120)
+    assert said == "resumed\n" and heard(tmp_path) == DOWN + UP
+
+
+def test_they_come_back_when_whoever_wanted_it_is_gone(start: Start, tmp_path: Path) -> None:
+    process = start("120")
+    assert process.stdout and process.stdin and process.stdout.readline() == "paused\n"
+    process.stdin.close()
+    assert process.wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP
+
+
+def test_they_come_back_after_a_while_when_nothing_more_is_heard(start: Start, tmp_path: Path) -> None:
+    process = start("1")
+    assert process.wait(timeout=120) == 0 and heard(tmp_path) == DOWN + UP
