@@ -1,0 +1,104 @@
+"""Accounting on a host that is not the controller: what it keeps, and what becomes of it when that host has trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster, running
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+SPEC = """\
+cluster: ac-elsewhere
+controller: {provider: sandbox, memory: 1G}
+login: {provider: sandbox, count: 1, memory: 1G}
+nodesets:
+  gpu: {provider: sandbox, count: 1, gpus: 2, memory: 512M, price: 3600}
+accounting:
+  host: login1
+  accounts:
+    lab: {users: [ann], qos: [normal, fast]}
+  qos:
+    fast: {priority: 10}
+users:
+  ann: {uid: 2001}
+"""
+CONTROLLER, BOOKS, BACKUPS = "controller", "login1", "/var/backups/shoal"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("elsewhere"), SPEC) as made:
+        yield made
+
+
+def sbatch(cluster: Cluster, *options: str) -> str:
+    line = ("sbatch", "--parsable", "--chdir=/tmp", "--mem=20M", "--output=/dev/null", *options, "--wrap", "sleep 1")
+    return cluster.on(CONTROLLER, "runuser", "-u", "ann", "--", *line).strip()
+
+
+def state_of(cluster: Cluster, job: str) -> str:
+    return cluster.ssh(CONTROLLER, f"timeout 30 sacct -X -n -P -j {job} -o state").stdout.strip()
+
+
+def test_its_records_are_told_by_the_controller(cluster: Cluster) -> None:
+    job = sbatch(cluster, "--gpus-per-node=1")
+    cluster.wait("its record", lambda: state_of(cluster, job) == "COMPLETED")
+    # Asked for a period, slurmdbd may tell of a job a second later than when asked for that job.
+    cluster.wait("its use", lambda: bool(cluster.json("usage", "--by", "user")["rows"]))
+    [row] = cluster.json("usage", "--by", "user")["rows"]
+    assert row["name"] == "ann" and row["gpu_hours"] > 0 and row["cost"] > 0
+    assert cluster.json("up")["unchanged"]
+
+
+def test_a_qos_that_a_waiting_job_has_stays_until_the_job_is_gone(cluster: Cluster) -> None:
+    job = sbatch(cluster, "--qos=fast", "--begin=now+1hour")
+    cluster.edit(
+        "    lab: {users: [ann], qos: [normal, fast]}\n  qos:\n    fast: {priority: 10}\n", "    lab: {users: [ann]}\n"
+    )
+    assert "run accounts, users and limits" in cluster.shoal("plan").stdout
+    refused = cluster.shoal("up", status=3).stdout
+    assert f"the QOS fast has jobs: {job}. Wait for them, or end them with scancel" in refused
+    assert "fast" in cluster.on(BOOKS, "sacctmgr", "-nP", "show", "qos", "format=name").split()
+    cluster.on(CONTROLLER, "scancel", job)
+    cluster.shoal("up")
+    assert cluster.on(BOOKS, "sacctmgr", "-nP", "show", "qos", "format=name").split() == ["normal"]
+
+
+def test_without_room_for_a_backup_no_account_changes_and_check_says_so(cluster: Cluster) -> None:
+    fill = f"mount -t tmpfs -o size=4k,mode=0700 none {BACKUPS} && head -c 4096 /dev/zero > {BACKUPS}/full"
+    cluster.on(BOOKS, "sh", "-c", fill)
+    cluster.edit("lab: {users: [ann]}", "lab: {users: [ann], max_jobs: 3}")
+    refused = cluster.shoal("up", status=3).stdout
+    assert "no backup could be made, so nothing was changed" in refused and "No space left on device" in refused
+    assert "Traceback" not in refused
+    cluster.on(BOOKS, "systemctl", "start", "shoal-backup", status=None)
+    assert "the accounting database was not backed up last night" in cluster.shoal("check").stdout
+    cluster.on(BOOKS, "umount", BACKUPS)
+    cluster.shoal("up")
+    cluster.on(BOOKS, "systemctl", "start", "shoal-backup")
+    assert "not backed up" not in cluster.shoal("check").stdout
+
+
+def test_a_dump_of_another_cluster_takes_nobodys_place(cluster: Cluster) -> None:
+    newest = cluster.json("restore")["backups"][0]["name"]
+    alien = "slurm_acct_db-20200101T000000Z-alien.sql.gz"
+    rename = f"cd {BACKUPS} && gzip -dc {newest} | sed s/ac-elsewhere_/ac-other_/g | gzip > {alien}"
+    cluster.on(BOOKS, "sh", "-c", rename)
+    refused = cluster.shoal("restore", alien, "--yes", status=1).stderr
+    assert "has no records of the cluster ac-elsewhere" in refused and "the records are as they were" in refused
+    assert cluster.json("usage", "--by", "user")["rows"]
+
+
+def test_a_host_that_is_away_keeps_no_job_from_running_and_no_record_from_being_kept(cluster: Cluster) -> None:
+    cluster.fault("freeze", BOOKS)
+    job = sbatch(cluster)
+    refused = cluster.shoal("usage", status=None).stderr
+    assert "slurmdbd on login1 does not answer" in refused
+    assert "login1" in cluster.shoal("status", status=None).stdout
+    cluster.fault("thaw", BOOKS)
+    cluster.wait("its record", lambda: state_of(cluster, job) == "COMPLETED")
+    cluster.fault("reboot", BOOKS)
+    other = sbatch(cluster)
+    cluster.wait("a record after the reboot", lambda: state_of(cluster, other) == "COMPLETED")
