@@ -80,6 +80,9 @@ class Reef:
         if "jobcomp" in call.argv[2]:
             a_day_ago = "2026-11-14T12:00:00\n" if "date" in call.argv[2] else ""
             return f"{a_day_ago}{self.ended}".encode()
+        return self._submit(call)
+
+    def _submit(self, call: Call) -> bytes | Result:
         assert "sbatch" in call.argv[2] and not call.root, "the job is the login user's, not root's"
         variables, _, self.submitted["script"] = call.stdin.decode().partition("\n\n")
         self.submitted.update(line.split("=", 1) for line in variables.splitlines())
