@@ -52,23 +52,29 @@ class ReturningNodes(Part):
 
 
 def program() -> str:
-    """Looks again and again. Drained and rented nodes have further words in their state, and are left alone."""
-    return f"#!/bin/bash\n{_HEAD}while sleep {LOOK_SECONDS}; do\n{look()}done\n"
+    """Looks again and again."""
+    return f"#!/bin/bash\n{_HEAD}{ASK}while sleep {LOOK_SECONDS}; do\n    {LOOK}done\n"
 
 
-def look() -> str:
-    """A node whose slurmd takes a connection is resumed: Slurm asks it at once, and gives it jobs if it answers."""
-    return rf"""timeout 60 scontrol -o show nodes 2> /dev/null |
-    grep ' State=DOWN+NOT_RESPONDING .* Reason={SILENT_REASON}' |
-    while read -r line; do
-        [[ $line =~ ^NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || continue
-        node=${{BASH_REMATCH[1]}} address=${{BASH_REMATCH[2]}} port={SLURMD_PORT}
-        [[ $line =~ \ Port=([0-9]+) ]] && port=${{BASH_REMATCH[1]}}
-        timeout 5 bash -c ": < /dev/tcp/$address/$port" 2> /dev/null || continue
-        echo "$node answers again"
-        timeout 60 scontrol update nodename="$node" state=resume
-    done
+ASK = rf"""
+ask() {{
+    [[ $1 =~ ^NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || return
+    local node=${{BASH_REMATCH[1]}} address=${{BASH_REMATCH[2]}} port={SLURMD_PORT}
+    [[ $1 =~ \ Port=([0-9]+) ]] && port=${{BASH_REMATCH[1]}}
+    # slurmd hangs up on what is no message. For one that is stopped the kernel takes the call, and nobody hangs up.
+    timeout 10 bash -c 'exec 3<> "/dev/tcp/$1/$2" && printf "\377\377\377\377" >&3 && {{ read -r -N 1 -u 3 || :; }}' \
+        call "$address" "$port" 2> /dev/null || return
+    echo "$node answers again"
+    timeout 60 scontrol update nodename="$node" state=resume
+}}
 """
+"""Resumes a node, given by its line of `scontrol -o show nodes`, if its slurmd answers: Slurm then asks it at once."""
+
+LOOK = rf"""timeout 60 scontrol -o show nodes 2> /dev/null |
+        grep ' State=DOWN+NOT_RESPONDING .* Reason={SILENT_REASON}' |
+        {{ while read -r line; do ask "$line" & done; wait; }}
+"""
+"""Asks all nodes that Slurm gave up. Drained and rented ones have further words in their state, and are left alone."""
 
 
 def unit() -> str:

@@ -1,0 +1,48 @@
+"""A node that sleeps for longer than Slurm waits for it takes jobs again soon after it is back, by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.cluster import Cluster, running
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.matrix]
+
+SPEC = """\
+cluster: sleeping
+controller: {provider: sandbox, memory: 768M}
+nodesets:
+  fish: {provider: sandbox, count: 1, memory: 512M}
+slurm:
+  options: {SlurmdTimeout: 30}
+"""
+GIVEN_UP = {"DOWN", "NOT_RESPONDING"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("sleeping"), SPEC) as made:
+        yield made
+
+
+def given_up(cluster: Cluster) -> bool:
+    return cluster.states()["fish1"] == GIVEN_UP
+
+
+def test_a_node_that_slept_until_slurm_gave_it_up_takes_jobs_again_by_itself(cluster: Cluster) -> None:
+    cluster.fault("freeze", "fish1")
+    cluster.wait("Slurm gives it up", lambda: given_up(cluster))
+    cluster.fault("thaw", "fish1")
+    cluster.wait("it takes jobs", lambda: cluster.states()["fish1"] == {"IDLE"})
+    assert cluster.on("controller", "srun", "hostname") == "fish1\n"
+
+
+def test_up_does_so_at_once(cluster: Cluster) -> None:
+    cluster.on("controller", "systemctl", "stop", "shoal-returning-nodes")
+    cluster.fault("freeze", "fish1")
+    cluster.wait("Slurm gives it up", lambda: given_up(cluster))
+    cluster.fault("thaw", "fish1")
+    assert cluster.json("up")["whole"]
+    assert cluster.states()["fish1"] == {"IDLE"}
+    assert cluster.on("controller", "systemctl", "is-active", "shoal-returning-nodes") == "active\n"
