@@ -276,7 +276,7 @@ def test_a_directory_among_the_requests_ends_nothing(tmp_path: Path, caplog: pyt
     (tmp_path / "note").write_text("{}")
     with caplog.at_level(logging.WARNING):
         assert Inbox(tmp_path).take() == []
-    assert "request note makes no sense" in caplog.text
+    assert "request note cannot be understood" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
     assert not Inbox(tmp_path).waiting()
 
