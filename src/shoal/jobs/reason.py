@@ -14,7 +14,7 @@ from typing import Literal
 
 from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
 from shoal.jobs.record import JobRecord
-from shoal.train.contract import EXIT_UNSAVED
+from shoal.train.contract import EXIT_REQUEUE, EXIT_UNSAVED
 
 Kind = Literal[
     "cancelled",
@@ -77,6 +77,8 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> Reason | None:
         return _time_limit(record, ends)
     if record.state in ("NODE_FAIL", "BOOT_FAIL"):
         return _node_failure(record, batch)
+    if record.exit_code == EXIT_REQUEUE:
+        return _unfinished()
     if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
         return _unsaved(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
@@ -200,6 +202,15 @@ def _out_of_memory(
             fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
         )
     return None
+
+
+def _unfinished() -> Reason:
+    return Reason(
+        "checkpoint",
+        "it was stopped before its end, saved its work, and was not queued again",
+        fix="run it again with the same directory for its checkpoints: it goes on from there; without --no-requeue it "
+        "does so by itself",
+    )
 
 
 def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> Reason:

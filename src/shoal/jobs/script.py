@@ -21,11 +21,18 @@ that is free."""
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
 
-_ENDING = """
+_REQUEUE = f"""
 # A rank that saved its work and asks for another turn left a note; the job goes back into the queue under its own id.
-if [ -e "$SHOAL_JOB_DIR/requeue.${SLURM_RESTART_COUNT:-0}" ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+if [ -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 0
+    status={contract.EXIT_REQUEUE}
 fi
+exit "$status"
+"""
+
+_NO_REQUEUE = f"""
+# A rank that was stopped and saved its work left a note: some of it is still to be done.
+[ ! -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ] || status={contract.EXIT_REQUEUE}
 exit "$status"
 """
 
@@ -58,7 +65,7 @@ def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
         lines += waiting(shlex.quote(shipped.root))
     lines += _environment(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
-    return "\n".join(lines) + "\n" + _NOTHING_RAN + (_ENDING if job.spec.requeue else '\nexit "$status"\n')
+    return "\n".join(lines) + "\n" + _NOTHING_RAN + (_REQUEUE if job.spec.requeue else _NO_REQUEUE)
 
 
 def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:

@@ -12,13 +12,18 @@ import pytest
 from job_clusters import SHIPPED, resolved
 
 from shoal.jobs.script import sbatch_script
+from shoal.train.contract import EXIT_REQUEUE
 
 
-def _run(tmp_path: Path, srun: str, **options: object) -> tuple[int, str]:
-    """The script's exit status, and what it asked of scontrol."""
+def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) -> tuple[int, str]:
+    """The script's exit status, and what it asked of scontrol, which can requeue the job or not."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("srun", srun), ("scontrol", f'echo "$*" >> {tmp_path}/asked'), ("sleep", "true")):
+    for name, text in (
+        ("srun", srun),
+        ("scontrol", f'echo "$*" >> {tmp_path}/asked; {str(requeues).lower()}'),
+        ("sleep", "true"),
+    ):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     job, root = resolved("train.py", **options), str(tmp_path / "jobs")
@@ -65,6 +70,16 @@ def test_a_srun_that_started_nothing_and_left_with_0_is_a_failure(tmp_path: Path
     assert _run(tmp_path, f"{earlier}; exit 0", requeue=requeue) == (1, "")
 
 
+STOPPED = f'{ENDED}; touch "$SHOAL_JOB_DIR/requeue.2"; exit 0'
+
+
 def test_a_rank_that_asks_for_another_turn_gets_it(tmp_path: Path) -> None:
-    note = 'touch "$SHOAL_JOB_DIR/requeue.2"'
-    assert _run(tmp_path, f"{ENDED}; {note}; exit 0") == (0, "requeue 7\n")
+    assert _run(tmp_path, STOPPED) == (0, "requeue 7\n")
+
+
+def test_a_job_that_stopped_before_its_end_and_cannot_go_on_has_not_completed(tmp_path: Path) -> None:
+    assert _run(tmp_path, STOPPED, requeues=False) == (EXIT_REQUEUE, "requeue 7\n")
+
+
+def test_nor_has_one_that_is_not_to_be_requeued(tmp_path: Path) -> None:
+    assert _run(tmp_path, STOPPED, requeue=False) == (EXIT_REQUEUE, "")

@@ -11,7 +11,7 @@ from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
 from shoal.jobs.model import Note
 from shoal.jobs.reason import explain_failure, last_traceback
 from shoal.jobs.record import JobRecord, parse_records
-from shoal.train.contract import EXIT_UNSAVED
+from shoal.train.contract import EXIT_REQUEUE, EXIT_UNSAVED
 
 CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
 FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
@@ -105,6 +105,14 @@ def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
     reason = explain_failure(record, JobLogs(tuple(lines), ends))
     assert reason is not None and (reason.kind, reason.text) == ("checkpoint", text)
     assert reason.fix.startswith("solve that, and run it again with the same directory for its checkpoints")
+
+
+def test_a_job_that_stopped_before_its_end_and_was_not_requeued_is_told_how_it_goes_on() -> None:
+    reason = explain_failure(
+        JobRecord("7", "FAILED", exit_code=EXIT_REQUEUE), JobLogs((), (ended(0, EXIT_REQUEUE, 1.0),))
+    )
+    assert reason is not None and reason.text.startswith("it was stopped before its end, saved its work")
+    assert reason.fix.endswith("without --no-requeue it does so by itself")
 
 
 @pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])
