@@ -73,6 +73,11 @@ def merged(first: Iterable[JobRecord], second: Iterable[JobRecord]) -> list[JobR
     return sorted(found.values(), key=lambda record: (record.end, record.id))
 
 
+def may_go_on(record: JobRecord) -> bool:
+    """Whether this may be the end of one turn of a job that was queued again. Slurm 24.11 notes such as pending."""
+    return record.active or record.state in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+
 def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
     """Each job once, with its last run. A number that comes again after a job had ended is another job's: numbers begin
     again on a controller that lost its state."""
@@ -80,7 +85,7 @@ def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
     ended: list[JobRecord] = []
     for record in records:
         before = kept.get(record.id)
-        if before is not None and before.state not in ("REQUEUED", "PREEMPTED", "NODE_FAIL"):
+        if before is not None and not may_go_on(before):
             ended.append(before)
         kept[record.id] = record
     return sorted([*ended, *kept.values()], key=lambda record: (record.end, record.id))

@@ -9,6 +9,7 @@ from shoal.errors import SlurmError
 from shoal.hosts.api import Host
 from shoal.jobs.history import (
     jobcomp_command,
+    may_go_on,
     merged,
     parse_jobcomp,
     parse_recent,
@@ -31,7 +32,7 @@ async def ended_ever(context: Context, controller: Host) -> list[JobRecord]:
 
     Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
     """
-    found = parse_jobcomp(await ask(controller, jobcomp_command()))
+    found = [record for record in parse_jobcomp(await ask(controller, jobcomp_command())) if not record.active]
     if context.spec.accounting is not None:
         with contextlib.suppress(SlurmError):
             found = merged(found, parse_sacct(await ask(controller, sacct_command())))
@@ -47,5 +48,12 @@ async def ended_job(controller: Host, job: str) -> list[JobRecord]:
 
 def without(ended: Iterable[JobRecord], known: Iterable[JobRecord]) -> list[JobRecord]:
     """Those that slurmctld does not tell of by itself. Of one that never started the two give another start."""
+    known = list(known)
     told = {(record.id, when) for record in known for when in (record.start, record.end)}
-    return [record for record in ended if not {(record.id, record.start), (record.id, record.end)} & told]
+    again = {record.id for record in known if record.restarts}
+    return [
+        record
+        for record in ended
+        if not {(record.id, record.start), (record.id, record.end)} & told
+        and not (record.id in again and may_go_on(record))
+    ]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from shoal.jobs.history import merged, parse_jobcomp, parse_sacct, sacct_command
+from shoal.jobs.record import JobRecord
+from shoal.verbs.ended import without
 
 FILE = """\
 JobId=3 UserId=root(0) GroupId=root(0) Name=true JobState=COMPLETED Partition=main TimeLimit=UNLIMITED \
@@ -35,10 +41,24 @@ def test_the_file_is_read_whatever_a_job_is_called() -> None:
     assert (cancelled.run_time, cancelled.start) == ("00:00:00", "")
 
 
-def test_a_job_that_was_queued_again_is_told_once_and_a_number_used_anew_twice() -> None:
+@pytest.mark.parametrize("word", ["REQUEUED", "PENDING", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
+def test_a_job_that_was_queued_again_is_told_once(word: str) -> None:
     again = FILE.splitlines()[0]
-    requeued = again.replace("COMPLETED", "REQUEUED").replace("T09:54", "T08:54")
+    requeued = again.replace("COMPLETED", word).replace("T09:54", "T08:54")
     assert [record.state for record in parse_jobcomp(f"{requeued}\n{again}\n")] == ["COMPLETED"]
+
+
+@pytest.mark.parametrize("word", ["PREEMPTED", "NODE_FAIL"])
+def test_the_turn_before_of_a_job_that_slurmctld_knows_is_not_another_job(word: str) -> None:
+    turn = JobRecord("3", word, start="2026-11-15T08:54:03", end="2026-11-15T08:55:00")
+    assert without([turn], [JobRecord("3", "PENDING", restarts=1)]) == []
+    assert without([turn], [JobRecord("3", "PENDING")]) == [turn]  # the controller had lost its state
+    failed = replace(turn, state="FAILED")
+    assert without([failed], [JobRecord("3", "RUNNING", restarts=1)]) == [failed]
+
+
+def test_a_number_that_is_used_anew_is_told_twice() -> None:
+    again = FILE.splitlines()[0]
     earlier = again.replace("2026-11-15", "2026-10-01")
     assert [record.start[:10] for record in parse_jobcomp(f"{earlier}\n{again}\n")] == ["2026-10-01", "2026-11-15"]
 
