@@ -150,6 +150,7 @@ def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
         ({"SLURM_JOB_ID": "7", "SHOAL_RUN_ID": "reef-7-c0de"}, "reef-7-c0de", "job 7 on n1"),
         ({}, f"n1-{os.getpid()}", f"process {os.getpid()} on n1"),
     ],
+    ids=["job", "member of an array", "with a run of its own", "no job"],  # a process id differs in each test process
 )
 def test_a_job_is_the_same_over_its_turns_and_members_of_an_array_are_not(
     environ: dict[str, str], run: str, name: str
