@@ -158,9 +158,10 @@ def test_a_backup_is_put_back_and_so_is_what_was_there_before_it(cluster: Cluste
     refused = cluster.shoal("restore", oldest, status=2)
     assert "use --yes" in refused.stderr
     assert "there is no backup 'none.sql.gz'" in cluster.shoal("restore", "none.sql.gz", "--yes", status=2).stderr
-    half = "cd /var/backups/shoal && gzip -dc $0 | head -n 40 | gzip > slurm_acct_db-20200101T000000Z-half.sql.gz"
-    cluster.on(CONTROLLER, "sh", "-c", half, oldest)
-    broken = cluster.shoal("restore", "slurm_acct_db-20200101T000000Z-half.sql.gz", "--yes", status=1).stderr
+    half = "slurm_acct_db-20200101T000000Z-half.sql.gz"
+    cut = f"umask 077 && cd /var/backups/shoal && gzip -dc {oldest} | head -n 40 | gzip > {half}"
+    cluster.on(CONTROLLER, "sh", "-c", cut)
+    broken = cluster.shoal("restore", half, "--yes", status=1).stderr
     assert "breaks off before its end" in broken and "the records are as they were" in broken
     assert job in recorded(cluster)
     restored = cluster.json("restore", oldest, "--yes")
