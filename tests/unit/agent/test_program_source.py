@@ -102,7 +102,7 @@ def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
     assert [(file, function) for file, _, function in places] == [
         ("main", "main"),
         ("wire", "request"),
-        ("quick", "loads"),
+        ("fast_stdlib", "loads"),
     ]
     for file, line, _ in places:
         assert SOURCE[file].splitlines()[int(line) - 1].strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable
@@ -214,15 +215,20 @@ async def test_slurm_is_not_asked_while_there_is_no_container(world: World) -> N
     assert world.asked == 0
 
 
+PYTHON = Path(sys.executable).resolve()
+"""The Python itself, not that of a virtual environment."""
+
+
 class Environment:
     """One that every node has for itself, as it was packed on the controller."""
 
-    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch, python: Path, version: str) -> None:
         self.local = place / "local"
         monkeypatch.setattr(couriers, "LOCAL", str(self.local))
         (place / "e44/bin").mkdir(parents=True)
         (place / "e44" / MARK).touch()
         (place / "e44/bin/python").symlink_to(python)
+        (place / "e44/pyvenv.cfg").write_text(f"home = {python.parent}\nversion = {version}\n")
         archives = place / "environments/archives"
         archives.mkdir(parents=True)
         with tarfile.open(archives / "e44.tar", "w") as archive:
@@ -232,7 +238,7 @@ class Environment:
 async def test_an_environment_is_in_the_container_before_the_job_starts(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = Environment(tmp_path, monkeypatch, sys.executable)
+    environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
     world.start(comment="shoal:c0de/11b@e44")
     async with world.running():
         await until((world.container / "7/sent/.ready").exists)
@@ -242,7 +248,7 @@ async def test_an_environment_is_in_the_container_before_the_job_starts(
 async def test_an_environment_that_somebody_else_may_have_put_there_is_not_unpacked(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = Environment(tmp_path, monkeypatch, sys.executable)
+    environment = Environment(tmp_path, monkeypatch, PYTHON, platform.python_version())
     (tmp_path / "environments").chmod(0o1777)
     world.start(comment="shoal:c0de/11b@e44")
     async with world.running():
@@ -253,7 +259,7 @@ async def test_an_environment_that_somebody_else_may_have_put_there_is_not_unpac
 async def test_an_environment_that_cannot_run_there_ends_the_job_with_the_reason(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Environment(tmp_path, monkeypatch, "/opt/gone/bin/python3.9")
+    Environment(tmp_path, monkeypatch, Path("/opt/gone/bin/python3.1"), "3.1.0")
     world.start(comment="shoal:c0de/11b@e44")
     async with world.running():
         await until((world.container / "7/sent/.failed").exists)
