@@ -50,7 +50,7 @@ FAULTS: dict[str, Fault] = {
 WORDS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
     "stockout": ("job", r"{provider} \S.* out of {type}( spot)?, trying {provider} "),
-    "quota": ("job", r"{provider}.* lets us have no more.*: our quota is used up"),
+    "quota": ("job", r"{provider}.* has no more.*: our quota is used up"),
     "rate": ("", ""),
     "error-after-create": ("", ""),
     "error-before-create": ("ledger", r"no machine of this order turned up within 120 s"),
