@@ -73,7 +73,9 @@ def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
 def runtime() -> Bundle:
     """Shoal's own part of a job: the program that runs a rank, and the training library for the script to import."""
     package = Path(__file__).resolve().parent.parent
-    contents = {name: package / "jobs" / name for name in ("start.py", "runner.py", "unreached.py")}
+    # Beside the library, not in it: scripts import from there, and may have a `runner` of their own.
+    programs = [package / "jobs/start.py", *(package / "jobs/runner").glob("*.py")]
+    contents = {f"programs/{path.relative_to(package / 'jobs').as_posix()}": path for path in sorted(programs)}
     for path in (package / "__init__.py", package / "hostlist.py", *sorted((package / "train").rglob("*.py"))):
         contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
     data = archive(contents)

@@ -1,7 +1,7 @@
 """Who starts the processes of a job: one visible table.
 
 A script sees the same in all of them: one process a rank, with torch's variables (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT ...) set, started by `runner.py rank`, which keeps its log and passes signals on.
+MASTER_ADDR, MASTER_PORT ...) set, started by `runner/rank.py`, which keeps its log and passes signals on.
 
     srun       slurmstepd ─ runner rank ─ script            a task a rank
     mpirun     the same under PMIx: MPI programs find their peers

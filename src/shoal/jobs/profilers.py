@@ -4,7 +4,7 @@
     nsys    NVIDIA Nsight Systems around every rank
     line    line_profiler: the time of each line of the script
 
-`runner.py` puts them around the ranks; what they leave lies in `profile` of the job's directory.
+`runner/rank.py` puts them around the ranks; what they leave lies in `profile` of the job's directory.
 """
 
 from __future__ import annotations

@@ -21,21 +21,6 @@ that is free."""
 SUBMISSION = "SHOAL_SUBMISSION"
 """A variable in the environment of sbatch, which Slurm keeps with the job: a number of this submission's own."""
 
-_REQUEUE = f"""
-# A rank that saved its work and asks for another turn left a note; the job goes back into the queue under its own id.
-if [ -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 0
-    status={contract.EXIT_REQUEUE}
-fi
-exit "$status"
-"""
-
-_NO_REQUEUE = f"""
-# A rank that was stopped and saved its work left a note: some of it is still to be done.
-[ ! -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ] || status={contract.EXIT_REQUEUE}
-exit "$status"
-"""
-
 _NOTHING_RAN = """
 # srun may leave with 0 although it could not start a single rank. A rank that has ended left word of it.
 [ "$status" != 0 ] || compgen -G "$SHOAL_JOB_DIR/rank-*.${SLURM_RESTART_COUNT:-0}.end" > /dev/null || status=1
@@ -65,7 +50,18 @@ def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
         lines += waiting(shlex.quote(shipped.root))
     lines += _environment(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
-    return "\n".join(lines) + "\n" + _NOTHING_RAN + (_REQUEUE if job.spec.requeue else _NO_REQUEUE)
+    return "\n".join(lines) + "\n" + _NOTHING_RAN + _ending(job.spec.requeue)
+
+
+def _ending(requeue: bool) -> str:
+    back = '    scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 0  # into the queue, under its own id\n'
+    return f"""
+# A rank that was stopped and saved its work left a note: there is more to do.
+if [ -e "$SHOAL_JOB_DIR/requeue.${{SLURM_RESTART_COUNT:-0}}" ]; then
+{back if requeue else ""}    status={contract.EXIT_REQUEUE}
+fi
+exit "$status"
+"""
 
 
 def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
@@ -159,7 +155,7 @@ def _copies(way: str, shipped: Shipped) -> Iterator[str]:
 
 def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
     spec = job.spec
-    runner = Raw(f"{_sent(shipped)}/lib/{shipped.runtime}/start.py")
+    runner = Raw(f"{_sent(shipped)}/lib/{shipped.runtime}/programs/start.py")
     command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
     launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:

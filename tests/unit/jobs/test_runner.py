@@ -22,7 +22,8 @@ from shoal.jobs import reader, runner
 from shoal.jobs.launchers import LAUNCHERS, Launch, Raw
 from shoal.train.contract import EXIT_REQUEUE
 
-RUNNER = str(Path(runner.__file__).with_name("start.py"))
+PROGRAMS = Path(runner.__file__).parents[1]
+RUNNER = str(PROGRAMS / "start.py")
 
 
 class Node:
@@ -208,8 +209,8 @@ def test_what_another_user_left_under_this_number_is_said() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o1777)
-        for program in ("start.py", "runner.py"):
-            shutil.copy(Path(runner.__file__).with_name(program), place)
+        shutil.copy(RUNNER, place)
+        shutil.copytree(PROGRAMS / "runner", place / "runner", ignore=shutil.ignore_patterns("__pycache__"))
         made = Node(place, "print('here')")
         line = ["/usr/bin/python3", "-I", "-S", name + "/start.py", "rank", "--rank-from", "SLURM_PROCID", "--", "true"]
 
@@ -416,8 +417,7 @@ def test_real_torchrun_on_two_nodes_lets_its_workers_save_at_a_warning(tmp_path:
 
 
 def test_what_runs_on_nodes_imports_the_standard_library_only() -> None:
-    for program in (runner.__file__, reader.__file__):
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({program!r}, run_name='x')"]
-        )
+    ours = f"import sys; sys.path.insert(0, {str(PROGRAMS)!r}); import runner.rank, runner.launch"
+    for program in (ours, f"import runpy; runpy.run_path({reader.__file__!r}, run_name='x')"):
+        done = subprocess.run([sys.executable, "-I", "-S", "-c", program])
         assert done.returncode == 0

@@ -14,8 +14,8 @@ import pytest
 from shoal.errors import CommandFailed
 from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
-from shoal.jobs import runner
 from shoal.jobs.bundle import Bundle, runtime, working_tree
+from shoal.jobs.runner import tree as job_code
 from shoal.jobs.ship import KEEP_NEWEST, Found, clean, look, mark, send, who_needs_it
 
 
@@ -41,9 +41,9 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> 
         assert await send(host, root, tree, ours, again) == 0
     assert (Path(root) / "code" / f"{tree.hash}.tar").read_bytes() == tree.data
     lib = Path(root) / "lib" / ours.hash
-    assert (lib / "runner.py").exists()
-    [compiled] = lib.glob("__pycache__/runner.*.pyc")
-    assert str(lib / "runner.py").encode() in compiled.read_bytes(), "tracebacks name the file where it is"
+    program = lib / "programs/runner/rank.py"
+    [compiled] = program.parent.glob("__pycache__/rank.*.pyc")
+    assert program.exists() and str(program).encode() in compiled.read_bytes(), "tracebacks name the file where it is"
     assert sorted(os.listdir(root)) == [".id", "code", "lib"], "nothing half-done is left"
     assert os.stat(root).st_mode & 0o7777 == 0o1777
 
@@ -212,7 +212,7 @@ def job_tree(root: Path, number: str, tree: Bundle, order: int) -> Path:
     (place / "code.tar").write_bytes(tree.data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_CODE", str(place / "code.tar"))
-        runner.working_tree(str(place))
+        job_code.working_tree(str(place))
     (place / "code.tar").unlink()
     (place / "rank-0.0.log").write_text("1.0 a\n")
     aged(place / "tree.lock", order)

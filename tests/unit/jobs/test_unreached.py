@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.jobs.unreached import _watch, what_is_in_the_way
+from shoal.jobs.runner.unreached import _watch, what_is_in_the_way
 
 
 @pytest.fixture

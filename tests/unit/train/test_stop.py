@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.train.procs import ranks
 
-from shoal.jobs import runner
+from shoal.jobs.runner import processes
 from shoal.train import contract, multiprocess
 from shoal.train.contract import KILL_WAIT
 from shoal.train.stop import MARGIN, Stop, Stopper
@@ -72,7 +72,7 @@ def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_
 
 
 def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_waits_for() -> None:
-    assert set(runner.STOP_SIGNALS) >= set(contract.STOP_SIGNALS)
+    assert set(processes.STOP_SIGNALS) >= set(contract.STOP_SIGNALS)
     assert multiprocess.STOP_SIGNALS == contract.STOP_SIGNALS
 
 
@@ -111,9 +111,9 @@ def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
     monkeypatch.setenv("SHOAL_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert _noted(tmp_path, 2) == ""
-    runner.note_warning(signal.SIGTERM)  # of which the script would have died
+    processes.note_warning(signal.SIGTERM)  # of which the script would have died
     assert _noted(tmp_path, 2) == ""
-    runner.note_warning(signal.SIGUSR1)
+    processes.note_warning(signal.SIGUSR1)
     assert _noted(tmp_path, 2) == "SIGUSR1"
     assert _noted(tmp_path, 3) == "", "that was the turn before"
     (tmp_path / "stop.3").write_text("")  # just being written
@@ -268,7 +268,8 @@ def test_forked_workers_of_any_loader_survive_it(tmp_path: Path, number: signal.
 def test_without_the_protection_the_workers_die_first(tmp_path: Path, protect: str, context: str) -> None:
     output, errors, status = _signalled_trainer(tmp_path, signal.SIGTERM, protect, context)
     assert "stopped for" not in output
-    assert "is killed by signal: Terminated" in errors
+    # The trainer may just be reading from the one that dies.
+    assert "is killed by signal: Terminated" in errors or "EOFError" in errors
     assert status != 0
 
 

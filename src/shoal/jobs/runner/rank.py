@@ -1,18 +1,12 @@
-"""What runs on the nodes of a job: one program of the standard library, for Python 3.8 and later, run by `start.py`.
-
-    runner.py rank --rank-from VARIABLE -- COMMAND    one rank: its log with time stamps, its signals, how it ended
-    runner.py spawn --nproc N -- COMMAND              one a node, starts N of the above
-    runner.py agent -- TORCHRUN ...                   one a node, starts torchrun and passes signals on to its ranks
+"""One rank of a job: a process of the user's script.
 
 Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.node`, where N counts the job's restarts, `rank-R.N.log`, and when it ends
-`rank-R.N.end`.
-With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
+`rank-R.N.end`. With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import selectors
 import signal
@@ -20,22 +14,14 @@ import subprocess
 import sys
 import time
 
+from .processes import STOP_SIGNALS, note_warning, out_of_memory_kills, register
+from .tree import own_directory, working_tree
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
     from types import FrameType
-    from typing import Iterator
 
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LONGEST_LINE = 16 * 1024
-
-
-def main(argv: list[str]) -> int:
-    mode, options, command = argv[0], argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
-    if mode == "rank":
-        return Rank(int(os.environ[options[1]]), command).run()
-    if mode == "spawn":
-        return spawn(int(options[1]), command)
-    return agent(command)
 
 
 class Rank:
@@ -210,40 +196,6 @@ def _deaf_to_warnings() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def own_directory(directory: str, submission: str) -> None:
-    """Make the job's directory. A cluster that was built again counts its jobs from 1 again: what an earlier job of
-    this number left there, code and checkpoints too, is put aside."""
-    place, name = os.path.split(directory)
-    os.makedirs(place, exist_ok=True)
-    if not submission:
-        return os.makedirs(directory, exist_ok=True)
-    mark = os.path.join(directory, "submission")
-    # The user's own, for what an earlier job of somebody else left here is not ours to open.
-    with open(os.path.join(place, ".%s.%d.lock" % (name, os.getuid())), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError), open(mark) as file:
-            if file.read() == submission:
-                return
-        if os.path.isdir(directory):
-            _put_aside(directory, "%s.before-%s" % (directory, submission))
-        os.makedirs(directory)
-        with open(mark, "w") as file:
-            file.write(submission)
-
-
-def _put_aside(directory: str, place: str) -> None:
-    try:
-        os.rename(directory, place)
-    except PermissionError as error:
-        import pwd
-
-        owner = str(os.stat(directory).st_uid)
-        with contextlib.suppress(KeyError):
-            owner = pwd.getpwuid(int(owner)).pw_name
-        text = "an earlier job of this number left it, and it belongs to %s: remove it, or use --directory" % owner
-        raise OSError(error.errno, text, directory) from None
-
-
 def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
     """The command with a profiler around it, which leaves files whose names begin with `traces`.
 
@@ -268,14 +220,6 @@ def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
     return [python, "-m", "shoal.train.profile", *script]
 
 
-def note_warning(number: int) -> None:
-    """Leave word of a warning for a script that still starts, and does not hear it: shoal.train.stop looks here."""
-    if number in (signal.SIGUSR1, signal.SIGUSR2):
-        name = "stop.%s" % os.environ.get("SLURM_RESTART_COUNT", "0")
-        with contextlib.suppress(OSError), open(os.path.join(os.environ["SHOAL_JOB_DIR"], name), "w") as note:
-            note.write("%d\n" % number)
-
-
 def torch_variables(rank: int) -> None:
     """What torch reads from the environment, where the launcher has not set it."""
     given = os.environ
@@ -291,140 +235,3 @@ def torch_variables(rank: int) -> None:
     }
     for name, value in wanted.items():
         given.setdefault(name, str(value))
-
-
-def working_tree(directory: str) -> str:
-    """The job's own copy of the code, unpacked by the first rank of the node that comes here; where to start in it."""
-    tree = os.path.join(directory, "tree")
-    if not os.path.isdir(tree):
-        with open(os.path.join(directory, "tree.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.isdir(tree):
-                fresh = "%s.%s.%d" % (tree, os.uname().nodename, os.getpid())
-                os.mkdir(fresh)
-                # Python's own tarfile takes longer to import than this takes, and everybody waits for it.
-                line = ["tar", "-x", "-p", "--no-same-owner", "-f", os.environ["SHOAL_CODE"], "-C", fresh]
-                done = subprocess.run(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-                if done.returncode != 0:
-                    said = done.stderr.decode(errors="replace").partition("\n")[0]
-                    raise OSError(0, said, os.environ["SHOAL_CODE"])
-                with contextlib.suppress(OSError):  # on shared storage another node may have been first
-                    os.rename(fresh, tree)
-    return os.path.join(tree, os.environ.get("SHOAL_WORKDIR", "."))
-
-
-def spawn(count: int, command: list[str]) -> int:
-    """Start the ranks of this node, wait for all; the first that fails ends the others."""
-    node, nodes = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"])
-    children: list[subprocess.Popen[bytes]] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for child in children:
-            if child.returncode is None:
-                child.send_signal(number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
-    for local in range(count):
-        own = dict(os.environ, RANK=str(node * count + local), LOCAL_RANK=str(local), WORLD_SIZE=str(nodes * count))
-        own.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
-        line = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank", "--rank-from", "RANK", "--"]
-        children.append(subprocess.Popen(line + command, env=own))
-    worst = 0
-    running = list(children)
-    while running:
-        time.sleep(0.05)
-        for child in [child for child in running if child.poll() is not None]:
-            running.remove(child)
-            if child.returncode and not worst:
-                worst = child.returncode if child.returncode > 0 else 128 - child.returncode
-                for other in running:
-                    other.terminate()
-    return worst
-
-
-def agent(command: list[str]) -> int:
-    """Start torchrun deaf to the stop signals and pass these on to the ranks, which it starts out of our sight."""
-    directory = os.environ["SHOAL_JOB_DIR"]
-    first = os.environ.get("SLURM_NODEID", "0") == "0"
-    # What differs from node to node. torchrun reads any of its options from a variable with PET_ before its name.
-    os.environ["PET_RDZV_CONF"] = "is_host=%s" % ("true" if first else "false")
-    os.environ["PET_LOCAL_ADDR"] = os.environ.get("SLURMD_NODENAME", "")
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        note_warning(number)
-        for pid in registered(directory):
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
-    child = subprocess.Popen(command, preexec_fn=_deaf)
-    if not first:
-        import unreached  # type: ignore[import-not-found]
-
-        unreached.watch(lambda: bool(registered(directory)))
-    status = child.wait()
-    return status if status >= 0 else 128 - status
-
-
-def _deaf() -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def register(directory: str) -> Iterator[None]:
-    """Let this node's agent know the rank while it runs."""
-    place = os.path.join(directory, "pids.%s" % os.uname().nodename)
-    os.makedirs(place, exist_ok=True)
-    mine = os.path.join(place, str(os.getpid()))
-    with open(mine, "w"):
-        pass
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(mine)
-
-
-def registered(directory: str) -> list[int]:
-    place = os.path.join(directory, "pids.%s" % os.uname().nodename)
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(place) if _is_ours(int(name))]
-    return []
-
-
-def _is_ours(pid: int) -> bool:
-    """A number that a killed rank left behind may be another process by now."""
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return b"/start.py\0rank\0" in file.read()
-    except OSError:
-        return False
-
-
-def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory: in our cgroup where that is counted, else on the node."""
-    for path in _memory_events():
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            for line in file:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-def _memory_events() -> Iterator[str]:
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if not controllers:
-                yield "/sys/fs/cgroup" + path + "/memory.events"
-            elif "memory" in controllers.split(","):
-                yield "/sys/fs/cgroup/memory" + path + "/memory.oom_control"
-    yield "/proc/vmstat"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,4 @@
-"""Says what keeps torchrun on this node from the one on the first node. `runner.py agent` starts it, in a thread.
-
-torchrun itself is silent for a minute, and then shows where in its own code it waited. Of the standard library, for
-Python 3.8 and later, as `runner.py` is.
-"""
+"""Says what keeps torchrun on this node from the one on the first node, which torchrun itself does after a minute."""
 
 from __future__ import annotations
 
