@@ -1,22 +1,22 @@
-# Sourced by demo, test and check: makes what the project needs on a fresh Debian machine, each step once.
+# Sourced by the other scripts and the benches: installs what the project needs on a fresh Debian machine, each step once.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 
-# step TITLE COMMAND...: run a command with a moving bar and its time; on failure show the end of its output.
+# step TITLE COMMAND...: run a command with a progress bar and its time; on failure print the end of its output.
 step() {
-    local title=$1 begun=$SECONDS out pid status width=24 at=0
+    local title=$1 start=$SECONDS out pid status width=24 at=0
     shift
     out=$(mktemp)
-    set -m  # a process group of its own: Ctrl-C ends all that it has started
+    set -m  # its own process group, so that Ctrl-C ends all its children
     "$@" >"$out" 2>&1 </dev/null &
     pid=$!
     set +m
     trap 'stop_step "$pid" "$out"' INT TERM
     while [ -t 2 ] && kill -0 "$pid" 2>/dev/null; do
         at=$(((at + 1) % width))
-        printf '\r  %-26s [%*s###%*s] %4d s' "$title" "$at" '' $((width - at)) '' $((SECONDS - begun)) >&2
+        printf '\r  %-26s [%*s###%*s] %4d s' "$title" "$at" '' $((width - at)) '' $((SECONDS - start)) >&2
         sleep 0.2
     done
     status=0
@@ -24,26 +24,26 @@ step() {
     trap - INT TERM
     [ -t 2 ] && printf '\r\033[K' >&2
     if [ "$status" -ne 0 ]; then
-        printf '✗ %s failed after %d s:\n' "$title" $((SECONDS - begun)) >&2
+        printf '✗ %s failed after %d s:\n' "$title" $((SECONDS - start)) >&2
         tail -n 20 "$out" >&2
         rm -f "$out"
         exit 1
     fi
     rm -f "$out"
-    printf '✓ %-26s %6d s\n' "$title" $((SECONDS - begun)) >&2
+    printf '✓ %-26s %6d s\n' "$title" $((SECONDS - start)) >&2
 }
 
 stop_step() {
     kill -- "-$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true
     rm -f "$2"
-    printf '\nstopped; run the same command again to go on from here\n' >&2
+    printf '\nstopped; run the same command again to continue\n' >&2
     exit 130
 }
 
 need_root() {
     if [ "$(id -u)" -ne 0 ]; then
-        echo "This needs root: the sandbox makes containers, bridges and mounts. Run it with sudo." >&2
+        echo "This needs root, because the sandbox creates containers, bridges and mounts. Run it with sudo." >&2
         exit 1
     fi
 }
@@ -56,10 +56,15 @@ system_packages() {
     done
     [ ${#missing[@]} -eq 0 ] && return
     if ! command -v apt-get >/dev/null; then
-        echo "Install these with your package manager first: ${missing[*]}" >&2
+        echo "Install these packages first: ${missing[*]}" >&2
         exit 1
     fi
     step "system packages" apt_install "${missing[@]}"
+}
+
+# sandbox_packages: install what sandbox hosts need on this machine.
+sandbox_packages() {
+    system_packages systemd-nspawn:systemd-container mmdebstrap:mmdebstrap nft:nftables ip:iproute2 ssh:openssh-client
 }
 
 apt_install() {
@@ -67,9 +72,9 @@ apt_install() {
     apt-get update -q && apt-get install -q -y --no-install-recommends "$@"
 }
 
-# virtual_environment EXTRA: .venv with Shoal in it, made again when pyproject.toml has changed.
+# virtual_environment EXTRA: create .venv with Shoal in it, again whenever pyproject.toml has changed.
 virtual_environment() {
-    local extra=$1 stamp all
+    local extra=$1 stamp dev_stamp
     if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "Shoal needs Python 3.11 or newer; python3 here is $(python3 -V 2>&1)." >&2
         exit 1
@@ -79,10 +84,10 @@ virtual_environment() {
         step "python3-venv" apt_install python3-venv
     fi
     stamp=$venv/.shoal-$(sha256sum "$root/pyproject.toml" | cut -c1-16)
-    all="${stamp}[dev]"
+    dev_stamp="${stamp}[dev]"
     stamp+=$extra
-    # Who develops has all of it; installing less of it again would take Shoal away from the tests for a moment.
-    if [ -e "$stamp" ] || [ -e "$all" ]; then return; fi
+    # [dev] includes every extra. Installing Shoal again would remove it for a moment from tests that run.
+    if [ -e "$stamp" ] || [ -e "$dev_stamp" ]; then return; fi
     step "virtual environment" make_environment "$extra"
     touch "$stamp"
 }
@@ -90,6 +95,29 @@ virtual_environment() {
 make_environment() {
     [ -x "$venv/bin/pip" ] || python3 -m venv --clear "$venv"
     "$venv/bin/pip" install -q --disable-pip-version-check --no-compile -e "$root$1"
-    # pip would do it on one core. Some packages bring files that are no Python.
+    # pip would compile on one core. Some packages contain files that are not valid Python, hence `true`.
     "$venv/bin/python" -m compileall -qq -j0 "$venv/lib" || true
+}
+
+# run_sandbox_bench NAME ARGUMENTS...: the same for a bench that needs sandbox hosts.
+run_sandbox_bench() {
+    need_root
+    sandbox_packages
+    run_bench "$@"
+}
+
+# run_bench NAME ARGUMENTS...: run bench/NAME.d/run.py with the developers' environment.
+run_bench() {
+    local name=$1
+    shift
+    has_dev_packages || virtual_environment '[dev]'
+    # The peers are compiled when they are installed, so Shoal is too.
+    "$venv/bin/python" -m compileall -q "$root/src/shoal"
+    PYTHONPATH=$root/bench:$root:$root/src exec "$venv/bin/python" "$root/bench/$name.d/run.py" "$@"
+}
+
+has_dev_packages() {
+    "$venv/bin/python" -c 'import sys
+from importlib.util import find_spec
+sys.exit(not all(map(find_spec, ("shoal", "torch", "webdataset", "starlette"))))' 2>/dev/null
 }

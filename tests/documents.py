@@ -20,7 +20,7 @@ TOY = "as it stands, on the demo's cluster, by test_the_toys_readme_trains_on_th
 PAGE = "as it stands, on nodes that have torch, by test_the_commands_of_the_page_on_training_run_its_script"
 ALONE = "as it stands, with the page's script, by test_every_command_that_needs_no_cluster_runs_the_changed_script"
 PROVE = "by test_prove.py, with fewer ranks outside the matrix; on two nodes with --export PYTHONPATH= for torch"
-ENVIRONMENTS = "as it stands, by test_the_commands_of_the_page_on_environments_run_as_they_stand"
+ENVIRONMENTS = "as it stands, by test_the_commands_of_the_environments_page_run"
 TUNNEL = "with --json and the password, by check_the_page_opens_through_ssh in tests/e2e/tracking_checks.py"
 BOOKS = "as it stands, on a cluster with accounting, by test_the_commands_of_the_pages_run_as_they_stand"
 TAILNET = "as it stands, on hosts in a tailnet, by test_the_commands_of_the_page_run_as_they_stand"

@@ -8,6 +8,8 @@ import stat
 import zipfile
 from pathlib import Path
 
+import uv
+
 
 def small_wheel(directory: Path, name: str, version: str, files: dict[str, str] | None = None, needs: str = "") -> Path:
     """A wheel of a package with these files. Without any it has one module, which knows its version and a program."""
@@ -35,6 +37,21 @@ def torch_like(directory: Path, version: str, cuda: str | None) -> Path:
     """What says of itself that it is torch for that CUDA."""
     said = f"__version__ = {version!r}\ncuda: object = {cuda!r}\n"
     return small_wheel(directory, "torch", version, {"torch/__init__.py": "", "torch/version.py": said})
+
+
+def uv_wheel(directory: Path) -> Path:
+    """This machine's uv as a wheel, for hosts that reach no index."""
+    path = directory / "uv-999-py3-none-any.whl"
+    directory.mkdir(parents=True, exist_ok=True)
+    info = "uv-999.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        program = zipfile.ZipInfo("uv-999.data/scripts/uv")
+        program.external_attr = (stat.S_IFREG | 0o755) << 16
+        archive.writestr(program, Path(uv.find_uv_bin()).read_bytes())
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 999\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
 def _hash(text: str) -> str:

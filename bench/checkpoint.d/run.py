@@ -1,18 +1,16 @@
-"""Times how long a training step is held up by a save, for six ways of saving the same model and optimizer.
+"""Times how long a save delays a training step, for six ways of saving the same model and optimizer.
 
-Two ranks on one machine, Gloo, a thread each. A round saves once in each way, in turn, so that a noisy machine is noisy
-for all of them; medians are compared. "stall" is what the step with the save takes longer than one without;
-"dip" is what the steps after it take longer, until the checkpoint is there; "durable" is when it is. Every way brings
-its files to disk (fsync), except where the name says otherwise. Only Shoal's are hashed and committed.
+Two ranks on one machine, Gloo, a thread each. A round saves once in each way, in turn, so that noise affects all of
+them; medians are compared. "stall": how much longer the step with the save takes. "dip": how much longer the next
+steps take, until the checkpoint is complete. "durable": when it is. Every way syncs its files to disk (fsync), unless
+its name says otherwise. Only Shoal hashes and commits its files.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as multiprocessing
+from harness import bench_parser, describe_machine, report, run_bench
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -31,12 +30,11 @@ from shoal.train.checkpoint import Checkpointer, TrainState
 from shoal.train.parallel import parallelize
 
 RANKS = 2
-RESULT = Path(__file__).resolve().parents[1] / "results" / "checkpoint.txt"
 
 
 @dataclass
 class Timing:
-    """What one way of saving cost, a value a round, in seconds."""
+    """Seconds that one way of saving took, a value for each round."""
 
     stall: list[float] = field(default_factory=list)
     dip: list[float] = field(default_factory=list)
@@ -44,23 +42,23 @@ class Timing:
 
 
 def main() -> None:
-    """Run both ways of spreading the model, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=100, help="of model and optimizer together")
+    parser = bench_parser("checkpoint", __doc__)
+    parser.add_argument("--megabytes", type=int, default=100, help="size of model and optimizer together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="where to write checkpoints")
-    asked = parser.parse_args()
+    options = parser.parse_args()
+    if options.small:
+        options.megabytes, options.rounds = 1, 1
     lines = [
-        f"{RANKS} ranks, gloo, {os.cpu_count()} CPUs, torch {torch.__version__}, about {asked.megabytes} MB of "
-        f"model and AdamW state, median of {asked.rounds} rounds",
+        describe_machine(options, f"torch {torch.__version__}"),
+        f"{RANKS} ranks, gloo, model and AdamW state of {options.megabytes} MB, medians of {options.rounds} rounds",
     ]
     for kind in ("ddp", "fsdp"):
-        with tempfile.TemporaryDirectory(dir=asked.directory) as directory:
-            multiprocessing.spawn(_rank, (kind, directory, asked.megabytes, asked.rounds), nprocs=RANKS)
+        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+            arguments = (kind, directory, options.megabytes, options.rounds)
+            multiprocessing.start_processes(_rank, arguments, nprocs=RANKS, start_method="forkserver")
             lines += ["", Path(directory, "table").read_text()]
-    text = "\n".join(lines).rstrip() + "\n"
-    RESULT.write_text(text)
-    sys.stdout.write(text)
+    report("checkpoint", options, "\n".join(lines).rstrip() + "\n")
 
 
 def _rank(rank: int, kind: str, directory: str, megabytes: int, rounds: int) -> None:
@@ -70,24 +68,24 @@ def _rank(rank: int, kind: str, directory: str, megabytes: int, rounds: int) -> 
     state, step = _training(kind, megabytes)
     for _ in range(3):
         step()
-    plain: list[float] = []
-    ways = _ways(state, Path(directory))
-    timings = {name: Timing() for name in ways}
+    plain_steps: list[float] = []
+    methods = _methods(state, Path(directory))
+    timings = {name: Timing() for name in methods}
     for number in range(rounds + 1):
-        for name, save in ways.items():
+        for name, save in methods.items():
             alone = _timed(step)
-            timing = _once(step, save, number, alone)
-            if number:  # the first round warms up files, memory and processes
-                plain.append(alone)
+            timing = _save_once(step, save, number, alone)
+            if number:  # the first round is a warm-up
+                plain_steps.append(alone)
                 for values, value in zip(vars(timings[name]).values(), timing, strict=True):
                     values.append(value)
     if rank == 0:
-        Path(directory, "table").write_text(_table(kind, statistics.median(plain), timings))
+        Path(directory, "table").write_text(_table(kind, statistics.median(plain_steps), timings))
     dist.destroy_process_group()
 
 
 def _training(kind: str, megabytes: int) -> tuple[TrainState, Callable[[], None]]:
-    """A model of the size asked for, its optimizer (twice as large), and one step of training."""
+    """A model of that size with its optimizer (twice as large), and a function that does one training step."""
     width = 1024
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * width * width)))
     model = parallelize(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), kind)  # type: ignore[arg-type]
@@ -104,14 +102,14 @@ def _training(kind: str, megabytes: int) -> tuple[TrainState, Callable[[], None]
 
 def _timed(action: Callable[[], Any]) -> float:
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     action()
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _once(step: Callable[[], None], save: Any, number: int, alone: float) -> tuple[float, float, float]:
-    began = time.perf_counter()
+def _save_once(step: Callable[[], None], save: Any, number: int, alone: float) -> tuple[float, float, float]:
+    start = time.perf_counter()
     finished: list[Callable[[], bool]] = []
 
     def step_and_save() -> None:
@@ -122,24 +120,24 @@ def _once(step: Callable[[], None], save: Any, number: int, alone: float) -> tup
     dip = 0.0
     while not _on_all_ranks(finished[0]()):
         dip += _timed(step) - alone
-    return stall, dip, time.perf_counter() - began - alone
+    return stall, dip, time.perf_counter() - start - alone
 
 
-def _on_all_ranks(mine: bool) -> bool:
-    verdict = torch.tensor(int(mine))
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-    return bool(verdict.item())
+def _on_all_ranks(value: bool) -> bool:
+    result = torch.tensor(int(value))
+    dist.all_reduce(result, op=dist.ReduceOp.MIN)
+    return bool(result.item())
 
 
-def _ways(state: TrainState, directory: Path) -> dict[str, Callable[[int], Callable[[], bool]]]:
-    """Each way: called with a number it saves, and returns what tells whether the checkpoint is there."""
+def _methods(state: TrainState, directory: Path) -> dict[str, Callable[[int], Callable[[], bool]]]:
+    """Functions that save under a number, and return a function that says whether the checkpoint is complete."""
     shoal = Checkpointer(directory / "shoal", keep_last=1)
     background = Checkpointer(directory / "shoal-async", keep_last=1, asynchronous=True)
     own_group = dist.new_group(backend="gloo")
 
     def torch_save(sync: bool) -> Callable[[int], Callable[[], bool]]:
         def save(number: int) -> Callable[[], bool]:
-            # What a plain script does: rank 0 writes everything, the others wait. FSDP must gather it all first.
+            # As in a plain script: rank 0 writes everything, the others wait. FSDP gathers everything first.
             whole = StateDictOptions(full_state_dict=True)
             assert state.optimizer is not None
             content = get_state_dict(state.model, state.optimizer, options=whole)
@@ -180,14 +178,14 @@ def _ways(state: TrainState, directory: Path) -> dict[str, Callable[[int], Calla
     def shoal_async(number: int) -> Callable[[], bool]:
         background.save(number, state)
 
-        def there() -> bool:
+        def is_complete() -> bool:
             if not background.done():
                 return False
             result = background.wait()
             assert result is not None and result.committed, result
             return True
 
-        return there
+        return is_complete
 
     return {
         "torch.save, no fsync": torch_save(False),
@@ -212,4 +210,4 @@ def _table(kind: str, plain: float, timings: dict[str, Timing]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_bench("checkpoint", main)

@@ -1,4 +1,4 @@
-"""Fresh sandbox hosts for each contestant, and plain SSH to all of them at once."""
+"""Fresh sandbox hosts for each tool, and plain SSH to all of them in parallel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ground import BenchFailed, write_ssh_config
+from harness import BenchError
+from sandbox import reserve_cluster, write_ssh_config
 
-from shoal.providers.api import Instance
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.hosts.provider import Instance
+from shoal.sandbox.provider import SandboxProvider
 from shoal.verbs.context import open_context, requests
 
 CLUSTER = "bench-converge"
@@ -24,8 +25,8 @@ controller: {{provider: sandbox}}
 nodesets:
   node: {{provider: sandbox, count: {nodes}, gpus: 2}}
 """
-# Waits for the end of the boot, then reads the packages once: they are in one image that all hosts share, and whoever
-# came first would else pay for the disk on behalf of the others.
+# Waits for the end of the boot, then reads the packages once: all hosts share one image, and the first tool would
+# otherwise read it from disk for the others.
 SETTLE = "systemctl is-system-running --wait >/dev/null; cat /var/cache/apt/archives/*.deb >/dev/null"
 
 
@@ -35,7 +36,7 @@ class Hosts:
 
     spec: Path
     directory: Path
-    """A private directory for whatever a contestant needs; gone with the hosts."""
+    """A private directory for the files of a tool."""
     instances: tuple[Instance, ...]
 
     @property
@@ -58,7 +59,7 @@ class Hosts:
         return "controller" if name == self.controller else "compute"
 
     def ssh(self, names: Sequence[str], command: dict[str, str]) -> dict[str, str]:
-        """Run each host's command on it, all at once, and return what they printed. Raises when one fails."""
+        """Run the command of each host's role on it, in parallel, and return the outputs. Raises if one fails."""
         running = {
             name: subprocess.Popen(
                 ["ssh", "-F", str(self.ssh_config), name, command[self.role(name)]],
@@ -78,7 +79,7 @@ class Hosts:
             raise
         failed = [name for name, process in running.items() if process.returncode != 0]
         if failed:
-            raise BenchFailed(f"a command failed on {', '.join(failed)}:\n{output[failed[0]][-2000:]}")
+            raise BenchError(f"a command failed on {', '.join(failed)}:\n{output[failed[0]][-2000:]}")
         return output
 
     def everywhere(self, command: str) -> dict[str, str]:
@@ -90,30 +91,23 @@ class Hosts:
 
 @contextmanager
 def fresh_hosts(count: int, directory: Path) -> Iterator[Hosts]:
-    """Hosts that nobody has touched yet: a controller and `count - 1` nodes. They are removed at the end."""
+    """New hosts: a controller and `count - 1` nodes. They are removed at the end."""
     directory.mkdir(mode=0o700)
     spec = directory / "shoal.yaml"
     spec.write_text(SPEC.format(cluster=CLUSTER, nodes=count - 1))
-    remove_hosts()
-    try:
+    with reserve_cluster(CLUSTER):
         instances = asyncio.run(_create(spec))
         hosts = Hosts(spec, directory, tuple(instances))
         _write_ssh_files(hosts)
         hosts.everywhere(SETTLE)
         time.sleep(2)
         yield hosts
-    finally:
-        remove_hosts()
-
-
-def remove_hosts() -> None:
-    asyncio.run(SandboxProvider().destroy(CLUSTER, lambda text, part: None))
 
 
 async def _create(spec: Path) -> list[Instance]:
     context = open_context(spec)
-    wanted = requests(context.members, "sandbox")
-    return await SandboxProvider().create(context.cluster, wanted, lambda text, part: None)
+    machines = requests(context.members, "sandbox")
+    return await SandboxProvider().create(context.cluster, machines, lambda text, part: None)
 
 
 def _write_ssh_files(hosts: Hosts) -> None:

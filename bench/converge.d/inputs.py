@@ -1,6 +1,6 @@
-"""What both peers are given: the texts and ids that Shoal itself would write, so that all three build the same.
+"""The input of both peers: the texts and ids that Shoal itself would write, so that all three build the same cluster.
 
-Shoal works these out inside its timed run; the peers get them for nothing, before their clock starts.
+Shoal computes these in its timed run; the peers get them before the clock starts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from shoal.plan.model import HostPlan
 from shoal.verbs.context import open_context
 from shoal.verbs.up import plan
 
+ADDRESS = "shoal-address.conf"
+"""The only text that differs between hosts: the daemon waits for the address of its host."""
+
 
 async def write_inputs(spec: Path, directory: Path) -> Path:
-    """Ask Shoal for its plan, and write `inputs.json` and a file for each text under `directory`."""
+    """Compute Shoal's plan, and write `inputs.json` and a file for each text below `directory`."""
     controller, *nodes = (await plan(open_context(spec))).hosts
-    roles = {"controller": _whole(controller), "compute": _whole(nodes[0])}
+    roles = {"controller": _all_items(controller), "compute": _all_items(nodes[0])}
     files = directory / "files"
     files.mkdir()
     for document in roles.values():
         for name, text in _texts(document).items():
             (files / name).write_text(text)
+    for host in (controller, *nodes):
+        (files / host.name).mkdir()
+        (files / host.name / ADDRESS).write_text(_texts(_all_items(host))[ADDRESS])
     inputs = {
         "files": str(files),
         "accounts": _accounts(roles["controller"]),
@@ -37,7 +43,7 @@ async def write_inputs(spec: Path, directory: Path) -> Path:
     return path
 
 
-def _whole(host: HostPlan) -> Document:
+def _all_items(host: HostPlan) -> Document:
     return tuple(item for _, document in host.stages for item in document)
 
 

@@ -7,19 +7,26 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from contestants import SHOAL, Ansible, Contestant, Pyinfra, Shoal, timed
-from ground import BenchFailed, machine
+from harness import (
+    BenchError,
+    bench_parser,
+    describe_machine,
+    peer_environment,
+    report,
+    run_bench,
+    show_progress,
+)
 from hosts import Hosts, fresh_hosts
+from tools import SHOAL, Ansible, Pyinfra, Shoal, Tool, run_tool
 
 PACKAGES = "packages alone"
 APT = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends"
@@ -28,125 +35,125 @@ INSTALL = APT + " munge slurm-client {} nftables libpmix2"
 
 @dataclass
 class Times:
-    """Seconds of one contestant on one number of hosts."""
+    """Seconds of one tool on one number of hosts."""
 
     first: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
+    no_op: list[float] = field(default_factory=list)
 
 
 Table = dict[int, dict[str, Times]]
 
 
-def main() -> int:
-    options = _arguments()
-    signal.signal(signal.SIGTERM, _interrupt)
-    # Short, because the paths of Ansible's sockets are in it and may have 100 characters at most.
+def main() -> None:
+    options = _parse_arguments()
+    peers = peer_environment("converge", "ansible-core>=2.16", "pyinfra>=3.2")
+    with _scratch_directory() as scratch:
+        heading = _heading(options, peers)
+        show_progress(heading)
+        table = _measure(options, peers, scratch)
+    blocks = "\n".join(_block(count, rows) for count, rows in table.items())
+    report("converge", options, f"{heading}\n{blocks}\n{_targets(table)}\n")
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    # Short, because a Unix socket's path has at most 107 characters and Ansible's sockets are below it.
     scratch = Path(tempfile.mkdtemp(prefix="converge-"))
     os.environ["XDG_STATE_HOME"] = str(scratch / "state")
     try:
-        print(_heading(options), flush=True)
-        table = _measure(options, scratch)
-    except BenchFailed as failure:
-        print(f"bench/converge: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench/converge: interrupted; the hosts are removed", file=sys.stderr)
-        return 130
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print(_targets(table))
-    return 0
 
 
-def _measure(options: argparse.Namespace, scratch: Path) -> Table:
-    contestants: list[Contestant] = [Shoal(), Pyinfra(options.peers), Ansible(options.peers)]
-    names = [PACKAGES, *(contestant.name for contestant in contestants)]
-    places = (scratch / str(number) for number in itertools.count())
+def _measure(options: argparse.Namespace, peers: Path, scratch: Path) -> Table:
+    tools: list[Tool] = [Shoal(), Pyinfra(peers), Ansible(peers)]
+    directories = (scratch / str(number) for number in itertools.count())
     table: Table = {}
     for count in options.hosts:
-        rows = {name: Times() for name in names}
+        rows = {name: Times() for name in (PACKAGES, *(tool.name for tool in tools))}
         for _ in range(options.rounds):
-            _say(f"{count} hosts: {PACKAGES}")
-            with fresh_hosts(count, next(places)) as hosts:
+            show_progress(f"{count} hosts: {PACKAGES}")
+            with fresh_hosts(count, next(directories)) as hosts:
                 _install_packages(hosts, rows[PACKAGES])
-            for contestant in contestants:
-                _say(f"{count} hosts: {contestant.name}")
-                with fresh_hosts(count, next(places)) as hosts:
-                    _compete(contestant, hosts, rows[contestant.name], options.no_ops)
+            for tool in tools:
+                show_progress(f"{count} hosts: {tool.name}")
+                with fresh_hosts(count, next(directories)) as hosts:
+                    _measure_tool(tool, hosts, rows[tool.name], options.no_ops)
         table[count] = rows
-        print(_block(count, rows), flush=True)
+        show_progress(_block(count, rows))
     return table
 
 
 def _install_packages(hosts: Hosts, times: Times) -> None:
-    begin = time.perf_counter()
+    start = time.perf_counter()
     hosts.ssh(hosts.names, {"controller": INSTALL.format("slurmctld"), "compute": INSTALL.format("slurmd")})
-    times.first.append(time.perf_counter() - begin)
-    _say(f"  installed {times.first[-1]:.2f} s")
+    times.first.append(time.perf_counter() - start)
+    show_progress(f"  installed {times.first[-1]:.2f} s")
 
 
-def _compete(contestant: Contestant, hosts: Hosts, times: Times, no_ops: int) -> None:
-    contestant.prepare(hosts)
+def _measure_tool(tool: Tool, hosts: Hosts, times: Times, no_ops: int) -> None:
+    tool.prepare(hosts)
     try:
-        seconds, _ = timed(contestant, hosts)
+        seconds, _ = run_tool(tool, hosts)
         times.first.append(seconds)
-        _say(f"  first run {seconds:.2f} s")
-        _expect_a_cluster(hosts)
+        show_progress(f"  first run {seconds:.2f} s")
+        _check_cluster(hosts)
         for _ in range(no_ops):
-            seconds, output = timed(contestant, hosts)
-            if not contestant.unchanged(output):
-                raise BenchFailed(f"{contestant.name} changed something in a second run:\n{output[-4000:]}")
-            times.again.append(seconds)
-            _say(f"  no-op run {seconds:.2f} s")
-        _expect_what_shoal_wants(contestant, hosts)
+            seconds, output = run_tool(tool, hosts)
+            if not tool.is_unchanged(output):
+                raise BenchError(f"{tool.name} changed something in a second run:\n{output[-4000:]}")
+            times.no_op.append(seconds)
+            show_progress(f"  no-op run {seconds:.2f} s")
+        _check_equivalence(tool, hosts)
     finally:
-        contestant.finish(hosts)
+        tool.close(hosts)
 
 
-def _expect_a_cluster(hosts: Hosts) -> None:
-    """A job on all nodes at once names every one of them."""
+def _check_cluster(hosts: Hosts) -> None:
+    """A job on all nodes at once prints the name of each."""
     nodes = hosts.names[1:]
-    answers = hosts.on_controller(f"srun -N{len(nodes)} -n{len(nodes)} hostname").split()
-    if sorted(answers) != sorted(nodes):
-        raise BenchFailed(f"srun ran on {' '.join(sorted(answers))}, expected {' '.join(sorted(nodes))}")
+    names = hosts.on_controller(f"srun -N{len(nodes)} -n{len(nodes)} hostname").split()
+    if sorted(names) != sorted(nodes):
+        raise BenchError(f"srun ran on {' '.join(sorted(names))}, expected {' '.join(sorted(nodes))}")
 
 
-def _expect_what_shoal_wants(contestant: Contestant, hosts: Hosts) -> None:
-    """Whoever built the cluster, Shoal finds nothing to change on it: all did the same work."""
-    asked = subprocess.run([SHOAL, "plan", "--json", "--file", hosts.spec], capture_output=True, text=True)
-    if asked.returncode != 0:
-        raise BenchFailed(f"shoal plan failed on the cluster of {contestant.name}:\n{asked.stdout}{asked.stderr}")
-    changes = json.loads(asked.stdout)["changes"]
+def _check_equivalence(tool: Tool, hosts: Hosts) -> None:
+    """`shoal plan` has no changes for a cluster that a peer built: all tools did the same work."""
+    done = subprocess.run([SHOAL, "plan", "--json", "--file", hosts.spec], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BenchError(f"shoal plan failed on the cluster of {tool.name}:\n{done.stdout}{done.stderr}")
+    changes = json.loads(done.stdout)["changes"]
     if changes:
         missing = "\n".join(f"  {change['host']}: {change['what']}: {change['action']}" for change in changes)
-        raise BenchFailed(f"{contestant.name} left hosts that differ from what Shoal makes:\n{missing}")
+        raise BenchError(f"{tool.name} left hosts that differ from what Shoal makes:\n{missing}")
 
 
 def _block(count: int, rows: dict[str, Times]) -> str:
     """The lines of the table for one number of hosts."""
-    packages, shoal = median(rows[PACKAGES].first), median(rows["Shoal"].again)
+    packages, shoal = median(rows[PACKAGES].first), median(rows["Shoal"].no_op)
     lines = []
     for name, times in rows.items():
         first = median(times.first)
         line = f"{count:>5}  {name:<14} {first:>9.2f} {first / packages:>10.2f}x"
-        if times.again:
-            again = median(times.again)
-            spread = f"{min(times.again):.2f} to {max(times.again):.2f}"
-            line += f"   {again:>9.2f} {again / shoal:>7.1f}x  {spread:>16}"
+        if times.no_op:
+            no_op = median(times.no_op)
+            spread = f"{min(times.no_op):.2f} to {max(times.no_op):.2f}"
+            line += f"   {no_op:>9.2f} {no_op / shoal:>7.1f}x  {spread:>16}"
         lines.append(line)
     return "\n".join([*lines, ""])
 
 
 def _targets(table: Table) -> str:
-    """What is to be reached, on the largest number of hosts that was measured."""
+    """The targets, at the largest number of hosts that was measured."""
     count = max(table)
     rows = table[count]
-    again = {name: median(times.again) for name, times in rows.items() if times.again}
+    no_op = {name: median(times.no_op) for name, times in rows.items() if times.no_op}
     first = median(rows["Shoal"].first) / median(rows[PACKAGES].first)
     checks = [
-        ("no-op run, in seconds", again["Shoal"], "under", 2.0),
-        ("no-op run, Ansible / Shoal", again["Ansible"] / again["Shoal"], "at least", 10.0),
-        ("no-op run, pyinfra / Shoal", again["pyinfra"] / again["Shoal"], "at least", 2.0),
+        ("no-op run, in seconds", no_op["Shoal"], "under", 2.0),
+        ("no-op run, Ansible / Shoal", no_op["Ansible"] / no_op["Shoal"], "at least", 10.0),
+        ("no-op run, pyinfra / Shoal", no_op["pyinfra"] / no_op["Shoal"], "at least", 5.0),
         ("first run, Shoal / packages alone", first, "at most", 1.3),
     ]
     lines = [f"Targets, at {count} hosts:"]
@@ -156,43 +163,35 @@ def _targets(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _heading(options: argparse.Namespace) -> str:
-    versions = subprocess.run(
-        [options.peers / "pip", "list", "--format=json"], capture_output=True, text=True, check=True
-    )
-    found = {entry["name"].lower(): entry["version"] for entry in json.loads(versions.stdout)}
+def _heading(options: argparse.Namespace, peers: Path) -> str:
+    done = subprocess.run([peers / "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
+    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(done.stdout)}
     return (
-        f"{machine(*(f'{name} {found[name]}' for name in ('ansible-core', 'pyinfra')))}\n"
+        f"{describe_machine(options, *(f'{name} {versions[name]}' for name in ('ansible-core', 'pyinfra')))}\n"
         f"Seconds. First run: median of {options.rounds}."
-        f" No-op run: median of {options.no_ops * options.rounds}, with the least and the most.\n\n"
+        f" No-op run: median of {options.no_ops * options.rounds}, with minimum and maximum.\n\n"
         f"{'hosts':>5}  {'':<14} {'first run':>9} {'/ packages':>11}"
         f"   {'no-op run':>9} {'/ Shoal':>8}  {'range':>16}"
     )
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/converge", description=__doc__)
-    parser.add_argument("--hosts", type=_counts, default=[3, 8, 16], help="how many hosts, for example 3,8,16")
-    parser.add_argument("--no-ops", type=int, default=3, help="no-op runs of each contestant on each set of hosts")
-    parser.add_argument("--rounds", type=int, default=1, help="sets of fresh hosts, and so first runs, of each")
-    parser.add_argument("--peers", type=Path, required=True, help="where ansible-playbook and pyinfra are")
-    return parser.parse_args()
+def _parse_arguments() -> argparse.Namespace:
+    parser = bench_parser("converge", __doc__)
+    parser.add_argument("--hosts", type=_host_counts, default=[3, 8, 16], help="numbers of hosts, for example 3,8,16")
+    parser.add_argument("--no-ops", type=int, default=3, help="no-op runs of each tool on each set of hosts")
+    parser.add_argument("--rounds", type=int, default=1, help="sets of fresh hosts, and so first runs, of each tool")
+    options = parser.parse_args()
+    if options.small:
+        options.hosts, options.no_ops, options.rounds = [2], 1, 1
+    return options
 
 
-def _counts(text: str) -> Sequence[int]:
+def _host_counts(text: str) -> Sequence[int]:
     counts = [int(word) for word in text.split(",")]
     if min(counts) < 2:
         raise argparse.ArgumentTypeError("a cluster has at least 2 hosts: a controller and a node")
     return counts
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_bench("converge", main)

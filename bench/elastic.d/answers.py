@@ -1,7 +1,7 @@
-"""Clouds whose answers lie ready, so that what is timed is the reconciler and not a simulator's work for it.
+"""Clouds with prepared answers, so that the reconciler is timed and not the simulator.
 
-Each runs in a process of its own and answers on a socket of the loopback. One remembers what a simulator of Shoal's has
-answered to each question, the other has EC2's pages of instances.
+Each runs in a process of its own on the loopback interface. The first caches the answers of one of Shoal's simulators,
+the second serves EC2's pages of instances.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ _INSTANCE = """\
 <privateDnsName>{dns}</privateDnsName><attachment><deviceIndex>0</deviceIndex><networkCardIndex>0</networkCardIndex>
 <status>attached</status></attachment><privateIpAddressesSet><item><privateIpAddress>{ip}</privateIpAddress>
 <primary>true</primary></item></privateIpAddressesSet></item></networkInterfaceSet></item></instancesSet></item>"""
-"""Less than EC2 says of one, and all that clustermgtd reads."""
+"""A subset of what EC2 reports; clustermgtd reads no more."""
 
 
 @contextmanager
-def remembered(url: str, lasting: str) -> Iterator[str]:
-    """The address of a cloud that has the one at `url` answer, and remembers what it says to lasting questions.
+def cached_cloud(url: str, cacheable: str) -> Iterator[str]:
+    """The address of a proxy of the cloud at `url` that caches answers.
 
-    These are `METHOD /path`, as a regular expression.
+    `cacheable` is a regular expression for `METHOD /path`.
     """
     parts = urllib.parse.urlsplit(url)
-    with _served(_Remembering, f"{parts.scheme}://{parts.netloc}", lasting) as address:
+    with _serve_in_process(_CachingHandler, f"{parts.scheme}://{parts.netloc}", cacheable) as address:
         yield address + parts.path
 
 
 @contextmanager
 def ec2(pages: Sequence[bytes]) -> Iterator[str]:
-    """The address of an EC2 that has these pages of instances, all healthy, and refuses whatever else it is asked."""
-    with _served(_Ec2, tuple(pages)) as address:
+    """The address of an EC2 with these pages of instances, all healthy, that rejects all other requests."""
+    with _serve_in_process(_Ec2Handler, tuple(pages)) as address:
         yield address
 
 
 def ec2_pages(instances: Sequence[Mapping[str, str]], cluster: str, size: int = 1000) -> list[bytes]:
-    """DescribeInstances of so many instances a page, each in a reservation, as a fleet of single launches has them."""
+    """Answers of DescribeInstances with `size` instances each, every instance in its own reservation."""
     pages = []
     for start in range(0, len(instances), size):
-        rows = "".join(_instance(one, cluster) for one in instances[start : start + size])
+        rows = "".join(_instance(instance, cluster) for instance in instances[start : start + size])
         more = start + size < len(instances)
         token = f"<nextToken>{_TOKEN.format(start // size + 1)}</nextToken>" if more else ""
         pages.append(_xml("DescribeInstances", f"<reservationSet>{rows}</reservationSet>{token}"))
     return pages
 
 
-def _instance(one: Mapping[str, str], cluster: str) -> str:
+def _instance(instance: Mapping[str, str], cluster: str) -> str:
     tags = {
         "parallelcluster:cluster-name": cluster,
         "parallelcluster:node-type": "Compute",
@@ -74,9 +74,9 @@ def _instance(one: Mapping[str, str], cluster: str) -> str:
         "parallelcluster:compute-resource-name": "gpu",
         "Name": "Compute",
     }
-    shown = "".join(f"<item><key>{key}</key><value>{value}</value></item>" for key, value in tags.items())
+    tag_items = "".join(f"<item><key>{key}</key><value>{value}</value></item>" for key, value in tags.items())
     return _INSTANCE.format(
-        **one, dns=f"ip-{one['ip'].replace('.', '-')}.ec2.internal", number=one["id"][2:], tags=shown
+        **instance, dns=f"ip-{instance['ip'].replace('.', '-')}.ec2.internal", number=instance["id"][2:], tags=tag_items
     )
 
 
@@ -86,10 +86,10 @@ def _xml(action: str, inner: str) -> bytes:
 
 
 @contextmanager
-def _served(handler: type[BaseHTTPRequestHandler], *given: Any) -> Iterator[str]:
+def _serve_in_process(handler: type[BaseHTTPRequestHandler], *settings: Any) -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(handler, given, theirs), daemon=True)
+    process = context.Process(target=_serve, args=(handler, settings, theirs), daemon=True)
     process.start()
     try:
         yield f"http://127.0.0.1:{ours.recv()}"
@@ -98,8 +98,8 @@ def _served(handler: type[BaseHTTPRequestHandler], *given: Any) -> Iterator[str]
         process.join()
 
 
-def _serve(handler: type[BaseHTTPRequestHandler], given: tuple[Any, ...], pipe: Connection) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, *given))
+def _serve(handler: type[BaseHTTPRequestHandler], settings: tuple[Any, ...], pipe: Connection) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, *settings))
     pipe.send(server.server_address[1])
     server.serve_forever()
 
@@ -107,7 +107,7 @@ def _serve(handler: type[BaseHTTPRequestHandler], given: tuple[Any, ...], pipe: 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wbufsize = -1  # head and body leave together
+    wbufsize = -1  # head and body in one packet
 
     def answer(self, status: int, answer: Answer) -> None:
         self.send_response(status)
@@ -124,42 +124,42 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _Remembering(_Handler):
-    known: ClassVar[dict[str, Answer]] = {}
+class _CachingHandler(_Handler):
+    cache: ClassVar[dict[str, Answer]] = {}
 
-    def __init__(self, origin: str, lasting: str, *arguments: Any) -> None:
-        self.origin, self.lasting = origin, lasting
+    def __init__(self, origin: str, cacheable: str, *arguments: Any) -> None:
+        self.origin, self.cacheable = origin, cacheable
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        known = self.known.get(self.path) or self._ask()
-        if re.fullmatch(self.lasting, f"GET {urllib.parse.urlsplit(self.path).path}"):
-            self.known[self.path] = known
-        self.answer(200, known)
+        answer = self.cache.get(self.path) or self._forward()
+        if re.fullmatch(self.cacheable, f"GET {urllib.parse.urlsplit(self.path).path}"):
+            self.cache[self.path] = answer
+        self.answer(200, answer)
 
     def do_POST(self) -> None:
-        self.answer(200, self._ask(self.body()))
+        self.answer(200, self._forward(self.body()))
 
-    def _ask(self, body: bytes | None = None) -> Answer:
-        passed = {key: self.headers[key] for key in ("Authorization", "Content-Type") if key in self.headers}
-        asked = urllib.request.Request(self.origin + self.path, body, passed)
-        with urllib.request.urlopen(asked, timeout=120) as answer:
+    def _forward(self, body: bytes | None = None) -> Answer:
+        headers = {key: self.headers[key] for key in ("Authorization", "Content-Type") if key in self.headers}
+        request = urllib.request.Request(self.origin + self.path, body, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.headers["Content-Type"], answer.read()
 
 
-class _Ec2(_Handler):
+class _Ec2Handler(_Handler):
     def __init__(self, pages: Sequence[bytes], *arguments: Any) -> None:
         self.pages = pages
         super().__init__(*arguments)
 
     def do_POST(self) -> None:
-        asked = dict(urllib.parse.parse_qsl(self.body().decode()))
-        if asked["Action"] == "DescribeInstances":
-            wanted = int(asked.get("NextToken", _TOKEN.format(0)).rpartition("-")[2])
-            self.answer(200, ("text/xml", self.pages[wanted]))
-        elif asked["Action"] == "DescribeInstanceStatus":
-            self.answer(200, ("text/xml", _xml(asked["Action"], "<instanceStatusSet/>")))
+        request = dict(urllib.parse.parse_qsl(self.body().decode()))
+        if request["Action"] == "DescribeInstances":
+            page = int(request.get("NextToken", _TOKEN.format(0)).rpartition("-")[2])
+            self.answer(200, ("text/xml", self.pages[page]))
+        elif request["Action"] == "DescribeInstanceStatus":
+            self.answer(200, ("text/xml", _xml(request["Action"], "<instanceStatusSet/>")))
         else:
-            error = f"<Error><Code>Refused</Code><Message>{asked['Action']}</Message></Error>"
-            whole = f"<Response><Errors>{error}</Errors><RequestID>0</RequestID></Response>"
-            self.answer(400, ("text/xml", whole.encode()))
+            error = f"<Error><Code>UnsupportedOperation</Code><Message>{request['Action']}</Message></Error>"
+            body = f"<Response><Errors>{error}</Errors><RequestID>0</RequestID></Response>"
+            self.answer(400, ("text/xml", body.encode()))

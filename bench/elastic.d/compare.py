@@ -1,7 +1,7 @@
-"""A comparison of many machines with Slurm and the ledger, in turn with ParallelCluster's of as many instances.
+"""Times a comparison of many machines with Slurm and the ledger, beside ParallelCluster's of as many instances.
 
-Neither side finds anything to do: each node is idle and has its machine. Both clouds answer from memory and both
-Slurms are shell scripts that print a file, so the time is the reconciler's own, the reading of all that included.
+Neither has anything to change: each node is idle and has its machine. Both clouds answer from memory and both Slurms
+are shell scripts that print a file, so the time is that of the reconciler, including reading all of that.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from answers import remembered
-from ground import BenchFailed
-from parallelcluster import VERSION, Clustermgtd, installed, running
+from answers import cached_cloud
+from harness import BenchError, show_progress
+from parallelcluster import VERSION, Clustermgtd, run_clustermgtd
 from simulated import running_cloud, service_for
 from tests.contract.renters import CASES, PUBLIC_KEY
-from tests.unit.elastic.scene import CLUSTER, choice, rented_set
+from tests.unit.cloud.scene import CLUSTER, choice, rented_set
 
-from shoal.elastic.ledger import Ledger
-from shoal.elastic.rentals import Rental
-from shoal.elastic.service import Service
-from shoal.elastic.slurm import LiveSlurm
-from shoal.elastic.source import Source
+from shoal.cloud.providers.api import RentalOrder
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.service import RentalService
+from shoal.cloud.service.slurm import LiveSlurm
 from shoal.hosts.api import Target
 from shoal.hosts.local import LocalHost
-from shoal.providers.rental import Order
-from shoal.simulators import cloud
+from shoal_simulators import find_simulator
 
-MANY = 4000
-BOUND = 2.0
-"""Seconds for a comparison of MANY machines."""
+MACHINES = 4000
+TARGET_S = 2.0
+"""For a comparison of MACHINES machines."""
 KIND = "gcp"
 """A provider that takes bulk orders and lists in pages."""
 NODE = (
@@ -48,96 +48,96 @@ NODE = (
 
 @dataclass
 class Times:
-    """What was measured, a value for each round."""
+    """Seconds, a value for each round."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     listed: list[float] = field(default_factory=list)
-    """Of the time on the wall, until the provider's list was there and read."""
+    """The part of the wall-clock time until the provider's list was read."""
 
 
-def measure(rounds: int, peers: Path | None, say: Callable[[str], None]) -> list[str]:
-    """The lines of the table. Without `peers` ParallelCluster is left out."""
+def measure(count: int, rounds: int, peer_programs: Path | None) -> list[str]:
+    """The lines of the table. Without `peer_programs` ParallelCluster is left out."""
     with (
         tempfile.TemporaryDirectory() as scratch,
         running_cloud(KIND, 0.0) as real,
-        remembered(real, cloud(KIND).listing) as url,
+        cached_cloud(real, find_simulator(KIND).listing) as url,
     ):
         directory = Path(scratch)
-        _commands(directory)
-        if peers is None:
-            ours, theirs = asyncio.run(_rounds(url, rounds, None, say))
+        _write_commands(directory, count)
+        if peer_programs is None:
+            ours, theirs = asyncio.run(_rounds(url, count, rounds, None))
         else:
             (directory / "peer").mkdir()
-            with running(installed(peers), directory / "peer", MANY) as peer:
-                ours, theirs = asyncio.run(_rounds(url, rounds, peer, say))
-    return _table(ours, theirs)
+            with run_clustermgtd(peer_programs / "python", directory / "peer", count) as peer:
+                ours, theirs = asyncio.run(_rounds(url, count, rounds, peer))
+    return _table(count, ours, theirs)
 
 
-async def _rounds(url: str, rounds: int, peer: Clustermgtd | None, say: Callable[[str], None]) -> tuple[Times, Times]:
-    nodeset = rented_set("burst", MANY, choice(CASES[KIND]))
+async def _rounds(url: str, count: int, rounds: int, peer: Clustermgtd | None) -> tuple[Times, Times]:
+    nodeset = rented_set("burst", count, choice(CASES[KIND]))
     host = LocalHost(Target("controller", "127.0.0.1"))
     ours, theirs = Times(), Times()
     async with service_for(KIND, url, nodeset, LiveSlurm(host), None) as (service, _):
-        source, ledger = service.fleet.sources[KIND], service.fleet.ledger
-        ledger._database.execute("PRAGMA synchronous = OFF")  # only to have them: what is timed is as it always is
-        for start in range(0, MANY, source.abilities.at_once):
-            await _have(source, ledger, nodeset.nodes[start : start + source.abilities.at_once])
+        account, ledger = service.context.accounts[KIND], service.context.ledger
+        ledger._database.execute("PRAGMA synchronous = OFF")  # for the setup only; what is timed is durable
+        for start in range(0, count, account.abilities.at_once):
+            await _rent(account, ledger, nodeset.nodes[start : start + account.abilities.at_once])
         ledger._database.execute("PRAGMA synchronous = FULL")
         for turn in range(rounds + 1):
-            await _step(service, source, ours)
+            await _time_step(service, account, count, ours)
             if peer is not None:
-                wall, cpu = peer.once()
+                wall, cpu = peer.run_pass()
                 theirs.wall.append(wall)
                 theirs.cpu.append(cpu)
             beside = f", clustermgtd {theirs.wall[-1]:.2f} s" if peer else ""
-            say(f"{MANY} machines, round {turn or 'to warm up'}: {ours.wall[-1]:.2f} s{beside}")
-        if {one.state for one in ledger.live()} != {"joined"} or len(ledger.live()) != MANY:
-            raise BenchFailed("the bench's own machines are not all there, or something was corrected")
-    for times in (ours, theirs):  # the first round read everything for the first time
+            show_progress(f"{count} machines, round {turn or '(warm-up)'}: {ours.wall[-1]:.2f} s{beside}")
+        if {rental.state for rental in ledger.live()} != {"joined"} or len(ledger.live()) != count:
+            raise BenchError("machines are missing, or the service changed something")
+    for times in (ours, theirs):  # the warm-up
         del times.wall[:1], times.cpu[:1], times.listed[:1]
     return ours, theirs
 
 
-async def _step(service: Service, source: Source, times: Times) -> None:
-    """One step that lists, as the service does it once a minute."""
-    source._asked_at = float("-inf")
-    looked: list[float] = []
-    look = source.look
+async def _time_step(service: RentalService, account: AccountClient, count: int, times: Times) -> None:
+    """One step that lists the machines, as the service does once a minute."""
+    account._asked_at = float("-inf")
+    list_times: list[float] = []
+    look = account.list_instances
 
     async def timed() -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         await look()
-        looked.append(time.perf_counter() - begun)
+        list_times.append(time.perf_counter() - start)
 
-    source.look = timed  # type: ignore[method-assign]
-    begun, used = time.perf_counter(), _cpu_seconds()
+    account.list_instances = timed  # type: ignore[method-assign]
+    start, cpu_start = time.perf_counter(), _cpu_seconds()
     try:
         await service.step()
     finally:
-        source.look = look  # type: ignore[method-assign]
-    times.wall.append(time.perf_counter() - begun)
-    times.cpu.append(_cpu_seconds() - used)
-    times.listed += looked
-    if source.problem or source.seen is None or len(source.seen.machines) != MANY or len(looked) != 1:
-        raise BenchFailed(f"the step did not list {MANY} machines: {source.problem}")
+        account.list_instances = look  # type: ignore[method-assign]
+    times.wall.append(time.perf_counter() - start)
+    times.cpu.append(_cpu_seconds() - cpu_start)
+    times.listed += list_times
+    if account.problem or account.listing is None or len(account.listing.instances) != count or len(list_times) != 1:
+        raise BenchError(f"the step did not list {count} machines: {account.problem}")
 
 
-async def _have(source: Source, ledger: Ledger, nodes: Sequence[str]) -> None:
+async def _rent(account: AccountClient, ledger: Ledger, nodes: Sequence[str]) -> None:
     """Rent machines that have joined."""
-    offer, now = replace(CASES[KIND].offer, provider=source.name), time.time()
-    orders = [Order(CLUSTER, node, f"t{node}", offer, PUBLIC_KEY) for node in nodes]
-    ledger.intend(*(Rental(one.token, one.node, "burst", source.name, offer, intended_at=now) for one in orders))
-    for order, outcome in zip(orders, await source.order(orders), strict=True):
+    offer, now = replace(CASES[KIND].offer, provider=account.name), time.time()
+    orders = [RentalOrder(CLUSTER, node, f"t{node}", offer, PUBLIC_KEY) for node in nodes]
+    ledger.intend(*(Rental(order.token, order.node, "burst", account.name, offer, intended_at=now) for order in orders))
+    for order, outcome in zip(orders, await account.order(orders), strict=True):
         if not outcome.ok:
-            raise BenchFailed(f"the simulator does not fill the bench's order: {outcome}")
+            raise BenchError(f"the simulator rejected an order: {outcome}")
         ledger.made(order.token, outcome.id, None, now)
         ledger.joined(order.token, now)
 
 
-def _commands(directory: Path) -> None:
-    """A Slurm of two commands, first in this process's path: all nodes are idle, and there are no jobs."""
-    nodes = rented_set("burst", MANY, choice(CASES[KIND])).nodes
+def _write_commands(directory: Path, count: int) -> None:
+    """Write two Slurm commands and put them first in PATH: all nodes are idle, and there are no jobs."""
+    nodes = rented_set("burst", count, choice(CASES[KIND])).nodes
     (directory / "nodes").write_text("".join(NODE.format(node) for node in nodes))
     (directory / "bin").mkdir()
     for name, text in (("scontrol", f"exec cat {directory}/nodes"), ("squeue", "exit 0")):
@@ -147,18 +147,18 @@ def _commands(directory: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the commands that it ran."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    """CPU seconds of this process and of the commands that it ran."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
-def _table(ours: Times, theirs: Times) -> list[str]:
+def _table(count: int, ours: Times, theirs: Times) -> list[str]:
     median = statistics.median
-    met = "met" if median(ours.wall) <= BOUND else "MISSED"
+    met = "met" if median(ours.wall) <= TARGET_S else "MISSED"
     lines = [
-        f"{f'{MANY} machines, each of an idle node: one comparison':<52}{'seconds':>11}{'of CPUs':>11}",
+        f"{f'{count} machines, each with an idle node: one comparison':<52}{'seconds':>11}{'CPU s':>11}",
         f"{'Shoal: list, Slurm, ledger, compare':<52}{median(ours.wall):>11.2f}{median(ours.cpu):>11.2f}",
-        f"{'  of it until the list was there and read':<52}{median(ours.listed):>11.2f}",
+        f"{'  until the list of machines was read':<52}{median(ours.listed):>11.2f}",
     ]
     if theirs.wall:
         pairs = list(zip(ours.wall, theirs.wall, strict=True)), list(zip(ours.cpu, theirs.cpu, strict=True))
@@ -166,6 +166,6 @@ def _table(ours: Times, theirs: Times) -> list[str]:
         name = f"clustermgtd of ParallelCluster {VERSION}"
         lines += [
             f"{name:<52}{median(theirs.wall):>11.2f}{median(theirs.cpu):>11.2f}",
-            f"{'  so many times what Shoal takes, beside it':<52}{wall:>11.1f}{cpu:>11.1f}",
+            f"{'  ratio to Shoal, by rounds':<52}{wall:>11.1f}{cpu:>11.1f}",
         ]
-    return [*lines, f"Target: a comparison of {MANY} machines in under {BOUND:g} s: {met}."]
+    return [*lines, f"Target: a comparison of {count} machines under {TARGET_S:g} s: {met}."]

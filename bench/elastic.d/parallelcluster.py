@@ -1,8 +1,8 @@
-"""ParallelCluster's clustermgtd over a fleet that is as it should be: a conf, a Slurm of shell scripts, an EC2.
+"""ParallelCluster's clustermgtd over a fleet in the desired state, with Slurm commands and an EC2 that are fakes.
 
-It is installed by pip into an environment of its own. Its Slurm commands print what lies ready; its EC2 is the one of
-answers.py, found by the variable that boto3 has for it. `scontrol update` and every call that would change instances
-fail, and so the bench: then the fleet was not as clustermgtd wants it, and something else was timed.
+The Slurm commands are shell scripts that print a file; the EC2 is that of answers.py, set by boto3's variable.
+`scontrol update` and every call that would change instances fail, and so does the bench: clustermgtd would otherwise do
+more than the comparison that is timed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from answers import ec2, ec2_pages
-from ground import BenchFailed
+from harness import BenchError
 
 VERSION = "3.16.1"
+REQUIREMENT = f"aws-parallelcluster-node=={VERSION}"
 CLUSTER = "reef"
 CONF = """\
 [clustermgtd]
@@ -40,7 +40,7 @@ case "$1 $2" in
   "show partitions") exec cat {directory}/partitions ;;
   "show reservations") echo "No reservations in the system"; exit 0 ;;
 esac
-echo "$@" >> {directory}/refused; exit 1
+echo "$@" >> {directory}/changes; exit 1
 """
 NODE = """\
 NodeName={name} Arch=x86_64 CoresPerSocket=1
@@ -53,8 +53,8 @@ NodeName={name} Arch=x86_64 CoresPerSocket=1
    RealMemory=15564 AllocMem=0 FreeMem=14000 Sockets=4 Boards=1
    State=IDLE+CLOUD ThreadsPerCore=1 TmpDisk=0 Weight=1000 Owner=N/A MCS_label=N/A
    Partitions=burst
-   BootTime={begun} SlurmdStartTime={begun}
-   LastBusyTime={begun} ResumeAfterTime=None
+   BootTime={start} SlurmdStartTime={start}
+   LastBusyTime={start} ResumeAfterTime=None
    CfgTRES=cpu=4,mem=15564M,billing=4
    AllocTRES=
    CurrentWatts=0 AveWatts=0
@@ -64,54 +64,41 @@ NodeName={name} Arch=x86_64 CoresPerSocket=1
 
 @dataclass
 class Clustermgtd:
-    """The process that does a pass when it is told to."""
+    """A process that does one pass for each line on its stdin."""
 
     process: subprocess.Popen[str]
     directory: Path
 
-    def once(self) -> tuple[float, float]:
-        """Seconds on the wall and of CPUs for one pass, without the sleep in it."""
+    def run_pass(self) -> tuple[float, float]:
+        """Wall-clock seconds and CPU seconds of one pass, without the sleep in it."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        told = self.process.stdout.readline()
-        refused = self.directory / "refused"
-        if not told or refused.exists():
-            what = refused.read_text() if refused.exists() else "see above"
-            raise BenchFailed(f"clustermgtd did not find the fleet as it should be: {what}")
-        found = json.loads(told)
-        if found["slept"] != [5]:
-            raise BenchFailed(f"clustermgtd slept {found['slept']} s: this is not the pass that is known here")
-        return found["wall"], found["cpu"]
-
-
-def installed(where: Path) -> Path:
-    """The Python that has ParallelCluster; made where it is missing."""
-    python = where / "bin/python"
-    if not python.exists():
-        venv.create(where, with_pip=True)
-    there = f"import importlib.metadata as found; assert found.version('aws-parallelcluster-node') == '{VERSION}'"
-    if subprocess.run([python, "-c", there], capture_output=True).returncode:
-        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        if subprocess.run([*pip, f"aws-parallelcluster-node=={VERSION}"]).returncode:
-            raise BenchFailed("ParallelCluster could not be installed")
-    return python
+        line = self.process.stdout.readline()
+        changes = self.directory / "changes"
+        if not line or changes.exists():
+            what = changes.read_text() if changes.exists() else "see above"
+            raise BenchError(f"clustermgtd tried to change the fleet: {what}")
+        result = json.loads(line)
+        if result["slept"] != [5]:
+            raise BenchError(f"clustermgtd slept {result['slept']} s, not 5 s: its pass has changed")
+        return result["wall"], result["cpu"]
 
 
 @contextmanager
-def running(python: Path, directory: Path, count: int) -> Iterator[Clustermgtd]:
-    """clustermgtd over so many nodes, each with its instance."""
-    begun = datetime.now(UTC) - timedelta(hours=1)
+def run_clustermgtd(python: Path, directory: Path, count: int) -> Iterator[Clustermgtd]:
+    """clustermgtd with `count` nodes, each with its instance."""
+    start = datetime.now(UTC) - timedelta(hours=1)
     nodes = [
         {
             "name": f"burst-dy-gpu-{number}",
             "id": f"i-{number:017x}",
             "ip": f"10.{1 + number // 65536}.{number // 256 % 256}.{number % 256}",
-            "launched": begun.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
+            "launched": start.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
         }
         for number in range(1, count + 1)
     ]
-    _write(directory, nodes, begun.strftime("%Y-%m-%dT%H:%M:%S"))
+    _write(directory, nodes, start.strftime("%Y-%m-%dT%H:%M:%S"))
     with ec2(ec2_pages(nodes, CLUSTER)) as url:
         env = {
             **os.environ,
@@ -131,14 +118,14 @@ def running(python: Path, directory: Path, count: int) -> Iterator[Clustermgtd]:
                 process.kill()
 
 
-def _write(directory: Path, nodes: list[dict[str, str]], begun: str) -> None:
-    shown = [NODE.format(**one, dashed=one["ip"].replace(".", "-"), begun=begun) for one in nodes]
+def _write(directory: Path, nodes: list[dict[str, str]], start: str) -> None:
+    records = [NODE.format(**node, dashed=node["ip"].replace(".", "-"), start=start) for node in nodes]
     names = f"burst-dy-gpu-[1-{len(nodes)}]"
     partition = f"PartitionName=burst\n   Nodes={names}\n   State=UP TotalNodes={len(nodes)}\n"
     texts = {
         "clustermgtd.conf": CONF.format(directory=directory),
         "fleet.json": "{}",
-        "nodes": "\n".join(shown),
+        "nodes": "\n".join(records),
         "partitions": partition,
         "etc/pcluster/parallelcluster_partition_nodelist_mapping.json": json.dumps({"burst": names}),
     }

@@ -1,4 +1,4 @@
-"""A simulated cloud in a process of its own, and the service as it runs on a controller, with its clock and ledger."""
+"""A simulated cloud in a process of its own, and the service as on a controller, with the system clock and a ledger."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.renters import CASES, PUBLIC_KEY, account
-from tests.unit.elastic.scene import CLUSTER
+from tests.unit.cloud.scene import CLUSTER
 
-from shoal.elastic.clock import SystemClock
-from shoal.elastic.fleet import Fleet
-from shoal.elastic.inbox import Inbox
-from shoal.elastic.ledger import Ledger
-from shoal.elastic.service import Service
-from shoal.elastic.source import Source
-from shoal.providers.rented import renter
-from shoal.simulators import cloud
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.market import Market
-from shoal.simulators.server import Simulation, serving
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.context import ServiceContext
+from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.scheduling import SystemClock
+from shoal.cloud.service.service import RentalService
+from shoal.cloud.service.slurm_requests import RequestQueue
+from shoal_simulators import find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.market import Market
+from shoal_simulators.server import SimulatorApp, serve
 
-ROOM = 8000
-"""Machines of each type in each place: nothing is ever out."""
-PATIENCE = 120.0
-"""A step waits so long for its calls: what is timed is a whole step, however long they take."""
+CAPACITY = 8000
+"""Machines of each type in each place: never exhausted."""
+STEP_TIMEOUT_S = 120.0
+"""Long enough for all calls of a step: whole steps are timed."""
 
 
 @contextmanager
 def running_cloud(kind: str, boot: float) -> Iterator[str]:
-    """Its address. It has no machines, and calls each of them up `boot` seconds after its order."""
+    """The address of a cloud without real machines: each is reported as up `boot` seconds after its order."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_cloud, args=(kind, boot, theirs), daemon=True)
@@ -52,10 +52,11 @@ def _run_cloud(kind: str, boot: float, pipe: Connection) -> None:
 
 
 async def _serve_cloud(kind: str, boot: float, pipe: Connection) -> None:
-    made = cloud(kind)
-    profile = replace(made.profile, boot_seconds=boot, address_seconds=min(boot, made.profile.address_seconds))
-    types = [replace(one, places=dict.fromkeys(one.places, ROOM)) for one in made.types]
-    async with serving(Simulation(made(Market(profile, types, Nowhere())), limited=False)) as url:
+    simulator = find_simulator(kind)
+    delay = min(boot, simulator.profile.address_seconds)
+    profile = replace(simulator.profile, boot_seconds=boot, address_seconds=delay)
+    types = [replace(type, places=dict.fromkeys(type.places, CAPACITY)) for type in simulator.types]
+    async with serve(SimulatorApp(simulator(Market(profile, types, NoHosts())), limited=False)) as url:
         pipe.send(url)
         await asyncio.Event().wait()
 
@@ -63,18 +64,20 @@ async def _serve_cloud(kind: str, boot: float, pipe: Connection) -> None:
 @asynccontextmanager
 async def service_for(
     kind: str, url: str, nodeset: Any, slurm: Any, joiner: Any
-) -> AsyncIterator[tuple[Service, Path]]:
-    """A service that rents for one nodeset at one account, and the directory with its requests."""
+) -> AsyncIterator[tuple[RentalService, Path]]:
+    """A service that rents for one nodeset at one provider account, and the directory of its requests."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "requests").mkdir()
         with Ledger.open(directory / "ledger.db") as ledger:
-            quick = account(CASES[kind], url, request_interval="0", create_interval="0", timeout="60")
-            source = Source(kind, renter(replace(quick, name=kind)), CLUSTER, ledger, clock)
-            fleet = Fleet(CLUSTER, {nodeset.name: nodeset}, {kind: source}, ledger, slurm, joiner, clock, PUBLIC_KEY)
-            fleet.patience = PATIENCE
-            service = Service(fleet, inbox=Inbox(directory / "requests"))
+            settings = account(CASES[kind], url, request_interval="0", create_interval="0", timeout="60")
+            client = AccountClient(kind, rental_provider(replace(settings, name=kind)), CLUSTER, ledger, clock)
+            context = ServiceContext(
+                CLUSTER, {nodeset.name: nodeset}, {kind: client}, ledger, slurm, joiner, clock, PUBLIC_KEY
+            )
+            context.step_wait_s = STEP_TIMEOUT_S
+            service = RentalService(context, requests=RequestQueue(directory / "requests"))
             try:
                 yield service, directory
             finally:

@@ -1,7 +1,7 @@
-"""The script that everybody launches: plain torch, one step over all ranks, and the times of what came before it.
+"""The script that all launchers start: plain torch, one step over all ranks, and the times of the events before it.
 
-Knows nothing of who launched it. What happened before its first line is read from /proc: when this interpreter was
-started, when the task was that Slurm started, and when the batch script was, where there is one.
+It does not depend on the launcher. Earlier events are read from /proc: the start of this interpreter, of the task that
+Slurm started, and of the batch script, if there is one.
 """
 
 import time
@@ -26,27 +26,27 @@ def main() -> None:
     model(torch.randn(8, 64)).sum().backward()
     optimizer.step()
     stepped = time.time()
-    marks = {"script": SCRIPT, "imported": imported, "met": met, "stepped": stepped, **before()}
-    place = Path(os.environ["LAUNCH_MARKS"])
-    (place / f".{dist.get_rank()}").write_text(json.dumps(marks))
-    (place / f".{dist.get_rank()}").rename(place / f"rank-{dist.get_rank()}.json")
+    marks = {"script": SCRIPT, "imported": imported, "met": met, "stepped": stepped, **start_times()}
+    folder = Path(os.environ["LAUNCH_MARKS"])
+    (folder / f".{dist.get_rank()}").write_text(json.dumps(marks))
+    (folder / f".{dist.get_rank()}").rename(folder / f"rank-{dist.get_rank()}.json")
     dist.destroy_process_group()
 
 
-def before() -> dict[str, float]:
-    """When this interpreter began, and the first process below slurmstepd; on the first node also the batch script."""
+def start_times() -> dict[str, float]:
+    """When this interpreter and the task below slurmstepd started; on the first node also the batch script."""
     pid, task = os.getpid(), os.getpid()
     while parent(task) > 1 and name(parent(task)) != "slurmstepd":
         task = parent(task)
-    found = {"interpreter": began(pid), "task": began(task)}
+    times = {"interpreter": start_time(pid), "task": start_time(task)}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             other, words = int(entry.name), (entry / "cmdline").read_bytes().split(b"\0")
             if any(word.endswith(b"/slurm_script") for word in words) and name(parent(other)) == "slurmstepd":
-                found["batch"] = began(other)
+                times["batch"] = start_time(other)
         except OSError:
             continue
-    return found
+    return times
 
 
 def stat(pid: int) -> list[str]:
@@ -61,7 +61,7 @@ def name(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip().split(":")[0]
 
 
-def began(pid: int) -> float:
+def start_time(pid: int) -> float:
     """Seconds since 1970, exact to a hundredth."""
     since_boot = int(stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot

@@ -1,13 +1,11 @@
-"""From a command to the first training step: `shoal run`, bare srun, torchrun in srun, and submitit, as one table."""
+"""Times a job from the command to its first training step: shoal run, srun, sbatch, torchrun in srun, and submitit."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ground import BenchFailed, machine
-from place import HERE, PYTHONPATH, ROOT, SHOAL, Place, cluster
+from harness import BenchError, bench_parser, describe_machine, report, run_bench, show_progress
+from testbed import HERE, PYTHONPATH, SHOAL, Testbed, create_testbed
 
-RESULT = ROOT / "bench/results/launch.txt"
 RANKS = 4
 BARE, BATCH, AGAIN = "srun", "sbatch", "shoal again"
-BOUND = 0.3
-"""Seconds that `shoal run` may take more than bare srun."""
+RANKS_TIMEOUT_S = 180
+TARGET_S = 0.3
+"""How much longer than srun `shoal run` may take."""
 
-# What people write, with the variables that torch wants.
+# A usual batch script line, with the variables that torch needs.
 TASK = (
     "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_PORT=29500"
     ' MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); exec python3 /shared/probe.py'
@@ -36,19 +34,19 @@ TORCHRUN = (
 ENVIRONMENT = f"PYTHONPATH={PYTHONPATH} OMP_NUM_THREADS=1"
 
 MARKS = (
-    ("begun", ""),
+    ("start", ""),
     ("called", "Slurm's command is called"),
-    ("accepted", "sbatch has the job's number"),
-    ("allocated", "Slurm gives it nodes"),
-    ("batch", "its batch script starts"),
-    ("task", "its tasks start"),
+    ("accepted", "sbatch prints the job id"),
+    ("allocated", "Slurm allocates the nodes"),
+    ("batch", "the batch script starts"),
+    ("task", "the tasks start"),
     ("interpreter", "Python starts"),
     ("script", "the script starts"),
     ("imported", "torch is imported"),
-    ("met", "the ranks have met"),
+    ("met", "the rendezvous is complete"),
     ("stepped", "the first step is done"),
 )
-"""What happens, in this order. Not every launcher has all of it."""
+"""The events of a run, in this order. Not every launcher has all of them."""
 
 Marks = dict[str, float]
 
@@ -56,38 +54,38 @@ Marks = dict[str, float]
 @dataclass(frozen=True)
 class Launcher:
     name: str
-    command: Callable[[Place, str], list[str]]
-    """The command line of a run, by the directory that its marks go to."""
+    command: Callable[[Testbed, str], list[str]]
+    """The command line of a run, given the directory for its marks."""
     edit: bool = False
-    """The script has changed since the last time."""
+    """Whether the script changes before each run."""
 
 
-def shoal(*options: str) -> Callable[[Place, str], list[str]]:
-    def command(place: Place, marks: str) -> list[str]:
+def shoal(*options: str) -> Callable[[Testbed, str], list[str]]:
+    def command(testbed: Testbed, marks: str) -> list[str]:
         variables = [f"--export=PYTHONPATH={PYTHONPATH}", f"--export=LAUNCH_MARKS={marks}"]
-        return [str(SHOAL), "run", "--file", str(place.spec), "-N2", *options, *variables, "probe.py"]
+        return [str(SHOAL), "run", "--file", str(testbed.spec), "-N2", *options, *variables, "probe.py"]
 
     return command
 
 
-def srun(tasks: int, task: str) -> Callable[[Place, str], list[str]]:
-    def command(place: Place, marks: str) -> list[str]:
+def srun(tasks: int, task: str) -> Callable[[Testbed, str], list[str]]:
+    def command(testbed: Testbed, marks: str) -> list[str]:
         options = f"-N2 --ntasks-per-node={tasks} --cpus-per-task={2 // tasks} --gpus-per-node=2"
-        return place.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} srun {options} bash -c '{task}'")
+        return testbed.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} srun {options} bash -c '{task}'")
 
     return command
 
 
-def sbatch(place: Place, marks: str) -> list[str]:
-    """The same as a batch job, as people write it: the least that a job costs which can be queued again."""
-    (place.shared / "job.sh").write_text(f"#!/bin/bash\nsrun bash -c '{TASK}'\n")
+def sbatch(testbed: Testbed, marks: str) -> list[str]:
+    """The same as a batch job: the least that a job which can be requeued takes."""
+    (testbed.shared / "job.sh").write_text(f"#!/bin/bash\nsrun bash -c '{TASK}'\n")
     options = "-N2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=2 --output=/shared/logs/%j.out"
-    return place.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} sbatch {options} /shared/job.sh")
+    return testbed.ssh(f"{ENVIRONMENT} LAUNCH_MARKS={marks} sbatch {options} /shared/job.sh")
 
 
-def submitit(place: Place, marks: str) -> list[str]:
+def submitit(testbed: Testbed, marks: str) -> list[str]:
     environment = f"PYTHONPATH={PYTHONPATH}:/shared/submitit OMP_NUM_THREADS=1 LAUNCH_MARKS={marks}"
-    return place.ssh(f"{environment} python3 /shared/submit.py /shared/logs /shared/probe.py")
+    return testbed.ssh(f"{environment} python3 /shared/submit.py /shared/logs /shared/probe.py")
 
 
 LAUNCHERS = (
@@ -101,72 +99,62 @@ LAUNCHERS = (
 )
 
 
-def main() -> int:
-    options = _arguments()
-    signal.signal(signal.SIGTERM, _interrupt)
+def main() -> None:
+    options = _parse_arguments()
     scratch = Path(tempfile.mkdtemp(prefix="launch-"))
     os.environ["XDG_STATE_HOME"] = str(scratch / "state")
     if options.first:
         os.nice(-15)
     try:
-        with cluster(scratch) as place:
+        with create_testbed(scratch) as testbed:
             if options.first:
-                place.put_first()
-            heading = _heading(place, options)
-            rounds = _measure(place, options.rounds)
-    except BenchFailed as failure:
-        print(f"bench/launch: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench/launch: interrupted; the hosts are removed", file=sys.stderr)
-        return 130
+                testbed.prioritize()
+            heading = _heading(testbed, options)
+            rounds = _measure(testbed, options.rounds, warm_up=not options.small)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    text = f"{heading}\n\n{_table(rounds)}\n\n{_target(rounds)}\n"
-    print(text)
-    options.output.write_text(text)
-    return 0
+    report("launch", options, f"{heading}\n\n{_table(rounds)}\n\n{_target(rounds)}\n")
 
 
-def _measure(place: Place, rounds: int) -> dict[str, list[Marks]]:
-    """All launchers in turn, round after round, each round beginning with another one."""
-    found: dict[str, list[Marks]] = {launcher.name: [] for launcher in LAUNCHERS}
-    for number in range(-1, rounds):
+def _measure(testbed: Testbed, rounds: int, warm_up: bool) -> dict[str, list[Marks]]:
+    """All launchers in turn, round after round; each round starts with another one."""
+    runs: dict[str, list[Marks]] = {launcher.name: [] for launcher in LAUNCHERS}
+    for number in range(-1 if warm_up else 0, rounds):
         shift = number % len(LAUNCHERS)
         for launcher in LAUNCHERS[shift:] + LAUNCHERS[:shift]:
-            marks = _launch(place, launcher, f"{number}-{LAUNCHERS.index(launcher)}")
-            if number >= 0:  # the first round brings everything into memory
-                found[launcher.name].append(marks)
-            _say(f"round {number + 1}: {launcher.name:<15} {marks['stepped'] - marks['begun']:6.2f} s")
-    return found
+            marks = _launch(testbed, launcher, f"{number}-{LAUNCHERS.index(launcher)}")
+            if number >= 0:  # the first round is a warm-up
+                runs[launcher.name].append(marks)
+            show_progress(f"round {number + 1}: {launcher.name:<15} {marks['stepped'] - marks['start']:6.2f} s")
+    return runs
 
 
-def _launch(place: Place, launcher: Launcher, label: str) -> Marks:
+def _launch(testbed: Testbed, launcher: Launcher, label: str) -> Marks:
     edited = f"# edited {label}\n" if launcher.edit else ""
-    (place.tree / "probe.py").write_text((HERE / "probe.py").read_text() + edited)
-    marks = place.marks / label
+    (testbed.tree / "probe.py").write_text((HERE / "probe.py").read_text() + edited)
+    marks = testbed.marks / label
     marks.mkdir()
     for name in ("called", "accepted"):
-        (place.marks / name).unlink(missing_ok=True)
-    place.settle()
-    begun = time.time()
-    line = launcher.command(place, f"/shared/marks/{label}")
-    process = subprocess.Popen(line, cwd=place.tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        (testbed.marks / name).unlink(missing_ok=True)
+    testbed.settle()
+    start = time.time()
+    line = launcher.command(testbed, f"/shared/marks/{label}")
+    process = subprocess.Popen(line, cwd=testbed.tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         _wait_for_ranks(marks, process, launcher)
     finally:
         printed, _ = process.communicate(timeout=120)
     if process.returncode != 0:
-        raise BenchFailed(f"{launcher.name} ended with {process.returncode}:\n{printed[-4000:]}")
-    return {"begun": begun, **place.marks_of(label)}
+        raise BenchError(f"{launcher.name} failed with status {process.returncode}:\n{printed[-4000:]}")
+    return {"start": start, **testbed.marks_of(label)}
 
 
 def _wait_for_ranks(marks: Path, process: subprocess.Popen[str], launcher: Launcher) -> None:
-    end = time.monotonic() + 180
+    end = time.monotonic() + RANKS_TIMEOUT_S
     while len(list(marks.glob("rank-*.json"))) < RANKS:
         if process.poll() not in (None, 0) or time.monotonic() > end:
             process.kill()
-            raise BenchFailed(f"{launcher.name}: its ranks made no step:\n{(process.communicate()[0] or '')[-4000:]}")
+            raise BenchError(f"{launcher.name}: its ranks did no step:\n{(process.communicate()[0] or '')[-4000:]}")
         time.sleep(0.1)
 
 
@@ -178,43 +166,43 @@ def _table(rounds: dict[str, list[Marks]]) -> str:
     lines.append("")
     for what, time_of in SUMS.items():
         times = {name: [time_of(run) for run in runs] for name, runs in rounds.items()}
-        lines.append(f"{what:<34}" + "".join(_cell(found) for found in times.values()))
-        spread = (f"{min(found):.2f} to {max(found):.2f}" for found in times.values())
-        lines.append(f"{'  least to most':<34}" + "".join(f"{text:>16}" for text in spread))
-        for than in (BARE, BATCH):
-            differences = (f"{more(rounds, name, than, time_of):+.2f}" for name in rounds)
-            lines.append(f"{f'  more than {than}':<34}" + "".join(f"{text:>16}" for text in differences))
-        ratios = (f"{median(found) / median(times[BARE]):.2f}x" for found in times.values())
+        lines.append(f"{what:<34}" + "".join(_cell(values) for values in times.values()))
+        spread = (f"{min(values):.2f} to {max(values):.2f}" for values in times.values())
+        lines.append(f"{'  range':<34}" + "".join(f"{text:>16}" for text in spread))
+        for base in (BARE, BATCH):
+            differences = (f"{difference(rounds, name, base, time_of):+.2f}" for name in rounds)
+            lines.append(f"{f'  more than {base}':<34}" + "".join(f"{text:>16}" for text in differences))
+        ratios = (f"{median(values) / median(times[BARE]):.2f}x" for values in times.values())
         lines.append(f"{'  / srun':<34}" + "".join(f"{text:>16}" for text in ratios))
     return "\n".join(lines)
 
 
-def to_the_script(run: Marks) -> float:
-    """What the launcher does. After it comes torch, which takes longer and differs more from run to run."""
-    return run["script"] - run["begun"] - wait_for_slurm(run)
+def time_to_script(run: Marks) -> float:
+    """The launcher alone. What follows is torch, which takes longer and varies more."""
+    return run["script"] - run["start"] - scheduling_wait(run)
 
 
-def command_to_script(run: Marks) -> float:
-    return run["script"] - run["begun"]
+def total_to_script(run: Marks) -> float:
+    return run["script"] - run["start"]
 
 
-def to_the_step(run: Marks) -> float:
-    return run["stepped"] - run["begun"] - wait_for_slurm(run)
+def time_to_step(run: Marks) -> float:
+    return run["stepped"] - run["start"] - scheduling_wait(run)
 
 
-def total(run: Marks) -> float:
-    return run["stepped"] - run["begun"]
+def total_to_step(run: Marks) -> float:
+    return run["stepped"] - run["start"]
 
 
-def wait_for_slurm(run: Marks) -> float:
-    """slurmctld looks at batch jobs once a second, and serves srun at once: nothing that a launcher can change."""
+def scheduling_wait(run: Marks) -> float:
+    """slurmctld schedules batch jobs once a second, and srun at once; no launcher can change that."""
     return max(0.0, run["allocated"] - run["accepted"]) if "accepted" in run else 0.0
 
 
 SUMS = {
-    "command to first step": total,
-    "the same without Slurm's wait": to_the_step,
-    "to the script, without it": to_the_script,
+    "command to first step": total_to_step,
+    "the same without Slurm's wait": time_to_step,
+    "to the script, without it": time_to_script,
 }
 
 
@@ -223,62 +211,56 @@ def _cell(times: list[float]) -> str:
 
 
 def after(run: Marks, mark: str) -> float:
-    """Seconds since what came before it in this run."""
-    known = [name for name, _ in MARKS if name in run]
-    return run[mark] - run[known[known.index(mark) - 1]]
+    """Seconds since the event before it in this run."""
+    names = [name for name, _ in MARKS if name in run]
+    return run[mark] - run[names[names.index(mark) - 1]]
 
 
-def more(rounds: dict[str, list[Marks]], name: str, than: str, time_of: Callable[[Marks], float]) -> float:
-    """The median of the differences, each of two runs of one round: the machine's moods cancel out."""
-    pairs = zip(rounds[name], rounds[than], strict=True)
-    return median(time_of(one) - time_of(other) for one, other in pairs)
+def difference(rounds: dict[str, list[Marks]], name: str, base: str, time_of: Callable[[Marks], float]) -> float:
+    """The median of the differences between two runs of the same round, so that load affects both."""
+    pairs = zip(rounds[name], rounds[base], strict=True)
+    return median(time_of(run) - time_of(base_run) for run, base_run in pairs)
 
 
 def _target(rounds: dict[str, list[Marks]]) -> str:
-    lines = [f"Target: at most {BOUND} s more than srun."]
+    lines = [f"Target: at most {TARGET_S} s more than srun."]
     for name in ("shoal run", AGAIN):
         for what, time_of in SUMS.items():
-            found = more(rounds, name, BARE, time_of)
-            met = "met   " if found <= BOUND else "MISSED"
-            lines.append(f"  {met} {name}, {what}: {found:+.2f} s")
-        whole = more(rounds, name, BARE, command_to_script)
-        waited = median(map(wait_for_slurm, rounds[name]))
-        batch = more(rounds, BATCH, BARE, to_the_script)
-        own = more(rounds, name, BATCH, to_the_script)
+            seconds = difference(rounds, name, BARE, time_of)
+            met = "met   " if seconds <= TARGET_S else "MISSED"
+            lines.append(f"  {met} {name}, {what}: {seconds:+.2f} s")
+        total = difference(rounds, name, BARE, total_to_script)
+        waited = median(map(scheduling_wait, rounds[name]))
+        batch = difference(rounds, BATCH, BARE, time_to_script)
+        own = difference(rounds, name, BATCH, time_to_script)
         lines.append(
-            f"  Of the {whole:+.2f} s up to the script, Slurm's wait is {waited:.2f} s, a batch job instead of srun"
-            f" {batch:+.2f} s (as sbatch has it), and Shoal's own {own:+.2f} s (more than sbatch)."
+            f"  Of the {total:+.2f} s up to the script, Slurm's wait is {waited:.2f} s, a batch job instead of srun"
+            f" {batch:+.2f} s (as for sbatch), and Shoal itself {own:+.2f} s (more than sbatch)."
         )
     return "\n".join(lines)
 
 
-def _heading(place: Place, options: argparse.Namespace) -> str:
-    slurm = place.on_controller("scontrol --version").split()[-1]
-    [installed] = (place.shared / "submitit").glob("submitit-*.dist-info")
+def _heading(testbed: Testbed, options: argparse.Namespace) -> str:
+    slurm = testbed.on_controller("scontrol --version").split()[-1]
+    [installed] = (testbed.shared / "submitit").glob("submitit-*.dist-info")
     return (
-        f"{machine(f'Slurm {slurm}', installed.stem.replace('-', ' '))}\n"
-        "Two nodes, two ranks each, gloo. All are called on the operator's machine, and reach the controller by SSH."
-        " Python's files are\ncompiled before. Seconds after what stands above, of the last rank to get there;"
+        f"{describe_machine(options, f'Slurm {slurm}', installed.stem.replace('-', ' '))}\n"
+        "Two nodes, two ranks each, gloo. All commands run on the operator's machine and reach the controller by SSH."
+        " Python files\nare compiled before. Seconds since the event above, of the slowest rank;"
         f" medians of {options.rounds} rounds, in which the launchers took turns."
-        + ("\nThe bench and its hosts went before all else that this machine did meanwhile." if options.first else "")
+        + ("\nThe bench and its hosts had priority on this machine." if options.first else "")
     )
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/launch", description=__doc__)
+def _parse_arguments() -> argparse.Namespace:
+    parser = bench_parser("launch", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--first", action="store_true", help="before all else that this machine does meanwhile")
-    return parser.parse_args()
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    parser.add_argument("--first", action="store_true", help="give the bench and its hosts priority on this machine")
+    options = parser.parse_args()
+    if options.small:
+        options.rounds = 1
+    return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_bench("launch", main)

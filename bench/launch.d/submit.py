@@ -1,4 +1,4 @@
-"""Submits the probe as submitit does it, on the controller: `submit.py LOGS PROBE`."""
+"""Submits the probe with submitit, on the controller: `submit.py LOGS PROBE`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import submitit
 
 
-class Launch:
-    """What runs in every task."""
+class Probe:
+    """Runs in every task."""
 
     def __init__(self, probe: str) -> None:
         self.probe = probe
@@ -33,7 +33,7 @@ def main(logs: str, probe: str) -> None:
         timeout_min=10,
         slurm_job_name="submitit",
     )
-    print(executor.submit(Launch(str(Path(probe)))).job_id)
+    print(executor.submit(Probe(str(Path(probe)))).job_id)
 
 
 if __name__ == "__main__":

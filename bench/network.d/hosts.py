@@ -1,4 +1,4 @@
-"""A small sandbox cluster for a measurement, its hosts reached by plain ssh."""
+"""A small sandbox cluster, with plain ssh to its hosts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ground import BenchFailed, write_ssh_config
+from harness import BenchError, run_command
+from sandbox import reserve_cluster, write_ssh_config
 
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.sandbox.provider import SandboxProvider
 
 
 class Hosts:
@@ -27,30 +28,21 @@ class Hosts:
     def run(self, host: str, command: str, stdin: str = "") -> str:
         done = subprocess.run(self.line(host, command), input=stdin, capture_output=True, text=True, timeout=600)
         if done.returncode:
-            raise BenchFailed(f"{host}: {command[:60]}: {done.stderr.strip()}")
+            raise BenchError(f"{host}: {command[:60]}: {done.stderr.strip()}")
         return done.stdout.strip()
 
 
 @contextmanager
-def bring_up(folder: Path, cluster: str, text: str) -> Iterator[Hosts]:
-    """`shoal up`, and `shoal down` whatever happens."""
-    place = folder / cluster
-    place.mkdir()
-    spec = place / "shoal.yaml"
+def create_cluster(folder: Path, cluster: str, text: str) -> Iterator[Hosts]:
+    """Build a cluster with `shoal up`; remove it at the end."""
+    directory = folder / cluster
+    directory.mkdir()
+    spec = directory / "shoal.yaml"
     spec.write_text(text)
-    try:
-        _shoal("up", spec)
+    with reserve_cluster(cluster):
+        # A state directory of its own: host keys of an earlier run would not match.
+        os.environ["XDG_STATE_HOME"] = str(directory / "state")
+        run_command(sys.executable, "-m", "shoal", "up", "--file", spec)
         targets = [instance.target for instance in asyncio.run(SandboxProvider().instances(cluster))]
-        write_ssh_config(place, targets)
-        yield Hosts(place / "ssh_config", {target.name: str(target.address) for target in targets})
-    finally:
-        _shoal("down", spec, "--force")
-
-
-def _shoal(verb: str, spec: Path, *words: str) -> None:
-    # Host keys of an earlier run would be those of other machines.
-    env = {**os.environ, "XDG_STATE_HOME": str(spec.parent / "state")}
-    line = [sys.executable, "-m", "shoal", verb, "--file", str(spec), *words]
-    done = subprocess.run(line, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise BenchFailed(f"shoal {verb}: {done.stdout}{done.stderr}")
+        write_ssh_config(directory, targets)
+        yield Hosts(directory / "ssh_config", {target.name: str(target.address) for target in targets})

@@ -1,19 +1,17 @@
-"""Measures each way of Shoal's and the same by hand in turns, in one run, and writes the table."""
+"""Throughput of Shoal's WireGuard network and shares, beside the same set up by hand on the same hosts, in turns."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from ground import BenchFailed, machine
-from hosts import Hosts, bring_up
-from shares import measure_shares
+from harness import BenchError, bench_parser, describe_machine, report, run_bench
+from hosts import Hosts, create_cluster
+from shares import SIZE_MB, measure_shares
 
-CLUSTER = "wg-bench"
+CLUSTER = "bench-network"
 SPEC = f"""\
 cluster: {CLUSTER}
 network: wireguard
@@ -21,11 +19,10 @@ controller: {{provider: sandbox}}
 nodesets:
   fish: {{provider: sandbox, count: 1}}
 """
-RESULTS = Path(__file__).parent.parent / "results" / "network.txt"
 TARGET = 0.95
 PORT = 5201
 
-# By hand, as WireGuard's quick start has it: an interface, a key, one peer, one address.
+# By hand, as in the quick start of WireGuard: an interface, a key, one peer, one address.
 BARE = """
 set -eu
 umask 077
@@ -38,7 +35,7 @@ wg show bare0 public-key
 """
 PEER = "wg set bare0 peer {key} allowed-ips {address}/32 endpoint {endpoint}:51999"
 
-# Counts what comes in on one connection for some seconds, after one that does not count.
+# Counts the bytes that arrive on one connection for some seconds, after a second that is not counted.
 SERVER = """
 import socket, time
 with socket.create_server(("{address}", {port})) as server:
@@ -71,41 +68,43 @@ except OSError:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=21)
-    options.add_argument("--seconds", type=float, default=2.0)
-    options.add_argument("what", nargs="?", choices=("all", "wireguard", "shares"), default="all")
-    asked = options.parse_args()
+    parser = bench_parser("network", __doc__)
+    parser.add_argument("what", nargs="?", choices=("all", "wireguard", "shares"), default="all")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    options = parser.parse_args()
+    if options.small:
+        options.rounds, options.seconds = 1, 0.5
+    if options.save and options.what != "all":
+        parser.error("--save needs both parts")
     with tempfile.TemporaryDirectory(prefix="network-") as folder:
-        text = machine() + "\n"
-        if asked.what in ("all", "wireguard"):
-            text += measure(Path(folder), asked.rounds, asked.seconds) + "\n"
-        if asked.what in ("all", "shares"):
-            text += measure_shares(Path(folder), asked.rounds)
-    if asked.what == "all":
-        RESULTS.write_text(text)
-    print(text, end="")
+        text = describe_machine(options) + "\n"
+        if options.what in ("all", "wireguard"):
+            text += measure(Path(folder), options.rounds, options.seconds) + "\n"
+        if options.what in ("all", "shares"):
+            text += measure_shares(Path(folder), options.rounds, size_mb=8 if options.small else SIZE_MB)
+    report("network", options, text)
 
 
 def measure(folder: Path, rounds: int, seconds: float) -> str:
-    with bring_up(folder, CLUSTER, SPEC) as hosts:
-        by_hand(hosts)
+    with create_cluster(folder, CLUSTER, SPEC) as hosts:
+        create_bare_link(hosts)
         links = {
             "bare wg": "10.99.0.1",
             "Shoal": hosts.run("fish1", "getent ahostsv4 controller").split()[0],
             "no tunnel": hosts.addresses["controller"],
         }
-        found: dict[str, list[float]] = {name: [] for name in links}
+        rates: dict[str, list[float]] = {name: [] for name in links}
         for number in range(rounds):
-            # Each goes first as often as the other.
+            # Each is first in every other round.
             for name in sorted(links, reverse=bool(number % 2)):
                 if name != "no tunnel" or number < 3:
-                    found[name].append(throughput(hosts, links[name], seconds))
+                    rates[name].append(throughput(hosts, links[name], seconds))
         version = hosts.run("fish1", "dpkg-query -W -f '${Package} ${Version}' wireguard-go")
-    return table(version, found, rounds, seconds)
+    return table(version, rates, rounds, seconds)
 
 
-def by_hand(hosts: Hosts) -> None:
+def create_bare_link(hosts: Hosts) -> None:
     own = {"controller": "10.99.0.1", "fish1": "10.99.0.2"}
     keys = {host: hosts.run(host, "sh -s", BARE.format(own=own[host])) for host in own}
     for host, other in (("controller", "fish1"), ("fish1", "controller")):
@@ -114,34 +113,31 @@ def by_hand(hosts: Hosts) -> None:
 
 def throughput(hosts: Hosts, address: str, seconds: float) -> float:
     """Mbit/s from fish1 to the controller at this address, over one TCP connection."""
-    told = {"address": address, "port": PORT, "seconds": seconds}
+    values = {"address": address, "port": PORT, "seconds": seconds}
     server = subprocess.Popen(
         hosts.line("controller", "python3 -"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert server.stdin is not None
-    server.stdin.write(SERVER.format(**told))
+    server.stdin.write(SERVER.format(**values))
     server.stdin.close()
-    hosts.run("fish1", "python3 -", CLIENT.format(**told))
+    hosts.run("fish1", "python3 -", CLIENT.format(**values))
     assert server.stdout is not None
-    said = server.stdout.read()
-    if server.wait() or not said.strip():
-        raise BenchFailed(f"nothing was measured at {address}")
-    return float(said)
+    output = server.stdout.read()
+    if server.wait() or not output.strip():
+        raise BenchError(f"the connection to {address} transferred nothing")
+    return float(output)
 
 
-def table(version: str, found: dict[str, list[float]], rounds: int, seconds: float) -> str:
-    middle = {name: statistics.median(values) for name, values in found.items()}
-    ratio = middle["Shoal"] / middle["bare wg"]
+def table(version: str, rates: dict[str, list[float]], rounds: int, seconds: float) -> str:
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    ratio = medians["Shoal"] / medians["bare wg"]
     lines = [f"one TCP connection between two hosts ({version}), {rounds} rounds of {seconds:g} s in turns", ""]
-    lines += [f"{'':12}{'median':>10}{'lowest':>10}{'highest':>10}   Mbit/s"]
-    lines += [f"{name:12}{middle[name]:10.0f}{min(values):10.0f}{max(values):10.0f}" for name, values in found.items()]
-    verdict = "met" if ratio >= TARGET else "MISSED"
-    lines += ["", f"Shoal / bare wg, by their medians: {ratio:.3f} (target {TARGET}: {verdict})"]
+    lines += [f"{'':12}{'median':>10}{'minimum':>10}{'maximum':>10}   Mbit/s"]
+    lines += [f"{name:12}{medians[name]:10.0f}{min(values):10.0f}{max(values):10.0f}" for name, values in rates.items()]
+    status = "met" if ratio >= TARGET else "MISSED"
+    lines += ["", f"Shoal / bare wg, by medians: {ratio:.3f} (target {TARGET}: {status})"]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchFailed as failure:
-        sys.exit(f"bench/network: {failure}")
+    run_bench("network", main)

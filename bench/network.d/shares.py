@@ -1,4 +1,4 @@
-"""Reading over Shoal's shares beside the same program set up by hand, on the same two hosts, in turns."""
+"""Reads from Shoal's shares, beside the same program set up by hand on the same two hosts, in turns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ground import BenchFailed
-from hosts import Hosts, bring_up
+from harness import BenchError
+from hosts import Hosts, create_cluster
 
-CLUSTER = "st-bench"
+CLUSTER = "bench-shares"
 SPEC = f"""\
 cluster: {CLUSTER}
 controller: {{provider: sandbox}}
@@ -21,14 +21,15 @@ storage:
   /over-ssh: {{kind: sshfs, path: /shared/over-ssh}}
   /over-nfs: {{kind: nfs, path: /shared/over-nfs}}
 """
-Way = TypeVar("Way")
+Source = TypeVar("Source")
 SIZE_MB = 192
+SERVER_TIMEOUT_S = 120
 TARGET = 0.95
 
-# A file of noise: neither ssh nor a file system gets it smaller.
-FILL = f"cd /shared; head -c {SIZE_MB}M /dev/urandom > over-ssh/noise; cp over-ssh/noise over-nfs/"
+# Random data, so that nothing can compress it.
+FILL = "cd /shared; head -c {size}M /dev/urandom > over-ssh/noise; cp over-ssh/noise over-nfs/"
 
-# As the manual page has it, with a key that is good for this alone.
+# As in the manual page, with a key of its own.
 SSHFS = """
 set -eu
 mkdir -p /mnt/by-hand
@@ -36,7 +37,7 @@ sshfs -o IdentityFile=/root/bench_key,StrictHostKeyChecking=no,UserKnownHostsFil
     root@{server}:/shared/over-ssh /mnt/by-hand
 """
 
-# The smallest configuration that ganesha's documentation shows, without a grace period to wait for.
+# The smallest configuration in the documentation of ganesha, without a grace period.
 GANESHA = """
 NFS_CORE_PARAM { Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; }
 NFSv4 { Graceless = true; }
@@ -44,7 +45,7 @@ EXPORT { Export_Id = 1; Path = /shared/over-nfs; Pseudo = /shared/over-nfs; Acce
          FSAL { Name = VFS; } }
 """
 
-# Reads a file through once; what this host still had of it is thrown away before.
+# Reads a file once, after dropping it from the page cache of this host.
 READ = """
 import os, sys, time
 with open(sys.argv[1], "rb", buffering=0) as file:
@@ -65,24 +66,24 @@ print(total * 8 / (time.perf_counter() - begin) / 1e6)
 """
 
 
-def measure_shares(folder: Path, rounds: int) -> str:
-    """The table of both kinds of shares."""
-    with bring_up(folder, CLUSTER, SPEC) as hosts:
-        hosts.run("controller", FILL)
-        parts = [sshfs(hosts, rounds), nfs(hosts, rounds)]
-    return "\n".join(parts)
+def measure_shares(folder: Path, rounds: int, size_mb: int) -> str:
+    """The table for both kinds of shares."""
+    with create_cluster(folder, CLUSTER, SPEC) as hosts:
+        hosts.run("controller", FILL.format(size=size_mb))
+        tables = [measure_sshfs(hosts, rounds), measure_nfs(hosts, rounds)]
+    return f"reading a file of {size_mb} MB, {rounds} rounds in turns\n\n" + "\n".join(tables)
 
 
-def sshfs(hosts: Hosts, rounds: int) -> str:
+def measure_sshfs(hosts: Hosts, rounds: int) -> str:
     key = hosts.run("fish1", "ssh-keygen -q -t ed25519 -N '' -f /root/bench_key && cat /root/bench_key.pub")
     hosts.run("controller", "cat >> /root/.ssh/authorized_keys", key + "\n")
     hosts.run("fish1", "sh -s", SSHFS.format(server=hosts.addresses["controller"]))
-    ways = {"sshfs by hand": "/mnt/by-hand/noise", "Shoal's sshfs": "/over-ssh/noise"}
-    return in_turns(rounds, ways, lambda path: float(hosts.run("fish1", f"python3 - {path}", READ)))
+    paths = {"sshfs by hand": "/mnt/by-hand/noise", "Shoal's sshfs": "/over-ssh/noise"}
+    return measure_in_turns(rounds, paths, lambda path: float(hosts.run("fish1", f"python3 - {path}", READ)))
 
 
-def nfs(hosts: Hosts, rounds: int) -> str:
-    """The server by hand is on the other host, as two of them do not share one; read by a client of no kernel's."""
+def measure_nfs(hosts: Hosts, rounds: int) -> str:
+    """The server by hand is on the other host: a host runs one server. The client is libnfs, not the kernel."""
     hosts.run("fish1", "DEBIAN_FRONTEND=noninteractive apt-get install -qy nfs-ganesha nfs-ganesha-vfs libnfs-utils")
     hosts.run("controller", "DEBIAN_FRONTEND=noninteractive apt-get install -qy libnfs-utils")
     hosts.run("fish1", "systemctl stop nfs-ganesha; cat > /etc/bench.conf", GANESHA)
@@ -92,34 +93,33 @@ def nfs(hosts: Hosts, rounds: int) -> str:
         "Shoal's ganesha": ("fish1", f"nfs://{hosts.addresses['controller']}/shared/over-nfs/noise?version=4"),
     }
 
-    def read(way: tuple[str, str]) -> float:
-        host, url = way
+    def read(source: tuple[str, str]) -> float:
+        host, url = source
         return float(hosts.run(host, f"python3 - '{url}'", CAT))
 
-    for name, way in urls.items():
-        end = time.monotonic() + 120
-        while True:  # one that has just started lets its old clients have their say first
+    for name, source in urls.items():
+        end = time.monotonic() + SERVER_TIMEOUT_S
+        while True:  # a server that has just started waits for its former clients first
             try:
-                read(way)
+                read(source)
                 break
-            except BenchFailed as error:
+            except BenchError as error:
                 if time.monotonic() > end:
-                    raise BenchFailed(f"{name} cannot be read: {error}") from None
+                    raise BenchError(f"cannot read from {name}: {error}") from None
                 time.sleep(2)
-    return in_turns(rounds, urls, read)
+    return measure_in_turns(rounds, urls, read)
 
 
-def in_turns(rounds: int, ways: Mapping[str, Way], read: Callable[[Way], float]) -> str:
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def measure_in_turns(rounds: int, sources: Mapping[str, Source], read: Callable[[Source], float]) -> str:
+    rates: dict[str, list[float]] = {name: [] for name in sources}
     for number in range(rounds):
-        for name in sorted(ways, reverse=bool(number % 2)):
-            found[name].append(read(ways[name]))
-    middle = {name: statistics.median(values) for name, values in found.items()}
-    bare, ours = ways
-    ratio = middle[ours] / middle[bare]
-    lines = [f"reading a file of {SIZE_MB} MB, {rounds} rounds in turns", ""]
-    lines += [f"{'':16}{'median':>10}{'lowest':>10}{'highest':>10}   Mbit/s"]
-    lines += [f"{name:16}{middle[name]:10.0f}{min(some):10.0f}{max(some):10.0f}" for name, some in found.items()]
-    verdict = "met" if ratio >= TARGET else "MISSED"
-    lines += ["", f"{ours} / {bare}, by their medians: {ratio:.3f} (target {TARGET}: {verdict})", ""]
+        for name in sorted(sources, reverse=bool(number % 2)):
+            rates[name].append(read(sources[name]))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    bare, ours = sources
+    ratio = medians[ours] / medians[bare]
+    lines = [f"{'':16}{'median':>10}{'minimum':>10}{'maximum':>10}   Mbit/s"]
+    lines += [f"{name:16}{medians[name]:10.0f}{min(values):10.0f}{max(values):10.0f}" for name, values in rates.items()]
+    status = "met" if ratio >= TARGET else "MISSED"
+    lines += ["", f"{ours} / {bare}, by medians: {ratio:.3f} (target {TARGET}: {status})", ""]
     return "\n".join(lines)

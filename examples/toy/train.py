@@ -1,15 +1,15 @@
-"""Trains a small convolutional net on handwritten digits, on as many processes as it is started in.
+"""Trains a small convolutional net on handwritten digits, in any number of processes.
 
-    shoal run -N2 train.py                          one process a GPU, on two nodes
-    shoal run -N2 train.py --parallel fsdp          the same, with the model in pieces
+    shoal run -N2 train.py                          one process per GPU, on two nodes
+    shoal run -N2 train.py --parallel fsdp          the same, with a sharded model
     torchrun --nproc-per-node 2 train.py            without a cluster
     python train.py
 
-Lines that end in a number are all that it takes from Shoal; the rest is plain PyTorch.
+Lines that end in a number use Shoal; the rest is plain PyTorch.
 
-    (1) the ranks meet, whoever started them            (5) saves, stops when Slurm says so, resumes by itself
-    (2) the model, replicated or in pieces              (6) one run in MLflow, or in files where there is no server
-    (3) each rank's part of every batch                 (7) how far it is, here and in `shoal jobs`
+    (1) connects the ranks, under any launcher          (5) saves, stops when Slurm signals, resumes
+    (2) the model, replicated or sharded                (6) one run in MLflow, or in files without a server
+    (3) each rank's part of every batch                 (7) progress, here and in `shoal jobs`
     (4) what a checkpoint holds
 """
 
@@ -54,7 +54,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise SystemExit("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
-    # From its file: to import scikit-learn would take every rank two seconds.
+    # From its file: importing scikit-learn takes two seconds in every rank.
     file = Path(package.submodule_search_locations[0], "datasets/data/digits.csv.gz")
     table = torch.from_numpy(numpy.loadtxt(file, delimiter=","))
     images = (table[:, :64] / 16).reshape(-1, 1, 8, 8).to(torch.get_default_dtype())
@@ -64,22 +64,22 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def main() -> None:
-    asked = arguments()
+    options = arguments()
     device = init().device  # (1)
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(options.seed)
     train_set, test_set = digits()
 
-    model = parallelize(Net(), asked.parallel)  # (2)
+    model = parallelize(Net(), options.parallel)  # (2)
     # With the usual eps of 1e-8, Adam takes a whole step where a gradient is nothing but float32's rounding.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, eps=1e-3)
-    loader = Loader(train_set, global_batch=asked.batch, seed=asked.seed)  # (3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, eps=1e-3)
+    loader = Loader(train_set, global_batch=options.batch, seed=options.seed)  # (3)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    total = asked.epochs * len(loader)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, asked.lr, total)
+    total = options.epochs * len(loader)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total)
 
     state = TrainState(model, optimizer, scheduler, loader)  # (4)
-    run = Run(state, asked.checkpoints, save_every=5 * len(loader))  # (5)
-    with tracker(vars(asked)) as track, Progress(total, samples_per_step=asked.batch) as progress:  # (6) (7)
+    run = Run(state, options.checkpoints, save_every=5 * len(loader))  # (5)
+    with tracker(vars(options)) as track, Progress(total, samples_per_step=options.batch) as progress:  # (6) (7)
         for step in run.steps(total):  # (5)
             images, labels = next(batches)
             losses = cross_entropy(model(images.to(device)), labels.to(device), reduction="none")
@@ -102,7 +102,7 @@ def main() -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
-    """The part of the images that the model reads rightly. Each rank looks at some of them."""
+    """The accuracy. Each rank evaluates some of the images."""
     mine = slice(torch.distributed.get_rank(), None, torch.distributed.get_world_size())
     images, labels = data[mine]
     right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
@@ -117,7 +117,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small net on handwritten digits.")
-    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="replicated, or in pieces")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="replicated or sharded")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=128, help="images in a step, over all ranks")
     parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")

@@ -1,27 +1,26 @@
 """Every error Shoal raises on purpose, as one tree.
 
-    ShoalError                   exit 1   something the user can act on
-    ├── SpecError                exit 2   the file is wrong; carries every finding
-    ├── UsageError               exit 2   the command line is wrong
-    ├── Partly                   exit 3   some hosts did it, some did not
+    ShoalError                   exit 1   the user can act on it
+    ├── SpecError                exit 2   the file has errors; carries every finding
+    ├── UsageError               exit 2   the command line has an error
+    ├── PartialFailure           exit 3   some hosts succeeded, some failed
     ├── HostError                exit 1   one host, one cause
-    │   ├── Unreachable                   no route, refused, no answer
-    │   ├── AuthRefused                   the host does not accept our key
-    │   ├── HostKeyChanged                not the machine we met before
-    │   ├── SudoRefused                   the user may not become root
+    │   ├── Unreachable                   no route, connection refused, no answer
+    │   ├── AuthenticationFailed          the host does not accept our key
+    │   ├── HostKeyChanged                the host key is not the recorded one
+    │   ├── SudoDenied                    the user may not become root
     │   ├── CommandFailed                 a command ended with a non-zero status
-    │   ├── TimedOut                      a command did not end in time; the host itself answers
-    │   ├── ConnectionLost                the host went away while we worked
+    │   ├── CommandTimeout                a command did not end in time; the host itself answers
+    │   ├── ConnectionLost                the connection broke during the work
     │   ├── AgentFailed                   the agent could not converge the host
-    │   └── ControllerFailed              nothing goes on without it; carries what happened to every other host
-    ├── ProviderError            exit 1   a provider cannot give us what we asked for
-    ├── LedgerError              exit 1   the record of rented machines cannot be read or kept
-    ├── SlurmError               exit 1   Slurm said no
-    │   └── VersionWindow                 hosts whose Slurm versions cannot talk to each other
+    │   └── ControllerFailed              nothing works without it; carries the errors of all other hosts
+    ├── ProviderError            exit 1   a provider cannot deliver what we requested
+    ├── LedgerError              exit 1   the ledger of rented machines cannot be read or written
+    ├── SlurmError               exit 1   Slurm rejected a request
+    │   └── VersionMismatch               hosts whose Slurm versions cannot work together
     └── Interrupted              exit 130 Ctrl-C
 
-The text says what was asked and what was found; `hint` says what to do about it. Anything else that escapes is our
-bug and exits 70.
+The message has the request and the cause, `hint` the fix. Any other exception is a bug and exits 70.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Mapping
 
 
 class ShoalError(Exception):
-    """Something went wrong that the user can act on."""
+    """An error that the user can act on."""
 
     exit_code = 1
 
@@ -44,13 +43,13 @@ class ShoalError(Exception):
 
 
 class UsageError(ShoalError):
-    """The command line asks for something that cannot be."""
+    """The command line has an error."""
 
     exit_code = 2
 
 
 class SpecError(ShoalError):
-    """The spec file is wrong. `findings` holds every problem, not only the first."""
+    """The spec file has errors. `findings` has all of them, not only the first."""
 
     exit_code = 2
 
@@ -59,14 +58,14 @@ class SpecError(ShoalError):
         self.findings = findings
 
 
-class Partly(ShoalError):
-    """Some hosts are done and some are not; the summary has named them."""
+class PartialFailure(ShoalError):
+    """Some hosts succeeded and some failed; the summary names them."""
 
     exit_code = 3
 
 
 class HostError(ShoalError):
-    """One host could not do what was asked of it."""
+    """One host failed."""
 
     def __init__(self, host: str, message: str, *, hint: str = "") -> None:
         super().__init__(f"{host}: {message}", hint=hint)
@@ -78,15 +77,15 @@ class Unreachable(HostError):
     """The host does not answer."""
 
 
-class AuthRefused(HostError):
-    """The host answers and does not accept our key."""
+class AuthenticationFailed(HostError):
+    """The host does not accept our key."""
 
 
 class HostKeyChanged(HostError):
-    """The host shows another key than the one we met first."""
+    """The host key is not the one that was recorded first."""
 
 
-class SudoRefused(HostError):
+class SudoDenied(HostError):
     """The user we log in as may not become root without a password."""
 
 
@@ -94,31 +93,31 @@ class CommandFailed(HostError):
     """A command on the host ended with a non-zero status."""
 
 
-class TimedOut(HostError):
+class CommandTimeout(HostError):
     """A command on the host did not end in time. The host itself answers."""
 
 
 class ConnectionLost(HostError):
-    """The host went away while it worked for us."""
+    """The connection broke while the host worked."""
 
 
 class AgentFailed(HostError):
-    """The agent ran and could not bring the host to the state we asked for."""
+    """The agent ran and could not converge the host."""
 
 
 class ControllerFailed(HostError):
-    """The controller dropped out, and other hosts too. `failures` has the error of each, the controller's first."""
+    """The controller failed, and other hosts too. `failures` has the error of each, the controller's first."""
 
     def __init__(self, controller: str, failures: Mapping[str, HostError]) -> None:
         first = failures[controller]
         self.failures = {controller: first, **failures}
         others = [error for name, error in failures.items() if name != controller]
-        told = "".join(f"\nand {error.message}" + f" ({error.hint})" * bool(error.hint) for error in others)
-        super().__init__(controller, first.cause + told, hint=first.hint)
+        rest = "".join(f"\nand {error.message}" + f" ({error.hint})" * bool(error.hint) for error in others)
+        super().__init__(controller, first.cause + rest, hint=first.hint)
 
 
 class ProviderError(ShoalError):
-    """A provider cannot give us what we asked for. `hosts` says why, by name, when the other hosts are there."""
+    """A provider cannot deliver what we requested. `hosts` has the causes by host, when the other hosts exist."""
 
     def __init__(self, message: str, *, hint: str = "", hosts: Mapping[str, str] | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -126,15 +125,15 @@ class ProviderError(ShoalError):
 
 
 class LedgerError(ShoalError):
-    """The record of rented machines cannot be read or kept."""
+    """The ledger of rented machines cannot be read or written."""
 
 
 class SlurmError(ShoalError):
-    """Slurm refused a request."""
+    """Slurm rejected a request."""
 
 
-class VersionWindow(SlurmError):
-    """The hosts' Slurm versions cannot talk to each other. `findings` has one entry a host that is outside."""
+class VersionMismatch(SlurmError):
+    """The hosts' Slurm versions cannot work together. `findings` has an entry for each host that does not fit."""
 
     def __init__(self, message: str, *, hint: str = "", findings: tuple[object, ...] = ()) -> None:
         super().__init__(message, hint=hint)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shoal.providers.rental import Trouble
+from shoal.cloud.providers.api import FailureKind
 
-Recorded = tuple[str, dict[str, Any] | str, Trouble]
+Recorded = tuple[str, dict[str, Any] | str, FailureKind]
 """The status, the body, and what it means for the order."""
 
 
@@ -33,29 +33,29 @@ RECORDED: dict[str, tuple[Recorded, ...]] = {
                 "Not enough capacity to fulfill launch request.",
                 suggestion="Choose an instance type with more availability, or try again later.",
             ),
-            Trouble.CAPACITY,
+            FailureKind.CAPACITY,
         ),
-        ("400 Bad Request", _lambda("global/quota-exceeded", "Quota exceeded."), Trouble.QUOTA),
+        ("400 Bad Request", _lambda("global/quota-exceeded", "Quota exceeded."), FailureKind.QUOTA),
         (
             "400 Bad Request",
             _lambda("global/invalid-parameters", "Requested too many instances."),
-            Trouble.INVALID,
+            FailureKind.INVALID,
         ),
         (
             "404 Not Found",
             _lambda("global/object-does-not-exist", "Specified SSH key does not exist."),
-            Trouble.INVALID,
+            FailureKind.INVALID,
         ),
         (
             "401 Unauthorized",
             _lambda("global/invalid-api-key", "API key was invalid, expired, or deleted."),
-            Trouble.AUTH,
+            FailureKind.AUTH,
         ),
-        ("403 Forbidden", _lambda("global/account-inactive", "Your account is inactive."), Trouble.BALANCE),
-        ("403 Forbidden", _lambda("global/invalid-address", "Your billing address is invalid."), Trouble.BALANCE),
-        ("503 Unavailable", _lambda("provider/internal-unavailable", "Try again shortly."), Trouble.AMBIGUOUS),
-        ("409 Conflict", _lambda("global/internal-error", "An internal error occurred."), Trouble.AMBIGUOUS),
-        ("429 Too Many Requests", "Too many requests", Trouble.RATE),
+        ("403 Forbidden", _lambda("global/account-inactive", "Your account is inactive."), FailureKind.BALANCE),
+        ("403 Forbidden", _lambda("global/invalid-address", "Your billing address is invalid."), FailureKind.BALANCE),
+        ("503 Unavailable", _lambda("provider/internal-unavailable", "Try again shortly."), FailureKind.AMBIGUOUS),
+        ("409 Conflict", _lambda("global/internal-error", "An internal error occurred."), FailureKind.AMBIGUOUS),
+        ("429 Too Many Requests", "Too many requests", FailureKind.RATE),
     ),
     "runpod": (
         (
@@ -65,23 +65,23 @@ RECORDED: dict[str, tuple[Recorded, ...]] = {
                 "There are no longer any instances available with the requested specifications."
                 " Please refresh and try again.",
             ),
-            Trouble.CAPACITY,
+            FailureKind.CAPACITY,
         ),
         (
             "400 Bad Request",
             _runpod(400, "This machine does not have the resources to deploy your pod. Please try a different machine"),
-            Trouble.CAPACITY,
+            FailureKind.CAPACITY,
         ),
-        ("402 Payment Required", _runpod(402, "Your account balance is too low to rent a pod"), Trouble.BALANCE),
-        ("401 Unauthorized", _runpod(401, "missing bearer token"), Trouble.AUTH),
+        ("402 Payment Required", _runpod(402, "Your account balance is too low to rent a pod"), FailureKind.BALANCE),
+        ("401 Unauthorized", _runpod(401, "missing bearer token"), FailureKind.AUTH),
         (
             "422 Unprocessable Content",
             _runpod(422, "Request validation failed.", errors=["$: additional properties 'x' not allowed"]),
-            Trouble.INVALID,
+            FailureKind.INVALID,
         ),
-        ("410 Gone", {"error": "this API has been retired"}, Trouble.INVALID),
-        ("500 Internal Server Error", {"error": "Something went wrong"}, Trouble.AMBIGUOUS),
-        ("429 Too Many Requests", _runpod(429, "rate limit exceeded"), Trouble.RATE),
+        ("410 Gone", {"error": "this API has been retired"}, FailureKind.INVALID),
+        ("500 Internal Server Error", {"error": "Something went wrong"}, FailureKind.AMBIGUOUS),
+        ("429 Too Many Requests", _runpod(429, "rate limit exceeded"), FailureKind.RATE),
     ),
     "paperspace": (
         (
@@ -90,45 +90,49 @@ RECORDED: dict[str, tuple[Recorded, ...]] = {
                 "code": "BAD_REQUEST",
                 "message": "We are currently out of capacity for the selected VM type. Try again in a few minutes.",
             },
-            Trouble.CAPACITY,
+            FailureKind.CAPACITY,
         ),
-        ("401 Unauthorized", {"code": "UNAUTHORIZED", "message": "UNAUTHORIZED"}, Trouble.AUTH),
+        ("401 Unauthorized", {"code": "UNAUTHORIZED", "message": "UNAUTHORIZED"}, FailureKind.AUTH),
         (
             "400 Bad Request",
             {"code": "BAD_REQUEST", "message": "Input validation failed", "issues": [{"message": "Required"}]},
-            Trouble.INVALID,
+            FailureKind.INVALID,
         ),
-        ("429 Too Many Requests", {"code": "TOO_MANY_REQUESTS", "message": "TOO_MANY_REQUESTS"}, Trouble.RATE),
-        ("500 Oops", {"code": "INTERNAL_SERVER_ERROR", "message": "Internal server error"}, Trouble.AMBIGUOUS),
-        ("408 Timeout", {"code": "TIMEOUT", "message": "TIMEOUT"}, Trouble.AMBIGUOUS),
+        ("429 Too Many Requests", {"code": "TOO_MANY_REQUESTS", "message": "TOO_MANY_REQUESTS"}, FailureKind.RATE),
+        ("500 Oops", {"code": "INTERNAL_SERVER_ERROR", "message": "Internal server error"}, FailureKind.AMBIGUOUS),
+        ("408 Timeout", {"code": "TIMEOUT", "message": "TIMEOUT"}, FailureKind.AMBIGUOUS),
     ),
     "gcp": (
         (
             "403 Forbidden",
             _google(403, "quotaExceeded", "Quota 'NVIDIA_H100_GPUS' exceeded.  Limit: 0.0 in region us-central1."),
-            Trouble.QUOTA,
+            FailureKind.QUOTA,
         ),
         (
             "403 Forbidden",
             _google(
                 403, "rateLimitExceeded", "Quota exceeded for quota metric 'Queries' and limit 'Queries per minute'"
             ),
-            Trouble.RATE,
+            FailureKind.RATE,
         ),
         (
             "403 Forbidden",
             _google(403, "forbidden", "Required 'compute.instances.create' permission for 'projects/p'"),
-            Trouble.AUTH,
+            FailureKind.AUTH,
         ),
         (
             "403 Forbidden",
             _google(403, "accessNotConfigured", "Compute Engine API has not been used in project 1 before"),
-            Trouble.AUTH,
+            FailureKind.AUTH,
         ),
-        ("409 Conflict", _google(409, "alreadyExists", "The resource 'instances/x' already exists"), Trouble.CONFLICT),
-        ("400 Bad Request", _google(400, "invalid", "Invalid value for field 'resource.name'"), Trouble.INVALID),
-        ("404 Not Found", _google(404, "notFound", "The resource 'zones/z' was not found"), Trouble.INVALID),
-        ("503 Service Unavailable", _google(503, "backendError", "Backend Error"), Trouble.AMBIGUOUS),
+        (
+            "409 Conflict",
+            _google(409, "alreadyExists", "The resource 'instances/x' already exists"),
+            FailureKind.CONFLICT,
+        ),
+        ("400 Bad Request", _google(400, "invalid", "Invalid value for field 'resource.name'"), FailureKind.INVALID),
+        ("404 Not Found", _google(404, "notFound", "The resource 'zones/z' was not found"), FailureKind.INVALID),
+        ("503 Service Unavailable", _google(503, "backendError", "Backend Error"), FailureKind.AMBIGUOUS),
     ),
 }
 

@@ -11,13 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.providers.rental import Account, Offer, Order, Outcome, Rented, Renter, Trouble
-from shoal.providers.rented import renter
-from shoal.simulators import cloud
-from shoal.simulators.faults import Fault
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.market import Market
-from shoal.simulators.server import Simulation, serving
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import (
+    FailureKind,
+    Offer,
+    ProviderLogin,
+    RentalOrder,
+    RentalProvider,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal_simulators import find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.instances import Fault
+from shoal_simulators.market import Market
+from shoal_simulators.server import SimulatorApp, serve
 
 CLUSTER = "reef"
 KEY = "sk-contract-0123456789abcdef"
@@ -25,11 +33,11 @@ PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt
 
 
 REFUSALS = {
-    "stockout": Trouble.CAPACITY,
-    "quota": Trouble.QUOTA,
-    "balance": Trouble.BALANCE,
-    "auth": Trouble.AUTH,
-    "rate": Trouble.RATE,
+    "stockout": FailureKind.CAPACITY,
+    "quota": FailureKind.QUOTA,
+    "balance": FailureKind.BALANCE,
+    "auth": FailureKind.AUTH,
+    "rate": FailureKind.RATE,
 }
 """What a refused order means, by fault."""
 
@@ -129,8 +137,8 @@ class Trial:
     """A renter, and the simulated cloud that it rents from."""
 
     case: Case
-    renter: Renter
-    simulation: Simulation
+    renter: RentalProvider
+    simulation: SimulatorApp
     clock: Clock
     url: str
 
@@ -141,16 +149,16 @@ class Trial:
     def fault(self, kind: str, times: int = 1, **more: Any) -> None:
         self.market.faults.append(Fault(kind, times, **more))
 
-    async def order(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> Order:
+    async def order(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> RentalOrder:
         name = await self.renter.ensure_key(cluster, PUBLIC_KEY)
-        return Order(cluster, node, token, self.case.offer, PUBLIC_KEY, name, "#!/bin/sh\ntrue\n", lifetime=86400)
+        return RentalOrder(cluster, node, token, self.case.offer, PUBLIC_KEY, name, "#!/bin/sh\ntrue\n", lifetime=86400)
 
-    async def create(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> Outcome:
+    async def create(self, node: str = "gpu1", token: str = "t0ken1", cluster: str = CLUSTER) -> RequestOutcome:
         [outcome] = await self.renter.create([await self.order(node, token, cluster)])
         return outcome
 
-    async def listed(self, cluster: str = CLUSTER) -> list[Rented]:
-        return await self.renter.rented(cluster)
+    async def listed(self, cluster: str = CLUSTER) -> list[RentedInstance]:
+        return await self.renter.instances(cluster)
 
     def boot(self) -> None:
         """Let so much time pass that whatever boots is up."""
@@ -166,29 +174,29 @@ class Trial:
 async def trial(case: Case, *, limited: bool = False) -> AsyncIterator[Trial]:
     """Run the case's simulator on a port of its own, and a renter against it."""
     clock = Clock()
-    kind = cloud(case.kind)
-    market = Market(kind.profile, kind.types, Nowhere(), clock=clock)
-    simulation = Simulation(kind(market), limited=limited)
-    async with serving(simulation) as url, renting(case, url) as rents:
+    kind = find_simulator(case.kind)
+    market = Market(kind.profile, kind.types, NoHosts(), clock=clock)
+    simulation = SimulatorApp(kind(market), limited=limited)
+    async with serve(simulation) as url, renting(case, url) as rents:
         yield Trial(case, rents, simulation, clock, url)
 
 
 @asynccontextmanager
-async def renting(case: Case, url: str) -> AsyncIterator[Renter]:
+async def renting(case: Case, url: str) -> AsyncIterator[RentalProvider]:
     """A renter of the case's, which asks at that address."""
-    rents = renter(account(case, url))
+    rents = rental_provider(account(case, url))
     try:
         yield rents
     finally:
         await rents.close()
 
 
-def account(case: Case, url: str, **settings: str) -> Account:
+def account(case: Case, url: str, **settings: str) -> ProviderLogin:
     unhurried = {"request_interval": "0", "create_interval": "0", "timeout": "5"}
-    return Account("acme", case.kind, KEY, url, {**unhurried, **case.settings, **settings})
+    return ProviderLogin("acme", case.kind, KEY, url, {**unhurried, **case.settings, **settings})
 
 
-def with_key(case: Case, url: str, secret: str) -> Account:
+def with_key(case: Case, url: str, secret: str) -> ProviderLogin:
     return replace(account(case, url), secret=secret)
 
 

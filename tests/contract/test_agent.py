@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent.client import AgentSession, Ask, ItemEvent
+from shoal.agent.client import AgentSession, FactsRequest, ItemEvent
 from shoal.agent.document import Command, Directory, File, SecretRef
 from shoal.agent.facts import Facts
-from shoal.agent.fake import FakeAgent
 from shoal.errors import AgentFailed, ConnectionLost
 from shoal.hosts.api import Host, Target
-from shoal.hosts.fake import FakeHost
 from shoal.hosts.local import LocalHost
+from shoal_simulators.fake_host import FakeAgent, FakeHost
 
 SECRET = b"correct horse battery staple"
 
@@ -119,7 +118,7 @@ async def test_a_secret_that_is_not_there_is_an_error_that_names_it(session: Age
 
 
 async def test_facts_are_told_with_the_distance_between_the_clocks(session: AgentSession) -> None:
-    facts = await session.facts(Ask(users=("root",)))
+    facts = await session.facts(FactsRequest(users=("root",)))
     assert facts.hostname and facts.python and facts.memory_mb > 0
     assert abs(facts.clock_offset) < 30
 

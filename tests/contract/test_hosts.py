@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import TimedOut
+from shoal.errors import CommandTimeout
 from shoal.hosts.api import Host, Result, Target
-from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
 from shoal.hosts.local import LocalConnector
 from shoal.hosts.ssh import SshConnector
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "hosts"))
 
@@ -137,7 +137,7 @@ async def test_death_by_signal_is_128_plus_the_signal(host: Host) -> None:
 
 
 async def test_a_timeout_names_the_program_and_leaves_the_host_usable(host: Host) -> None:
-    with pytest.raises(TimedOut, match=r"node: `sleep` did not end within 0\.2 s"):
+    with pytest.raises(CommandTimeout, match=r"node: `sleep` did not end within 0\.2 s"):
         await host.run(["sleep", "3600"], timeout=0.2, root=False)
     assert (await host.run(["true"], root=False)).status == 0
 

@@ -8,8 +8,9 @@ import pytest
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
-from shoal.providers import Capability, Faults, Provider, Request, provider
+from shoal.hosts.provider import Capability, Faults, Provider, Request, provider
 from shoal.spec.member import Shape
+from shoal_simulators.fake_provider import FakeProvider
 
 CLUSTER = "contract"
 WANTED = [Request("n1", Shape()), Request("n2", Shape(site="b"))]
@@ -19,7 +20,7 @@ WANTED = [Request("n1", Shape()), Request("n2", Shape(site="b"))]
 async def made(request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
     if request.param == "sandbox" and (os.geteuid() != 0 or not shutil.which("systemd-nspawn")):
         pytest.skip("needs root and systemd-nspawn")
-    it = provider(request.param)
+    it: Provider = FakeProvider() if request.param == "fake" else provider(request.param)
     await it.destroy(CLUSTER, quiet)
     yield it
     await it.destroy(CLUSTER, quiet)

@@ -27,9 +27,9 @@ from tests.contract.renters import (
     with_key,
 )
 
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import FailureKind, Query
 from shoal.errors import ProviderError
-from shoal.providers.rental import Query, Trouble
-from shoal.providers.rented import renter
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -178,12 +178,12 @@ async def test_a_refused_order_says_why_and_makes_nothing(it: Trial, fault: str)
     order = await it.order()
     it.fault(fault)
     [outcome] = await it.renter.create([order])
-    assert outcome.trouble is REFUSALS[fault], outcome
+    assert outcome.failure is REFUSALS[fault], outcome
     assert outcome.message
     assert it.made == 0
-    if outcome.trouble in (Trouble.AUTH, Trouble.BALANCE):
+    if outcome.failure in (FailureKind.AUTH, FailureKind.BALANCE):
         assert outcome.scope == "provider"
-    if outcome.trouble is Trouble.RATE:
+    if outcome.failure is FailureKind.RATE:
         assert outcome.retry_after > 0
     [again] = await it.renter.create([replace(order, token="t0ken2")])
     assert again.ok, again
@@ -193,7 +193,7 @@ async def test_after_an_error_the_machine_that_was_made_is_found_by_its_token(it
     order = await it.order()
     it.fault("error-after-create")
     [outcome] = await it.renter.create([order])
-    assert outcome.trouble is Trouble.AMBIGUOUS, outcome
+    assert outcome.failure is FailureKind.AMBIGUOUS, outcome
     assert it.made == 1
     assert [one.token for one in await it.listed()] == [order.token]
 
@@ -202,7 +202,7 @@ async def test_after_an_error_that_made_nothing_nothing_is_listed(it: Trial) -> 
     order = await it.order()
     it.fault("error-before-create")
     [outcome] = await it.renter.create([order])
-    assert outcome.trouble in (Trouble.AMBIGUOUS, Trouble.TRANSIENT), outcome
+    assert outcome.failure in (FailureKind.AMBIGUOUS, FailureKind.TRANSIENT), outcome
     assert it.made == 0
     assert await it.listed() == []
 
@@ -214,7 +214,7 @@ async def test_the_same_order_again_makes_nothing_twice_where_the_provider_promi
     it.fault("error-after-create")
     await it.renter.create([order])
     [outcome] = await it.renter.create([order])
-    assert outcome.ok or outcome.trouble is Trouble.CONFLICT
+    assert outcome.ok or outcome.failure is FailureKind.CONFLICT
     assert it.made == 1
 
 
@@ -240,7 +240,7 @@ async def test_a_refused_delete_is_an_outcome_and_can_be_repeated(it: Trial) -> 
     found = await it.listed()
     it.fault("rate")
     [outcome] = await it.renter.delete(found)
-    assert outcome.trouble is Trouble.RATE
+    assert outcome.failure is FailureKind.RATE
     assert (await it.renter.delete(found))[0].ok
 
 
@@ -300,7 +300,7 @@ async def test_a_name_that_is_taken_is_a_conflict_or_two_machines_of_one_token(i
     outcome = await it.create()
     found = await it.listed()
     if it.market.profile.unique_names:
-        assert outcome.trouble is Trouble.CONFLICT
+        assert outcome.failure is FailureKind.CONFLICT
         assert found == []
     else:
         assert outcome.ok
@@ -310,32 +310,32 @@ async def test_a_name_that_is_taken_is_a_conflict_or_two_machines_of_one_token(i
 
 async def test_a_bad_key_is_refused_and_never_shown(it: Trial) -> None:
     it.simulation.key = KEY
-    other = renter(with_key(it.case, it.url, "sk-wrong-secret-value"))
+    other = rental_provider(with_key(it.case, it.url, "sk-wrong-secret-value"))
     try:
         with pytest.raises(ProviderError) as caught:
-            await other.rented(CLUSTER)
+            await other.instances(CLUSTER)
         assert "sk-wrong" not in str(caught.value)
         assert "sk-wrong" not in repr(vars(other))
         [outcome] = await other.create([await it.order()])
-        assert (outcome.trouble, outcome.scope) == (Trouble.AUTH, "provider")
+        assert (outcome.failure, outcome.scope) == (FailureKind.AUTH, "provider")
     finally:
         await other.close()
 
 
 async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: Case) -> None:
     async with trial(case, limited=True) as it:
-        limits = it.simulation.cloud.limits()
+        limits = it.simulation.simulator.limits()
         if not limits:
             pytest.skip("no limit is known")
-        troubles = set()
+        failures = set()
         for count in range(400):
             try:
                 await it.listed()
             except ProviderError as error:
-                troubles.add(getattr(error, "trouble", None))
+                failures.add(getattr(error, "failure", None))
                 assert count > 0
                 break
-        assert troubles == {Trouble.RATE}
+        assert failures == {FailureKind.RATE}
 
 
 # Answers that are none
@@ -344,7 +344,7 @@ async def test_the_providers_own_limits_are_kept_to_by_it_and_told_by_us(case: C
 @pytest.mark.parametrize("answer", sorted(BAD_ANSWERS))
 async def test_a_bad_answer_to_a_question_is_an_error_that_says_so(case: Case, answer: str) -> None:
     async with saying(BAD_ANSWERS[answer]) as url, renting(case, url) as bad:
-        asked = [lambda: bad.rented(CLUSTER), lambda: bad.offers(Query())]
+        asked = [lambda: bad.instances(CLUSTER), lambda: bad.offers(Query())]
         asked += [lambda: bad.ensure_key(CLUSTER, PUBLIC_KEY)] if "ensure_key" in case.required else []
         for ask in asked:
             with pytest.raises(ProviderError, match=r"^acme: ") as caught:
@@ -356,10 +356,10 @@ async def test_a_bad_answer_to_a_question_is_an_error_that_says_so(case: Case, a
 @pytest.mark.parametrize("answer", sorted(set(BAD_ANSWERS) - {"redirect"}))
 async def test_a_bad_answer_to_an_order_leaves_open_whether_a_machine_was_made(it: Trial, answer: str) -> None:
     order = await it.order()
-    creating = it.simulation.cloud.creating
+    creating = it.simulation.simulator.creating
     async with saying(BAD_ANSWERS[answer], creating, it.url) as url, renting(it.case, url) as bad:
         [outcome] = await bad.create([order])
-    assert outcome.trouble is Trouble.AMBIGUOUS, outcome
+    assert outcome.failure is FailureKind.AMBIGUOUS, outcome
     assert outcome.message.startswith("acme: ")
 
 
@@ -378,11 +378,11 @@ async def test_a_bad_answer_to_a_delete_is_an_outcome_and_lists_tell_what_is_sti
 
 
 async def test_what_providers_were_seen_to_refuse_with_is_understood(it: Trial) -> None:
-    order, creating = await it.order(), it.simulation.cloud.creating
-    for status, body, trouble in RECORDED.get(it.case.kind, ()):
+    order, creating = await it.order(), it.simulation.simulator.creating
+    for status, body, expected in RECORDED.get(it.case.kind, ()):
         async with saying(http(status, written(body)), creating, it.url) as url, renting(it.case, url) as refused:
             [outcome] = await refused.create([order])
-        assert outcome.trouble is trouble, (status, body, outcome)
+        assert outcome.failure is expected, (status, body, outcome)
         assert outcome.message.startswith("acme: ")
     assert it.made == 0
 
@@ -409,7 +409,7 @@ async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
         """What the call complains of."""
         if call in ("create", "delete"):
             [outcome] = await (it.renter.create([order]) if call == "create" else it.renter.delete(found))
-            assert outcome.trouble is (Trouble.AMBIGUOUS if call == "create" else Trouble.TRANSIENT), outcome
+            assert outcome.failure is (FailureKind.AMBIGUOUS if call == "create" else FailureKind.TRANSIENT), outcome
             return outcome.message
         with pytest.raises(ProviderError) as caught:
             if call == "offers":
@@ -420,7 +420,7 @@ async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
                 await it.listed()
         return caught.value.message
 
-    creating = re.compile(it.simulation.cloud.creating)
+    creating = re.compile(it.simulation.simulator.creating)
     for call, names in it.case.required.items():
         for name in names:
             it.simulation.rewrite = lambda line, data, name=name, call=call: (
@@ -433,12 +433,12 @@ async def test_a_field_that_is_missing_is_named(it: Trial) -> None:
 async def test_a_provider_that_cannot_be_reached_made_nothing(case: Case) -> None:
     async with trial(case) as it:
         order = await it.order()
-    away = renter(account(case, it.url))
+    away = rental_provider(account(case, it.url))
     try:
         [outcome] = await away.create([order])
-        assert outcome.trouble in (Trouble.TRANSIENT, Trouble.AMBIGUOUS)
+        assert outcome.failure in (FailureKind.TRANSIENT, FailureKind.AMBIGUOUS)
         with pytest.raises(ProviderError, match=r"^acme: .*cannot be reached"):
-            await away.rented(CLUSTER)
+            await away.instances(CLUSTER)
     finally:
         await away.close()
 

@@ -15,20 +15,19 @@ import asyncssh
 import httpx
 import pytest
 
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import ProviderLogin, Query, RentalOrder, RentalProvider, RentedInstance
 from shoal.errors import ProviderError
-from shoal.providers.api import Request
-from shoal.providers.rental import Account, Order, Query, Rented, Renter
-from shoal.providers.rented import renter
-from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.providers.sandbox.machine import ssh_answers
-from shoal.providers.sandbox.programs import call
-from shoal.providers.sandbox.provider import SandboxProvider
-from shoal.simulators.faults import Fault
-from shoal.simulators.machines import MachineType, Profile, Wanted
-from shoal.simulators.market import Market
-from shoal.simulators.sandbox_ground import SandboxGround
+from shoal.hosts.provider import Request
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.nspawn import ssh_answers
+from shoal.sandbox.programs import call
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 from shoal.verbs.simulate import Simulated, simulate
+from shoal_simulators.instances import Fault, InstanceOrder, MachineType, Profile
+from shoal_simulators.market import Market
+from shoal_simulators.sandbox_backend import SandboxBackend
 
 CLUSTER = "t-simulated"
 TYPES = (MachineType("gpu", "A10", 2, 24, 1, 3, 1.0, places={"here": 9}),)
@@ -42,9 +41,9 @@ pytestmark = [
 
 
 @pytest.fixture
-async def ground() -> AsyncIterator[SandboxGround]:
+async def backend() -> AsyncIterator[SandboxBackend]:
     await SandboxProvider().destroy(CLUSTER, _silent)
-    made = SandboxGround("lambda", CLUSTER)
+    made = SandboxBackend("lambda", CLUSTER)
     await made.open()
     yield made
     await made.close()
@@ -61,16 +60,16 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return path
 
 
-def wanted(key: Any, name: str = "n1", **more: Any) -> Wanted:
+def wanted(key: Any, name: str = "n1", **more: Any) -> InstanceOrder:
     public = key.with_suffix(".pub").read_text()
-    return replace(Wanted(name, "gpu", "here", public_keys=(public,), user_data=SCRIPT), **more)
+    return replace(InstanceOrder(name, "gpu", "here", public_keys=(public,), user_data=SCRIPT), **more)
 
 
 async def until(market: Market, holds: Callable[[], object]) -> None:
     async with asyncio.timeout(90):
         while not holds():
             await asyncio.sleep(0.1)
-            market.look()
+            market.update()
 
 
 async def on(address: str, port: int, key: Any, user: str, command: str) -> asyncssh.SSHCompletedProcess:
@@ -81,15 +80,15 @@ async def on(address: str, port: int, key: Any, user: str, command: str) -> asyn
 
 
 async def test_a_machine_boots_lets_the_key_in_runs_its_script_and_is_given_back(
-    ground: SandboxGround, key: Any
+    backend: SandboxBackend, key: Any
 ) -> None:
-    market = Market(VM, TYPES, ground)
+    market = Market(VM, TYPES, backend)
     one = market.order(wanted(key), "0" * 31 + "1")
     await until(market, lambda: one.phase == "up")
     said = await on(one.host, 22, key, "ubuntu", "id -un; sudo id -un; nvidia-smi -L | wc -l; cat /dev/nvidia1")
     assert str(said.stdout).split() == ["ubuntu", "root", "2"]
     script = await on(one.host, 22, key, "ubuntu", "until sudo cat /root/user-data-ran; do sleep 0.1; done")
-    assert str(script.stdout).strip() == ground.host_name(one.id)
+    assert str(script.stdout).strip() == backend.host_name(one.id)
     with pytest.raises(asyncssh.PermissionDenied):
         await on(one.host, 22, key, "root", "true")
 
@@ -100,23 +99,23 @@ async def test_a_machine_boots_lets_the_key_in_runs_its_script_and_is_given_back
     assert not await ssh_answers(one.host)
 
 
-async def test_the_clusters_own_hosts_reach_a_machine_and_stay_when_it_goes(ground: SandboxGround, key: Any) -> None:
+async def test_the_clusters_own_hosts_reach_a_machine_and_stay_when_it_goes(backend: SandboxBackend, key: Any) -> None:
     provider = SandboxProvider()
     [own] = await provider.create(CLUSTER, [Request("c1", Shape())], _silent)
-    market = Market(VM, TYPES, ground)
+    market = Market(VM, TYPES, backend)
     one = market.order(wanted(key), "m1")
     await until(market, lambda: one.phase == "up")
     assert own.target.address
     ask = f"exec 3<>/dev/tcp/{one.host}/22; head -c 4 <&3"
     reached = await on(own.target.address, 22, own.target.identity, "root", f"bash -c '{ask}'")
     assert reached.stdout == "SSH-"
-    await ground.close()
+    await backend.close()
     assert [found.name for found in await provider.instances(CLUSTER)] == ["c1"]
     assert set(Layout(cache_dir(), CLUSTER).hosts()) == {"c1"}
 
 
-async def test_machines_can_be_broken_from_the_start(ground: SandboxGround, key: Any) -> None:
-    market = Market(VM, TYPES, ground)
+async def test_machines_can_be_broken_from_the_start(backend: SandboxBackend, key: Any) -> None:
+    market = Market(VM, TYPES, backend)
     market.faults = [Fault("bad-gpu"), Fault("never-reachable", region="here")]
     both_broken = market.order(wanted(key, "n1"), "m1")
     market.faults = [Fault("bad-gpu")]
@@ -130,48 +129,48 @@ async def test_machines_can_be_broken_from_the_start(ground: SandboxGround, key:
 
 
 async def test_a_machine_that_dies_or_shuts_itself_down_is_in_error_until_it_is_deleted(
-    ground: SandboxGround, key: Any
+    backend: SandboxBackend, key: Any
 ) -> None:
-    market = Market(VM, TYPES, ground)
+    market = Market(VM, TYPES, backend)
     one, other = market.order(wanted(key, "n1"), "m1"), market.order(wanted(key, "n2"), "m2")
     await until(market, lambda: one.phase == other.phase == "up")
     market.kill(one.id)
     with contextlib.suppress(asyncssh.Error, OSError):
         await on(other.host, 22, key, "ubuntu", "sudo systemctl poweroff")
     await until(market, lambda: one.phase == other.phase == "error")
-    await until(market, lambda: ground.stand("m1").state == "dead")
+    await until(market, lambda: backend.status("m1").state == "dead")
     assert not await ssh_answers(one.host)
     market.delete("m1")
     market.delete("m2")
     await until(market, lambda: one.phase == other.phase == "gone")
 
 
-async def test_machines_that_were_kept_are_there_for_the_next_run(ground: SandboxGround, key: Any) -> None:
-    before = Market(VM, TYPES, ground, store=ground.store)
+async def test_machines_that_were_kept_are_there_for_the_next_run(backend: SandboxBackend, key: Any) -> None:
+    before = Market(VM, TYPES, backend, store=backend.store)
     one = before.order(wanted(key, "n1"), "m1")
     lost = before.order(wanted(key, "n2"), "m2")
     await until(before, lambda: one.phase == lost.phase == "up")
-    await ground.close(keep=True)
-    await SandboxProvider().delete(CLUSTER, [ground.host_name("m2")], _silent)
-    stray = SandboxGround("lambda", CLUSTER)
+    await backend.close(keep=True)
+    await SandboxProvider().delete(CLUSTER, [backend.host_name("m2")], _silent)
+    stray = SandboxBackend("lambda", CLUSTER)
     await stray.open()
     Market(VM, TYPES, stray).order(wanted(key, "n3"), "m3")
     await stray.close(keep=True)
 
-    after = SandboxGround("lambda", CLUSTER)
+    after = SandboxBackend("lambda", CLUSTER)
     await after.open()
     market = Market(VM, TYPES, after, store=after.store)
     market.adopt()
-    assert {id: found.phase for id, found in market.machines.items()} == {"m1": "up", "m2": "error"}
-    assert (await on(market.machines["m1"].host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
-    await until(market, lambda: set(after.layout.hosts()) == {ground.host_name("m1")})
+    assert {id: found.phase for id, found in market.instances.items()} == {"m1": "up", "m2": "error"}
+    assert (await on(market.instances["m1"].host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
+    await until(market, lambda: set(after.layout.hosts()) == {backend.host_name("m1")})
     await after.close()
     assert not after.layout.dir.exists()
 
 
-async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(ground: SandboxGround, key: Any) -> None:
+async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(backend: SandboxBackend, key: Any) -> None:
     container = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0, container=True)
-    market = Market(container, TYPES, ground)
+    market = Market(container, TYPES, backend)
     one = market.order(wanted(key, user_data="echo ran > /root/args-ran"), "m1")
     await until(market, lambda: one.phase == "up")
     assert one.port != 22
@@ -208,26 +207,25 @@ async def test_a_second_simulator_is_refused_and_the_machines_of_the_first_stay(
         with pytest.raises(ProviderError) as caught:
             await simulate("sandbox", lambda found: None, cluster=CLUSTER)
         assert str(caught.value) == (
-            f"sandbox is simulated for cluster {CLUSTER} already\n"
-            "  fix: use the one that runs, or end it with Ctrl-C first"
+            f"another process simulates sandbox for cluster {CLUSTER}\n  fix: use that one, or stop it with Ctrl-C"
         )
         async with renting("sandbox", told.url) as rents:
-            assert [(one.id, one.state) for one in await rents.rented(CLUSTER)] == [(there.id, "up")]
+            assert [(one.id, one.state) for one in await rents.instances(CLUSTER)] == [(there.id, "up")]
         assert (await on(there.host, 22, key, "root", "id -un")).stdout == "root\n"
 
 
-async def test_a_start_that_fails_leaves_the_machines_that_were_kept(ground: SandboxGround, key: Any) -> None:
-    before = Market(VM, TYPES, ground, store=ground.store)
+async def test_a_start_that_fails_leaves_the_machines_that_were_kept(backend: SandboxBackend, key: Any) -> None:
+    before = Market(VM, TYPES, backend, store=backend.store)
     one = before.order(wanted(key), "m1")
     await until(before, lambda: one.phase == "up")
-    await ground.close(keep=True)
+    await backend.close(keep=True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ProviderError, match=r"cannot listen on 127\.0\.0\.1"):
             await simulate("lambda", lambda found: None, cluster=CLUSTER, port=taken.getsockname()[1])
     assert (await on(one.host, 22, key, "ubuntu", "id -un")).stdout == "ubuntu\n"
-    await ground.open()  # whose end takes them away
+    await backend.open()  # whose end takes them away
 
 
 @contextlib.asynccontextmanager
@@ -243,30 +241,30 @@ async def simulated(kind: str) -> AsyncIterator[Simulated]:
 
 
 @contextlib.asynccontextmanager
-async def renting(kind: str, url: str) -> AsyncIterator[Renter]:
-    rents = renter(Account("acme", kind, "sk-simulated", url, {"project": "reefs"}))
+async def renting(kind: str, url: str) -> AsyncIterator[RentalProvider]:
+    rents = rental_provider(ProviderLogin("acme", kind, "sk-simulated", url, {"project": "reefs"}))
     try:
         yield rents
     finally:
         await rents.close()
 
 
-async def spot(kind: str, url: str, type: str, key: Any) -> Rented:
+async def spot(kind: str, url: str, type: str, key: Any) -> RentedInstance:
     """A spot machine of a simulated cloud, up."""
     public = key.with_suffix(".pub").read_text()
     async with renting(kind, url) as rents:
         [offer, *_] = await rents.offers(Query(types=(type,), market="spot"))
-        [outcome] = await rents.create([Order(CLUSTER, "n1", "t1", offer, public)])
+        [outcome] = await rents.create([RentalOrder(CLUSTER, "n1", "t1", offer, public)])
         assert outcome.ok, outcome
         async with asyncio.timeout(120):
             while True:
-                [there] = await rents.rented(CLUSTER)
+                [there] = await rents.instances(CLUSTER)
                 if there.state == "up":
                     return there
                 await asyncio.sleep(0.2)
 
 
-async def asked(machine: Rented, key: Any, path: str) -> str:
+async def asked(machine: RentedInstance, key: Any, path: str) -> str:
     """What a machine is answered that asks for itself."""
     ask = (
         "import urllib.request as u; "
@@ -277,7 +275,7 @@ async def asked(machine: Rented, key: Any, path: str) -> str:
     return str(said.stdout or said.stderr).strip()
 
 
-async def taken_away(url: str, machine: Rented) -> None:
+async def taken_away(url: str, machine: RentedInstance) -> None:
     async with httpx.AsyncClient(base_url=url) as client:
         (await client.post(f"/_simulator/preempt/{machine.id}")).raise_for_status()
 

@@ -23,7 +23,7 @@ from tests.e2e.leftovers import TAG, noted
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.sandbox.provider import SandboxProvider
 
 LIMIT = 600.0
 """Seconds for whatever ends by itself. Generous: the machine may be busy. Reached only by what hangs."""

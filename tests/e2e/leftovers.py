@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.provider import SandboxProvider
 
 TAG = "SHOAL_TEST_CLUSTER"
 """In the environment of every command that a test runs for a cluster."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from tests.e2e.cluster import IMAGE
 from tests.e2e.leftovers import noted
 
-from shoal.providers.api import Instance, Request
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.hosts.provider import Instance, Request
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 from shoal.verbs.context import state_directory
 

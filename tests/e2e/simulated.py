@@ -41,15 +41,17 @@ class Cloud:
 
 
 @contextmanager
-def renting(directory: Path, spec: str, *clouds: Cloud) -> Iterator[tuple[Cluster, dict[str, str]]]:
+def renting(
+    directory: Path, spec: str, *clouds: Cloud, kind: type[Cluster] = Cluster
+) -> Iterator[tuple[Cluster, dict[str, str]]]:
     """A cluster that is up and rents from such clouds, and their addresses by kind: URL-OF-KIND in the spec."""
     name = spec.split("cluster:")[1].split()[0]
     with noted(name), ExitStack() as stack:
         urls = {cloud.kind: stack.enter_context(simulated(name, cloud)) for cloud in clouds}
-        for kind, url in urls.items():
-            spec = spec.replace(f"URL-OF-{kind}", url)
-        cluster = Cluster(directory, spec)
-        cluster.env |= {cloud.variable: cloud.key for cloud in clouds}
+        for cloud, url in urls.items():
+            spec = spec.replace(f"URL-OF-{cloud}", url)
+        cluster = kind(directory, spec)
+        cluster.env |= {each.variable: each.key for each in clouds}
         try:
             assert cluster.json("up")["whole"]
             cluster.on("controller", "sh", "-c", IMPATIENT)

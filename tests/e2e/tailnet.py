@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import pytest
 from tests.e2e.lent import Lent
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.providers.sandbox.network import gateway
-from shoal.roles.tailscale_rented import KEYRING
+from shoal.roles.tailscale import KEYRING
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.network import gateway
 
 PROGRAM = Path(__file__).with_name("tailscale_stand_in.py")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.lent import Lent, lent_hosts
 
-from shoal.agent.client import AgentSession, Ask, ItemEvent, ItemResult
+from shoal.agent.client import AgentSession, FactsRequest, ItemEvent, ItemResult
 from shoal.agent.document import (
     Block,
     Command,
@@ -23,7 +23,6 @@ from shoal.agent.document import (
     Mount,
     Packages,
     Service,
-    Sysctl,
     User,
 )
 from shoal.errors import AgentFailed
@@ -121,17 +120,6 @@ async def test_files_directories_and_blocks_come_and_go(lent: Lent, known: Path)
     assert lent.shell("n1", "cat /etc/shared") == with_block
     await applied_once(lent, known, File("/srv/net/knots/list"), Block("/etc/shared", "knots", ""))
     assert lent.shell("n1", "ls /srv/net/knots; cat /etc/shared") == "first\nlast without newline\n"
-
-
-async def test_a_kernel_setting_holds_now_and_after_a_reboot(lent: Lent, known: Path) -> None:
-    before = lent.shell("n1", "cat /proc/sys/net/ipv4/tcp_fin_timeout").strip()
-    value = "41" if before != "41" else "42"
-    [action] = await applied_once(lent, known, Sysctl("net.ipv4.tcp_fin_timeout", value))
-    assert action == f"set net.ipv4.tcp_fin_timeout to {value} (was {before})"
-    kept = "cat /proc/sys/net/ipv4/tcp_fin_timeout; cat /etc/sysctl.d/90-shoal-net.ipv4.tcp_fin_timeout.conf"
-    assert lent.shell("n1", kept) == f"{value}\nnet.ipv4.tcp_fin_timeout = {value}\n"
-    [failed] = await apply(lent, known, Sysctl("net.ipv4.no_such_setting", "1"))
-    assert failed.detail == "the kernel does not take net.ipv4.no_such_setting = 1: No such file or directory"
 
 
 async def test_a_mount_holds_now_and_after_a_reboot_and_goes(lent: Lent, known: Path) -> None:
@@ -348,13 +336,13 @@ def daemons(lent: Lent) -> list[str]:
 async def test_without_systemd_a_supervisor_starts_restarts_and_stops_a_daemon(lent: Lent, known: Path) -> None:
     lent.shell("n1", "mkdir -p /etc/cron.d")
     async with plain_agent(lent, known) as agent:
-        assert (await agent.facts(Ask(services=("sleeper",)))).init == "none"
+        assert (await agent.facts(FactsRequest(services=("sleeper",)))).init == "none"
         sleeper = Service("sleeper", command=("sleep", "44441"))
         planned = await agent.check((sleeper,))
         assert planned.items[0].action == "start sleeper under a supervisor"
         assert (await agent.apply((sleeper,), {}, quiet)).changed == 1
         assert not (await agent.apply((sleeper,), {}, quiet)).changed
-        assert (await agent.facts(Ask(services=("sleeper",)))).services == {"sleeper": "active"}
+        assert (await agent.facts(FactsRequest(services=("sleeper",)))).services == {"sleeper": "active"}
     [first] = daemons(lent)
     assert "supervise.py sleeper sleep 44441" in lent.shell("n1", "cat /etc/cron.d/shoal-sleeper")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import HOLD_APT, LIMIT, RELEASE_APT, Cluster, kill, read_until, taken_down
 
-from shoal.providers.sandbox.layout import Layout
+from shoal.sandbox.layout import Layout
 
 pytestmark = pytest.mark.sandbox
 

@@ -81,7 +81,7 @@ def test_nodes_that_have_gone_sleep_without_a_mark_of_the_past(rented: tuple[Clu
     cluster.wait("all nodes sleep", lambda: asleep(cluster), seconds=240)
 
 
-@pytest.mark.matrix  # tests/unit/elastic/test_killed.py has every step of it
+@pytest.mark.matrix  # tests/unit/cloud/test_service_restart.py has every step of it
 def test_a_service_that_is_killed_again_and_again_rents_nothing_twice_and_leaves_nothing(
     rented: tuple[Cluster, str],
 ) -> None:

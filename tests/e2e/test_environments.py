@@ -22,12 +22,12 @@ from tests.e2e.tracking_checks import (
     check_the_page_opens_through_ssh,
     put_stand_in,
 )
-from tests.small_wheels import small_wheel, torch_like
+from tests.small_wheels import small_wheel, torch_like, uv_wheel
 
-from shoal.environments.builder import MARK
-from shoal.environments.place import LOCAL
-from shoal.network.clocks import following_conf, serving_conf
-from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.environments.store import LOCAL_DIRECTORY
+from shoal.remote.environment_builder import MARK
+from shoal.roles.clock import following_conf, serving_conf
+from shoal.sandbox.layout import Layout, cache_dir
 
 pytestmark = pytest.mark.sandbox
 
@@ -63,6 +63,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         small_wheel(index, "herring", "2.0", needs="sprat")
         small_wheel(index, "sprat", "1.0")
         torch_like(index, "9.1+cu130", "13.0")
+        uv_wheel(index)
         yield made
 
 
@@ -77,12 +78,12 @@ def printed(result: dict[str, object]) -> list[str]:
     return [line["text"] for line in lines]
 
 
-def test_a_job_that_names_one_that_is_not_built_is_refused_with_the_command_that_builds_it(cluster: Cluster) -> None:
+def test_a_job_with_an_environment_that_is_not_built_is_refused(cluster: Cluster) -> None:
     said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
     assert "environment torch is not built yet" in said and "`shoal env build torch`" in said
 
 
-def test_it_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
+def test_an_environment_is_built_once_and_runs_on_every_node(cluster: Cluster) -> None:
     [made] = cluster.json("env", "build", "torch")["made"]
     assert made["packages"] == ["herring==1.0", "sprat==1.0"]
     again = cluster.json("env", "build", "torch")
@@ -101,7 +102,7 @@ def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(clus
     try:
         (cluster.file.parent / "torch.txt").write_text(INDEX + "herring==2.0\n")
         said = cluster.shoal("run", "--env", "torch", "train.py", status=2).stderr
-        assert "environment torch was made from another file than the one that is here now" in said
+        assert "environment torch was built from another version of its file" in said
         [new] = cluster.json("env", "build", "torch")["made"]
         assert new["id"] != old["id"]
         done = cluster.json("run", "--wait", "--env", "torch", "--gpus-per-node", "0", "train.py")
@@ -117,10 +118,10 @@ def test_a_running_job_keeps_its_environment_while_a_new_one_takes_its_name(clus
     cluster.on("fish1", f"{new['path']}/bin/herring-says")
 
 
-def test_nodes_get_copies_of_their_own_and_one_that_lost_its_copy_is_named(cluster: Cluster) -> None:
+def test_nodes_get_local_copies_and_a_node_without_one_is_named(cluster: Cluster) -> None:
     built = cluster.json("env", "build", "bowl")
     [made] = built["made"]
-    assert (made["path"], built["copied"]) == (f"{LOCAL}/{made['id']}", {"bowl": ["fish1", "fish2"]})
+    assert (made["path"], built["copied"]) == (f"{LOCAL_DIRECTORY}/{made['id']}", {"bowl": ["fish1", "fish2"]})
     done = cluster.json("run", "--wait", "-N2", "--env", "bowl", "train.py")
     assert printed(done) == [f"uses 1.0 {made['path']}"] * 2
     cluster.on("fish2", "rm", "-rf", made["path"])
@@ -135,14 +136,14 @@ def test_nodes_get_copies_of_their_own_and_one_that_lost_its_copy_is_named(clust
     assert cluster.on("fish2", f"{made['path']}/bin/herring-says") == "herring 1.0\n"
 
 
-def test_a_torch_that_the_drivers_are_too_old_for_is_told_when_it_is_built_and_not_put_in_force(
+def test_a_torch_too_new_for_all_drivers_is_an_error_and_gets_no_name(
     cluster: Cluster,
 ) -> None:
     for node in ("fish1", "fish2"):
         cluster.on(node, "sed", "-i", "s/$/, 535.54.03/", "/etc/shoal-gpus")
     built = cluster.json("env", "build", "sea", status=1)
     [finding] = built["findings"]
-    assert finding["what"] == "environment sea: torch 9.1+cu130 is for CUDA 13.0, which the driver is too old for"
+    assert finding["what"] == "environment sea: the driver is too old for torch 9.1+cu130, built for CUDA 13.0"
     assert (finding["level"], finding["found"], finding["host"]) == ("error", "driver 535.54.03", "fish[1-2]")
     states = {one["name"]: one["state"] for one in cluster.json("env", "list")["environments"]}
     assert states["sea"] == "not built"
@@ -151,7 +152,7 @@ def test_a_torch_that_the_drivers_are_too_old_for_is_told_when_it_is_built_and_n
     assert [(finding["level"], finding["host"]) for finding in built["findings"]] == [("warning", "fish2")]
 
 
-def test_a_build_that_is_killed_is_finished_by_the_next_one(cluster: Cluster) -> None:
+def test_a_killed_build_is_finished_by_the_next(cluster: Cluster) -> None:
     (cluster.file.parent / "bowl.txt").write_text(INDEX + "sprat\n")
     wheels = Layout(cache_dir(), cluster.name).shared / "environments" / "wheels"
     before = set(wheels.iterdir())
@@ -163,7 +164,7 @@ def test_a_build_that_is_killed_is_finished_by_the_next_one(cluster: Cluster) ->
     assert cluster.on("fish1", f"{made['path']}/bin/sprat-says") == "sprat 1.0\n"
 
 
-def test_status_says_how_far_the_clocks_are_apart_and_whose_they_are(cluster: Cluster) -> None:
+def test_status_shows_clock_offsets_and_containers(cluster: Cluster) -> None:
     clocks = cluster.json("status")["clocks"]
     assert set(clocks["ahead"]) == {"fish1", "fish2"} and max(map(abs, clocks["ahead"].values())) < 60
     assert set(clocks["containers"]) == {"controller", "fish1", "fish2"}
@@ -178,7 +179,7 @@ READ = "/tmp/chrony/usr/sbin/chronyd -p -f /shared/chrony.conf"
 
 
 @ON_DEBIAN_12
-def test_a_real_chronyd_takes_our_configuration(cluster: Cluster) -> None:
+def test_a_real_chronyd_accepts_the_configuration(cluster: Cluster) -> None:
     cluster.on("controller", "sh", "-c", UNPACK)
     for text in (serving_conf("10.0.0.1", ["10.0.0.1", "10.0.0.2", "fd00::2"]), following_conf("10.0.0.1")):
         (Layout(cache_dir(), cluster.name).shared / "chrony.conf").write_text(text)
@@ -186,7 +187,7 @@ def test_a_real_chronyd_takes_our_configuration(cluster: Cluster) -> None:
         assert read.splitlines() == [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_the_commands_of_the_page_on_environments_run_as_they_stand(cluster: Cluster) -> None:
+def test_the_commands_of_the_environments_page_run(cluster: Cluster) -> None:
     [block] = commands(ROOT / "docs/environments.md")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = {}
@@ -200,7 +201,7 @@ def test_the_commands_of_the_page_on_environments_run_as_they_stand(cluster: Clu
     assert said["shoal run --env torch -N2 --wait train.py"].count("uses 2.0") == 2
 
 
-def test_jobs_report_to_the_clusters_own_server_and_nobody_else_gets_in(cluster: Cluster) -> None:
+def test_jobs_report_to_the_tracking_server_and_others_cannot_reach_it(cluster: Cluster) -> None:
     put_stand_in(cluster, "controller")
     cluster.file.write_text(cluster.file.read_text() + "tracking: mlflow\n")
     assert cluster.json("up")["whole"]
@@ -211,9 +212,9 @@ def test_jobs_report_to_the_clusters_own_server_and_nobody_else_gets_in(cluster:
     check_the_page_opens_through_ssh(cluster)
 
 
-def test_status_says_how_the_tracking_server_is(cluster: Cluster) -> None:
+def test_status_shows_the_health_of_the_tracking_server(cluster: Cluster) -> None:
     assert cluster.json("status")["tracking"]["well"]
-    assert f"mlflow: {address(cluster)} answers" in cluster.shoal("status").stdout
+    assert f"mlflow: {address(cluster)} responds" in cluster.shoal("status").stdout
     cluster.on("controller", "systemctl", "stop", "shoal-mlflow")
     health = cluster.json("status")["tracking"]
     assert not health["well"] and "refused" in health["said"]
@@ -221,7 +222,7 @@ def test_status_says_how_the_tracking_server_is(cluster: Cluster) -> None:
     cluster.wait("it answers again", lambda: cluster.json("status")["tracking"]["well"])
 
 
-def test_a_server_that_the_spec_no_longer_wants_goes_with_its_port(cluster: Cluster) -> None:
+def test_a_tracking_server_removed_from_the_spec_is_stopped_and_its_port_closed(cluster: Cluster) -> None:
     cluster.edit("tracking: mlflow\n", "")
     assert cluster.json("up")["whole"]
     assert cluster.on("controller", "systemctl", "is-active", "shoal-mlflow", status=None).strip() == "inactive"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.e2e.cluster import LIMIT, Cluster, taken_down
 
-from shoal.train.contract import EXIT_REQUEUE
+from shoal.contract import EXIT_REQUEUE
 from shoal.verbs.context import open_context
 from shoal.verbs.job import Job
 
@@ -283,7 +283,7 @@ def test_cancel_ends_a_running_job(cluster: Jobs) -> None:
     assert cluster.shoal("cancel", job).stdout == f"cancelled {job}\n"
     cluster.wait("it has ended", lambda: cluster.state(job) == "")
     assert "cancelled" in cluster.shoal("jobs").stdout
-    assert cluster.shoal("cancel", job).stdout == f"had ended already: {job}\n"
+    assert cluster.shoal("cancel", job).stdout == f"already ended: {job}\n"
 
 
 def test_sbatch_takes_arrays_and_dependencies(cluster: Jobs) -> None:

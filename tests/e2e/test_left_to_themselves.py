@@ -14,14 +14,14 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.leftovers import noted
 from tests.e2e.simulated import Cloud, bill, printed, renting, submit
 
-from shoal.elastic.unclaimed import machine_script
-from shoal.providers.rental import Account
-from shoal.providers.rented import renter
-from shoal.providers.sandbox.provider import SandboxProvider
-from shoal.roles.watchdog import SILENT_SECONDS
-from shoal.simulators.machines import MachineType, Profile, Wanted
-from shoal.simulators.market import Market
-from shoal.simulators.sandbox_ground import SandboxGround
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import ProviderLogin
+from shoal.cloud.service.boot import machine_script
+from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S
+from shoal.sandbox.provider import SandboxProvider
+from shoal_simulators.instances import InstanceOrder, MachineType, Profile
+from shoal_simulators.market import Market
+from shoal_simulators.sandbox_backend import SandboxBackend
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
@@ -40,22 +40,22 @@ def test_a_machine_that_nobody_joins_switches_itself_off() -> None:
 
 async def _phases(profile: Profile, script: str) -> list[str]:
     """What becomes of a machine that is ordered with such a script, and of which nobody hears any more."""
-    ground = SandboxGround("lambda", OFF)
+    backend = SandboxBackend("lambda", OFF)
     await SandboxProvider().destroy(OFF, _quiet)
-    await ground.open()
+    await backend.open()
     try:
-        market = Market(profile, TYPES, ground)
-        one = market.order(Wanted("n1", "cpu", "here", user_data=script), "m1")
+        market = Market(profile, TYPES, backend)
+        one = market.order(InstanceOrder("n1", "cpu", "here", user_data=script), "m1")
         seen: list[str] = []
         async with asyncio.timeout(ENOUGH):
             while "error" not in seen:
                 await asyncio.sleep(0.2)
-                market.look()
+                market.update()
                 if one.phase in ("up", "error") and one.phase not in seen:
                     seen.append(one.phase)
         return seen
     finally:
-        await ground.close()
+        await backend.close()
         await SandboxProvider().destroy(OFF, _quiet)
 
 
@@ -82,9 +82,9 @@ def off(url: str) -> set[str]:
     """The nodes whose machines are switched off, as their cloud has it."""
 
     async def ask() -> set[str]:
-        at = renter(Account("acme", "sandbox", KEY, url))
+        at = rental_provider(ProviderLogin("acme", "sandbox", KEY, url))
         try:
-            return {one.node for one in await at.rented(NAME) if one.state in ("stopped", "error")}
+            return {one.node for one in await at.instances(NAME) if one.state in ("stopped", "error")}
         finally:
             await at.close()
 
@@ -104,7 +104,7 @@ def test_a_node_whose_controller_is_silent_for_long_switches_itself_off_and_is_g
 
     cluster.wait("the silence is noted", lambda: on_node("cat /run/shoal-watchdog/silent").isdigit(), seconds=300)
     assert off(url) == set()
-    on_node(f"echo $(($(date +%s) - {SILENT_SECONDS})) > /run/shoal-watchdog/silent")
+    on_node(f"echo $(($(date +%s) - {CONTROLLER_TIMEOUT_S})) > /run/shoal-watchdog/silent")
     cluster.wait("the node goes that heard nothing for an hour", lambda: off(url) == {"burst1"}, seconds=300)
     [machine] = bill(url)["machines"]
     assert not machine["ended"]  # this cloud bills what is switched off

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.cluster import Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts, spec_text
 
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
 pytestmark = pytest.mark.sandbox

@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.lent import Lent, lent_hosts
 from tests.e2e.simulated import Cloud, bill, ended, simulated, spent
 
-from shoal.roles.elastic import SUCCEEDED
+from shoal.roles.elastic import SUPERSEDED
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1500)]
@@ -73,7 +73,7 @@ def test_while_a_machine_is_rented_the_controller_stays_where_it_is(moving: Movi
     moving.put("c2", "c1")
     refused = moving.cluster.shoal("up", status=None)
     assert refused.returncode != 0
-    assert "jobs on machines that c1 rented would end: burst1 (acme " in refused.stderr
+    assert "would end the jobs on machines that c1 rented: burst1 (acme " in refused.stderr
     assert moving.state("c1", job) == "RUNNING"
     moving.put("c1", "c2")
     moving.lent.shell("c1", f"scancel {job}")
@@ -105,7 +105,7 @@ def test_an_old_service_that_comes_back_touches_nothing(moving: Moving) -> None:
 
     moving.cluster.wait("it sees who is in charge", lambda: "a later service" in problem(), seconds=120)
     assert f"{machine} of acme was rented by a later service" in problem()
-    moving.lent.shell("c1", f"systemctl restart shoal-elastic && test -s {SUCCEEDED}")
+    moving.lent.shell("c1", f"systemctl restart shoal-elastic && test -s {SUPERSEDED}")
     moving.cluster.wait("it says so again", lambda: "a later service" in problem(), seconds=60)
     assert [one["id"] for one in bill(moving.url)["machines"] if not one["ended"]] == [machine]
     moving.lent.shell("c1", "systemctl stop shoal-elastic")

@@ -17,7 +17,7 @@ from tests.documents import ROOT
 from tests.e2e.cluster import LIMIT, Cluster, taken_down
 from tests.e2e.torch_env import give_torch
 
-from shoal.providers.sandbox.layout import Layout
+from shoal.sandbox.layout import Layout
 
 SCRIPT = ROOT / "tests/unit/proof/train.py"
 WAYS = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
@@ -87,7 +87,7 @@ def test_a_wrong_script_fails_with_the_cause_in_words(tree: Path, fault: str, sa
     ("fault", "said"),
     [
         ("no init", "the script recorded nothing: it never called shoal.train.init()"),
-        ("no loss", "the script told nobody its loss"),
+        ("no loss", "the script reported no loss"),
     ],
 )
 def test_a_script_that_takes_no_part_is_told_which_call_is_missing(tree: Path, fault: str, said: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.lent import Lent, lent_hosts
 
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(400)]

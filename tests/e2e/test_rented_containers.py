@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated import Cloud, apart, asleep, bill, ended, renting
-from tests.small_wheels import small_wheel
+from tests.small_wheels import small_wheel, uv_wheel
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.layout import Layout, cache_dir
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
@@ -85,7 +85,9 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     place = tmp_path_factory.mktemp("pods")
     (place / "bowl.txt").write_text("--no-index\n--find-links /shared/index\nherring\n")
     with renting(place, SPEC, cloud) as (cluster, urls):
-        small_wheel(Layout(cache_dir(), NAME).shared / "index", "herring", "1.0")
+        index = Layout(cache_dir(), NAME).shared / "index"
+        small_wheel(index, "herring", "1.0")
+        uv_wheel(index)
         yield Pods(cluster, urls["runpod"], tmp_path_factory.mktemp("tree"))
 
 

@@ -16,7 +16,7 @@ from tests.e2e.lent import Lent, lent_hosts
 from tests.e2e.simulated import IMPATIENT, UNFINISHED, Cloud, asleep, ended, printed, simulated, state, submit
 from tests.e2e.tailnet import StandIn
 
-from shoal.roles.tailscale_rented import KEY_THERE, KEYRING, SOURCE
+from shoal.roles.tailscale import CONTROLLER_KEY, KEYRING, SOURCE
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -110,7 +110,7 @@ def test_they_log_out_when_they_are_given_back_and_nobody_lets_their_addresses_i
 
 
 def test_the_secret_on_the_controller_is_roots_alone(reef: Reef) -> None:
-    assert reef.lent.shell("controller", f"cat {KEY_THERE}; stat -c ' %U %a' {KEY_THERE}").split() == [
+    assert reef.lent.shell("controller", f"cat {CONTROLLER_KEY}; stat -c ' %U %a' {CONTROLLER_KEY}").split() == [
         *(SECRET, "root", "600")
     ]
     look = f"grep -rl {SECRET} / --exclude-dir=proc --exclude-dir=sys --exclude-dir=shared 2> /dev/null || true"
@@ -126,7 +126,7 @@ def test_up_needs_the_secret_no_more_and_leaves_the_controllers_alone(reef: Reef
         assert reef.cluster.json("up")["whole"]
     finally:
         reef.cluster.env["TS_SECRET"] = secret
-    assert reef.lent.shell("controller", f"cat {KEY_THERE}") == SECRET
+    assert reef.lent.shell("controller", f"cat {CONTROLLER_KEY}") == SECRET
 
 
 def test_a_container_computes_through_its_tunnel_and_does_not_join(tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_a_container_computes_through_its_tunnel_and_does_not_join(tmp_path: Pat
         done = made.lent.shell("controller", job).split()[0]
         assert state(made.cluster, done) == "COMPLETED"
         assert set(members(made)) == {"tr-pods-controller"}
-        assert made.lent.shell("controller", f"test ! -e {KEY_THERE} && echo none").strip() == "none"
+        assert made.lent.shell("controller", f"test ! -e {CONTROLLER_KEY} && echo none").strip() == "none"

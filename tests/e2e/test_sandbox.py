@@ -17,11 +17,11 @@ from tests.e2e.leftovers import TAG, noted, sweep
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
-from shoal.providers import Instance, Request
-from shoal.providers.sandbox import images
-from shoal.providers.sandbox.cgroups import hierarchies, is_v2_only
-from shoal.providers.sandbox.layout import Layout
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.hosts.provider import Instance, Request
+from shoal.sandbox import images
+from shoal.sandbox.cgroups import hierarchies, is_v2_only
+from shoal.sandbox.layout import Layout
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
 pytestmark = [
@@ -211,7 +211,7 @@ async def test_a_full_disk_is_full_for_that_host_only(hosts: dict[str, Instance]
     assert await ssh(hosts["n1"].target, "echo text > /root/new") == ""
     await sandbox.faults.empty_disk(CLUSTER, "n2")
     assert await ssh(hosts["n2"].target, "echo text > /root/new; cat /root/new") == "text"
-    with pytest.raises(ProviderError, match="n1 has no disk of its own to fill; it shares this machine's\n  fix: ask"):
+    with pytest.raises(ProviderError, match="cannot fill the disk of host n1: it shares this machine's\n  fix: ask"):
         await sandbox.faults.fill_disk(CLUSTER, "n1")
 
 
@@ -299,8 +299,8 @@ async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path
     before = traces(layout)
     program = (
         "import asyncio, sys, pathlib\n"
-        "from shoal.providers import Request\n"
-        "from shoal.providers.sandbox.provider import SandboxProvider\n"
+        "from shoal.hosts.provider import Request\n"
+        "from shoal.sandbox.provider import SandboxProvider\n"
         "from shoal.spec.member import Shape\n"
         "wanted = [Request(f'n{i}', Shape(disk_mb=64 if i == 1 else None, gpus=1)) for i in range(4)]\n"
         "asyncio.run(SandboxProvider(pathlib.Path(sys.argv[1])).create('e2e-killed', wanted, print))\n"
@@ -326,8 +326,8 @@ async def test_destroy_leaves_nothing_of_a_create_that_was_killed(tmp_path: Path
 
 RUN = f"""
 import asyncio, os, subprocess, time
-from shoal.providers import Request
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.hosts.provider import Request
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 from tests.e2e.leftovers import noted
 with noted("e2e-left"):
@@ -370,7 +370,7 @@ async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, san
         devices = Layout(sandbox.cache, cluster).host_dir("n1") / "devices"
         (devices / "gone").symlink_to("/nowhere/at/all")
         wanted = [Request("n1", Shape()), Request("n2", Shape())]
-        with pytest.raises(ProviderError, match="1 of 2 sandbox hosts did not come up: host n1 ended while it booted"):
+        with pytest.raises(ProviderError, match="1 of 2 sandbox hosts did not come up: host n1 ended during boot"):
             await sandbox.create(cluster, wanted, quiet)
         (devices / "gone").unlink()
         assert [one.state for one in await sandbox.create(cluster, wanted, quiet)] == ["running", "running"]

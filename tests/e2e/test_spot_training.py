@@ -25,7 +25,7 @@ from tests.e2e.simulated import UNFINISHED, Cloud, bill, ended, preempt, renting
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 from tests.matrix.cells import Cell, Stopped
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.layout import Layout, cache_dir
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -96,7 +96,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield made
 
 
-def test_people_have_the_same_numbers_everywhere_and_a_second_up_changes_nothing(lab: Lab) -> None:
+def test_users_have_the_same_ids_everywhere_and_a_second_up_changes_nothing(lab: Lab) -> None:
     [seen] = {
         lab.on(host, "sh", "-c", "id alice; id bob; getent group team shoal-users")
         for host in ("controller", "fish1", "fish2")
@@ -106,7 +106,7 @@ def test_people_have_the_same_numbers_everywhere_and_a_second_up_changes_nothing
     assert again["whole"] and not again["changed"], again
 
 
-def test_a_persons_job_on_two_nodes_writes_into_her_home_as_herself(lab: Lab) -> None:
+def test_a_users_job_on_two_nodes_writes_into_her_home(lab: Lab) -> None:
     work = "srun -N2 sh -c 'echo hello > ~/from.$SLURMD_NODENAME; id -u; stat -c %a:%u ~'"
     said = lab.says("alice", "controller", work)
     assert sorted(said.split()) == ["2001", "2001", "700:2001", "700:2001"]
@@ -119,7 +119,7 @@ def test_a_persons_job_on_two_nodes_writes_into_her_home_as_herself(lab: Lab) ->
 
 
 @ON_DEBIAN_12
-def test_a_node_lets_in_by_ssh_who_has_a_job_there(lab: Lab) -> None:
+def test_ssh_to_a_node_needs_a_job_there(lab: Lab) -> None:
     assert lab.login("alice", "fish1", "true").returncode != 0
     lab.says("alice", "controller", "sbatch -w fish1 -o /dev/null --wrap 'sleep 600'")
     lab.wait("her job runs", lambda: lab.says("alice", "controller", "squeue -h -o %T").strip() == "RUNNING")
@@ -130,7 +130,7 @@ def test_a_node_lets_in_by_ssh_who_has_a_job_there(lab: Lab) -> None:
     assert lab.login("alice", "controller", "true").returncode == 0
 
 
-def test_a_server_that_is_killed_and_returns_has_all_that_was_synced_and_the_job_went_on(lab: Lab) -> None:
+def test_a_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab: Lab) -> None:
     lab.says("alice", "controller", f"cat > writer.py <<'E'\n{WRITER}\nE")
     job = lab.says("alice", "controller", "sbatch --parsable -w fish1 -o writer.out --wrap 'python3 writer.py'").strip()
 
@@ -154,7 +154,7 @@ def test_a_server_that_is_killed_and_returns_has_all_that_was_synced_and_the_job
     assert lab.shell("fish1", "cat /data/written").split() == written
 
 
-def test_a_share_that_is_copied_comes_before_a_job_and_its_results_go_back(lab: Lab, tmp_path: Path) -> None:
+def test_a_staged_share_is_copied_before_a_job_and_back_after_it(lab: Lab, tmp_path: Path) -> None:
     lab.shell("controller", "echo 20 > /scratch/number; mkdir -m 1777 /scratch/results")
     work = "import os\nnumber = int(open('/scratch/number').read()) + 1\n"
     work += "open('/scratch/results/' + os.uname().nodename, 'w').write(str(number))"
@@ -170,7 +170,7 @@ def test_a_share_that_is_copied_comes_before_a_job_and_its_results_go_back(lab: 
     assert refused.returncode != 0 and "uid=" not in refused.stdout
 
 
-def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
+def test_status_and_check_report_shares(lab: Lab) -> None:
     said = {share["where"]: share for share in lab.json("status")["shares"]}
     assert list(said) == ["/home", "/data", "/apps", "/scratch"]
     assert all(share["free_mb"] > 0 and not share["trouble"] for share in said.values())
@@ -182,13 +182,13 @@ def test_what_is_known_of_shares_is_told(lab: Lab) -> None:
     assert told["whole"] and told["changed"] == ["fish1"]
 
 
-def test_what_a_node_wrote_over_ssh_is_everybodys_on_the_host_that_keeps_the_share_too(lab: Lab) -> None:
+def test_files_written_over_ssh_are_open_to_all_users_on_the_server(lab: Lab) -> None:
     lab.says("alice", "controller", "srun -w fish1 sh -c 'mkdir /data/hers && echo 1 > /data/hers/file'")
     lab.shell("fish2", "runuser -u bob -- sh -c 'echo 2 > /data/hers/file && mv /data/hers/file /data/hers/his'")
     assert lab.says("alice", "controller", "cat /data/hers/his") == "2\n"
 
 
-def test_symbolic_links_on_a_share_lead_where_they_say_on_every_host(lab: Lab) -> None:
+def test_symbolic_links_on_a_share_work_on_every_host(lab: Lab) -> None:
     """An environment's Python is an absolute link, and a cache of models is full of those with `..` in them."""
     lab.shell("fish2", "mkdir -p /data/links/in && cd /data/links && echo found > file && chmod -R a+rX .")
     lab.shell("fish2", "ln -s ../file /data/links/in/relative && ln -s /data/links/file /data/links/absolute")
@@ -196,7 +196,7 @@ def test_symbolic_links_on_a_share_lead_where_they_say_on_every_host(lab: Lab) -
         assert lab.shell(host, "cat /data/links/in/relative /data/links/absolute") == "found\nfound\n"
 
 
-def test_a_share_whose_program_was_killed_is_mounted_again_by_up(lab: Lab) -> None:
+def test_up_mounts_a_share_again_whose_sshfs_was_killed(lab: Lab) -> None:
     lab.shell("fish1", "pkill -KILL -f '[s]hfs.*/data'")
     assert lab.ssh("fish1", "ls /data").returncode != 0
     told = lab.json("up")
@@ -204,7 +204,7 @@ def test_a_share_whose_program_was_killed_is_mounted_again_by_up(lab: Lab) -> No
     lab.shell("fish1", "ls /data")
 
 
-def test_a_share_is_read_by_nfs_by_members_alone_and_their_root_is_nobody_on_it(lab: Lab) -> None:
+def test_only_members_read_a_share_by_nfs_and_their_root_is_squashed(lab: Lab) -> None:
     lab.wait("a client is installed", lambda: lab.ssh("fish1", CLIENT).returncode == 0, 300)
     lab.shell("fish2", "install -d -m 0755 /data/roots; echo theirs > /data/roots/file; echo open > /data/open")
     at = f"nfs://{lab.address('fish2')}/shared/data"
@@ -229,7 +229,7 @@ def test_a_share_is_read_by_nfs_by_members_alone_and_their_root_is_nobody_on_it(
     assert lab.shell("fish1", f"nfs-cat '{at}/open?{as_root}'") == "open\n"
 
 
-def test_a_members_root_is_no_root_over_ssh_either_and_gets_no_shell(lab: Lab) -> None:
+def test_a_members_root_is_not_root_over_ssh_and_gets_no_shell(lab: Lab) -> None:
     lab.shell("fish1", "echo x > /data/by-root")
     assert lab.shell("fish2", "stat -c %U /data/by-root") == "shoal-share\n"
     assert lab.ssh("fish1", "chown root /data/by-root").returncode != 0
@@ -253,13 +253,13 @@ def subprocess_input(lab: Lab, host: str, script: str, stdin: str) -> str:
     return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_from_outside_the_cluster_no_port_of_a_share_answers(lab: Lab) -> None:
+def test_ports_of_shares_are_closed_from_outside_the_cluster(lab: Lab) -> None:
     for port in (2049, 111):
         with pytest.raises(OSError):
             socket.create_connection((lab.address("fish2"), port), timeout=3).close()
 
 
-def test_no_secret_of_a_share_is_readable_by_others(lab: Lab) -> None:
+def test_secrets_of_shares_are_not_readable_by_others(lab: Lab) -> None:
     for host in ("controller", "fish1", "fish2"):
         found = lab.shell(
             host, "find /etc/shoal /etc/ssh/shoal-keys -type f -perm /044 -exec grep -l 'PRIVATE KEY' {} +; true"
@@ -268,7 +268,7 @@ def test_no_secret_of_a_share_is_readable_by_others(lab: Lab) -> None:
         assert lab.shell(host, "stat -c '%a %U' /etc/shoal/storage/key").split() in (["600", "root"],)
 
 
-def test_who_leaves_is_locked_and_keeps_every_file_and_may_return(lab: Lab) -> None:
+def test_a_removed_user_is_locked_keeps_files_and_can_be_added_again(lab: Lab) -> None:
     lab.says("bob", "controller", "echo kept > kept")
     text = lab.file.read_text()
     waiting = lab.says("bob", "controller", "sbatch --parsable --begin=now+1hour -o /dev/null --wrap true").strip()
@@ -289,7 +289,7 @@ def test_who_leaves_is_locked_and_keeps_every_file_and_may_return(lab: Lab) -> N
     assert lab.says("bob", "controller", "cat kept") == "kept\n"
 
 
-def test_after_a_reboot_everything_is_back_by_itself(lab: Lab) -> None:
+def test_shares_are_mounted_again_after_a_reboot(lab: Lab) -> None:
     lab.shell("fish2", "echo there > /data/there")
     lab.shell("controller", "echo there > /home/alice/there")
     lab.fault("reboot", "fish1")
@@ -314,14 +314,14 @@ users:
 
 
 @pytest.mark.matrix
-def test_the_same_on_debian_13(tmp_path: Path) -> None:
+def test_shares_on_debian_13(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True, timeout=LIMIT)
     with running(tmp_path, TRIXIE.format(keys=tmp_path)) as lab:
         lab.__class__ = Lab
         assert isinstance(lab, Lab)
         lab.keys = tmp_path
-        test_a_server_that_is_killed_and_returns_has_all_that_was_synced_and_the_job_went_on(lab)
-        test_a_share_that_is_copied_comes_before_a_job_and_its_results_go_back(lab, tmp_path)
+        test_a_job_continues_and_no_synced_data_is_lost_when_a_server_is_killed(lab)
+        test_a_staged_share_is_copied_before_a_job_and_back_after_it(lab, tmp_path)
         lab.wait("a client is installed", lambda: lab.ssh("fish1", CLIENT).returncode == 0, 300)
         at = f"nfs://{lab.address('fish2')}/shared/data/written?version=4"
         lab.wait("NFS answers", lambda: lab.ssh("fish1", f"nfs-cat '{at}'").stdout.endswith("\n149\n"))

@@ -25,8 +25,9 @@ from tests.e2e.cluster import LIMIT, Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts
 from tests.e2e.tailnet import StandIn, Tailnet, headscale, real_programs
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.providers.sandbox.provider import SandboxProvider
+from shoal.remote import program_text
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
 pytestmark = pytest.mark.sandbox
@@ -146,8 +147,9 @@ def test_a_key_that_ends_soon_is_found_and_rotated_on_all_hosts_by_one_command(r
     soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3.5 * 86400))
     reef.tailnet.expire(f"{CLUSTER}-gpu01", soon)
     findings = reef.cluster.json("check", status=None)["findings"]
-    assert [(one["host"], one["found"]) for one in findings if "ends soon" in one["what"]] == [("gpu01", "in 3 days")]
-    assert "the key of gpu01 ends in 3 days" in reef.cluster.shoal("status").stdout
+    expiring = [(one["host"], one["found"]) for one in findings if "expires soon" in one["what"]]
+    assert expiring == [("gpu01", "in 3 days")]
+    assert "the key of gpu01 expires in 3 days" in reef.cluster.shoal("status").stdout
     rotated = reef.cluster.json("keys", "rotate", "tailscale")["rotated"]
     assert [sorted(one["hosts"]) for one in rotated] == [sorted(NAMES)]
     after = reef.tailnet.nodes()
@@ -161,14 +163,14 @@ def test_a_host_that_is_thrown_out_is_found_and_let_in_again(reef: Reef) -> None
     address = reef.tailnet.nodes()[f"{CLUSTER}-gpu02"]["ip"]
     reef.tailnet.throw_out(f"{CLUSTER}-gpu02")
     findings = reef.cluster.json("check", status=None)["findings"]
-    assert ("gpu02", "error", "is out of the tailnet") in {(one["host"], one["level"], one["what"]) for one in findings}
+    assert ("gpu02", "error", "is not in the tailnet") in {(one["host"], one["level"], one["what"]) for one in findings}
 
     reef.tailnet.revoke(True)
     refused = reef.cluster.json("up", status=None)["failures"]["gpu02"]
     assert "invalid key: unable to validate API key" in refused["message"] and reef.tailnet.key not in json.dumps(
         refused
     )
-    assert refused["fix"].startswith("make a new auth key, put it where `network.auth_key` says")
+    assert refused["fix"].startswith("create a new auth key for `network.auth_key`")
     assert reef.lent.shell("gpu02", "find /etc/shoal -name 'tailscale.key*'") == "", "no key stays behind"
 
     reef.tailnet.revoke(False)
@@ -253,7 +255,8 @@ def test_the_commands_of_the_page_run_as_they_stand(reef: Reef) -> None:
 
 
 def test_after_ctrl_c_no_measuring_program_is_left(reef: Reef) -> None:
-    programs = "pgrep -f '[W]hat measures links' || true"
+    purpose = program_text("link_probe").strip('"').split(":")[0]  # the text of the program is one of its arguments
+    programs = f"pgrep -f '[{purpose[0]}]{purpose[1:]}' || true"
     running = reef.cluster.background("bench", "links", "--seconds", "30")
     try:
         reef.cluster.wait("it measures", lambda: reef.lent.shell("gpu01", programs) != "")

@@ -28,10 +28,10 @@ from tests.documents import COMMANDS, PAGE, ROOT, TRAINING, changed_script, comm
 from tests.e2e.cluster import LIMIT, Cluster, running
 from tests.e2e.torch_env import PYTHONPATH, give_torch
 
-from shoal.providers.sandbox.layout import Layout, cache_dir
-from shoal.providers.sandbox.network import gateway
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.network import gateway
+from shoal.train.tracking.mlflow_client import MlflowClient
 from shoal.train.tracking.send import send
-from shoal.train.tracking.server import Server
 
 pytestmark = pytest.mark.sandbox
 
@@ -78,7 +78,7 @@ class Outcome:
 class Toy:
     """A cluster with torch on it and a job for each way, queued at once."""
 
-    def __init__(self, cluster: Cluster, tree: Path, server: Server | None, ways: list[tuple[str, str]]) -> None:
+    def __init__(self, cluster: Cluster, tree: Path, server: MlflowClient | None, ways: list[tuple[str, str]]) -> None:
         self.cluster, self.server = cluster, server
         self.shared = Layout(cache_dir(), cluster.name).shared
         self._ended: dict[tuple[str, str], Outcome] = {}
@@ -115,7 +115,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 @contextmanager
-def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
+def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[MlflowClient | None]:
     """A real one, on the address that this machine has on the cluster's network."""
     if not MLFLOW:
         yield None
@@ -137,7 +137,7 @@ def mlflow_server(cluster: Cluster, directory: Path) -> Iterator[Server | None]:
             except OSError:
                 assert process.poll() is None and time.monotonic() < end, "the MLflow server does not answer"
                 time.sleep(0.2)
-        yield Server(uri, {}, 60)
+        yield MlflowClient(uri, {}, 60)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

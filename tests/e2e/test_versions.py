@@ -95,7 +95,7 @@ def test_outside_the_window_every_verb_refuses_and_no_host_is_touched(two: Lent,
     assert cluster.shoal("plan", status=1).stderr.endswith(said.partition("error:")[2])
     found = cluster.json("check", status=1)["findings"]
     assert f"{node}: " + found[0]["what"] == texts[0] and found[0]["host"] == node, found
-    assert cluster.json("up", status=1)["error"] == "VersionWindow"
+    assert cluster.json("up", status=1)["error"] == "VersionMismatch"
     for name in (controller, node):
         assert_untouched(two, name)
 

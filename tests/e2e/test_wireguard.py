@@ -17,7 +17,7 @@ from tests.documents import ROOT, commands
 from tests.e2e.cluster import LIMIT, ON_DEBIAN_12, Cluster, kill, running
 from tests.e2e.torch_env import give_torch
 
-from shoal.agent.program.reach import reach
+from shoal.remote.agent.network import reach
 
 pytestmark = pytest.mark.sandbox
 
@@ -299,7 +299,7 @@ def keys(cluster: Cluster) -> set[str]:
     return set(own.values())
 
 
-def job_of(cluster: Cluster, job: str) -> str:
+def job_from_options(cluster: Cluster, job: str) -> str:
     return cluster.on("controller", "scontrol", "show", "job", job)
 
 
@@ -315,7 +315,7 @@ def test_new_keys_for_all_while_a_job_runs_across_the_sites(cluster: Cluster) ->
     assert not keys(cluster) & old
     every_pair_connects(cluster)
     cluster.on("controller", "touch", "/shared/release")
-    cluster.wait("the job has ended", lambda: "JobState=COMPLETED" in job_of(cluster, job))
+    cluster.wait("the job has ended", lambda: "JobState=COMPLETED" in job_from_options(cluster, job))
     assert names(cluster.on("controller", "cat", "/shared/out")) == ["far1", "far2", "near1"]
     assert cluster.json("up")["changed"] == []
 

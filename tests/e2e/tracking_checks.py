@@ -71,7 +71,7 @@ print(user, ask(Authorization="Basic " + word), ask(), ask(Authorization="Basic 
 
 def put_stand_in(cluster: Cluster, host: str) -> None:
     """The program at the place where MLflow would be installed: then it counts as installed."""
-    place = mlflow.Server(host, "", 0, "sqlite", "").prefix
+    place = mlflow.MlflowServer(host, "", 0, "sqlite", "").prefix
     program = base64.b64encode(STAND_IN.encode()).decode()
     script = (
         f"mkdir -p {place}/bin && ln -sf /usr/bin/python3 {place}/bin/python && "

@@ -15,9 +15,8 @@ from typing import Any
 from tests.e2e.cluster import Cluster
 from tests.e2e.torch_env import give_torch
 
-from shoal.jobs.load import job_of
-from shoal.jobs.model import LAUNCHER_NAMES
-from shoal.providers.sandbox.layout import Layout, cache_dir
+from shoal.jobs.model import LAUNCHER_NAMES, job_from_options
+from shoal.sandbox.layout import Layout, cache_dir
 from shoal.verbs.context import open_context
 from shoal.verbs.run import run
 
@@ -91,10 +90,10 @@ class Stopped:
 
     def newest(self) -> tuple[int, str] | None:
         """Step and reason of the newest committed checkpoint."""
-        from shoal.train.checkpoint import files  # imports torch: every process that collects tests would wait for it
+        from shoal.train.checkpoint import layout  # imports torch: every process that collects tests would wait for it
 
-        found = files.committed(self.directory / "checkpoints")
-        return (files.step_of(found[0]), files.read_manifest(found[0]).reason) if found else None
+        found = layout.committed(self.directory / "checkpoints")
+        return (layout.step_of(found[0]), layout.read_manifest(found[0]).reason) if found else None
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,12 @@ class Matrix(Cluster):
             many |= {"nodelist": "fish2" if cell.world_size == 1 else "fish[1-2]"}
         if cell.cause not in SIGNALS:
             arguments = ("--pause", "10", *arguments)  # until all are at work, or the time is over
-        job = job_of(
+        job = job_from_options(
             {
                 "script": "train.py",
                 "args": ("--save-every", str(SAVE_EVERY), "--workers", str(cell.workers), *arguments),
                 "launcher": cell.launcher,
-                "env": {"PYTHONPATH": self.python},
+                "export": {"PYTHONPATH": self.python},
                 "gpus_per_node": 0,
                 "mem": "1800M",
                 "directory": JOBS,

@@ -1,7 +1,8 @@
 """One misbehaviour of one provider: two jobs are run through it, and what came of them is written down.
 
 The provider's simulator answers on a real socket, with no machines behind it; Slurm, the joiner and the clock are
-those of `shoal.elastic.fake`. The nodeset rents from one place, and where that is out from any other. Each job wants
+those of `shoal_simulators.fake_slurm`. The nodeset
+rents from one place, and where that is out from any other. Each job wants
 two nodes, and the budget has room for the two of one job alone: whatever goes wrong, the other must wait for it.
 """
 
@@ -13,11 +14,11 @@ from pathlib import Path
 
 from tests.contract.renters import CASES, Case
 from tests.matrix.elastic_watch import EVERY, Watch
-from tests.unit.elastic.scene import Scene, choice, rented_set, scene
+from tests.unit.cloud.scene import Scene, choice, rented_set, scene
 
-from shoal.elastic.fake import FakeJob
-from shoal.simulators.faults import Fault
-from shoal.spec.rented import Budget, OfferChoice
+from shoal.spec.rental import Budget, OfferChoice
+from shoal_simulators.fake_slurm import FakeJob
+from shoal_simulators.instances import Fault
 
 ENOUGH = 2.0
 """The budget admits so many machines at their price, and one that costs twice as much where prices change."""
@@ -53,7 +54,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "quota": ("job", r"{provider}.* has no more.*: our quota is used up"),
     "rate": ("", ""),
     "error-after-create": ("", ""),
-    "error-before-create": ("ledger", r"no machine of this order turned up within 120 s"),
+    "error-before-create": ("ledger", r"no machine of this order was listed within 120 s"),
     "slow-boot": ("", ""),
     "never-reachable": ("ledger", r"\S+ of {provider} is not a node after \d+ s: \S+ does not answer"),
     "dies": ("node", r"shoal: \S+ of {provider} is (unhealthy|failed|TERMINATED|ERROR|off) "),
@@ -102,7 +103,7 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
     sets = (rented_set("burst", 8, choice(case), _anywhere(case)),)
     async with scene(directory, provider, sets=sets, budget=Budget(per_hour=limit)) as it:
         # So long that a machine which never answers is given up and replaced while Slurm still waits.
-        it.slurm.resume_timeout = 3 * it.fleet.sources[provider].abilities.boot_seconds
+        it.slurm.resume_timeout = 3 * it.context.accounts[provider].abilities.boot_seconds
         watch = Watch(it, limit, provider)
         await _prime(it, provider)
         fault = _fitting(FAULTS[name], it, case)
@@ -165,13 +166,13 @@ def _judged(it: Scene, watch: Watch, name: str, fault: Fault, jobs: list[FakeJob
 async def _prime(it: Scene, provider: str) -> None:
     """The service has run for a while: it knows the provider, and its key is there."""
     await it.step()
-    await it.fleet.sources[provider].key_name(it.fleet.public_key)
+    await it.context.accounts[provider].key_name(it.context.public_key)
 
 
 def _fitting(fault: Fault, it: Scene, case: Case) -> Fault:
     """The misbehaviour as it fits the provider: lists lag as long as it is known to let them, places have its names."""
     if fault.kind == "lagging-list":
-        grace = it.fleet.sources[case.kind].abilities.grace_seconds
+        grace = it.context.accounts[case.kind].abilities.grace_seconds
         return Fault(fault.kind, fault.times, seconds=grace - 10.0)
     if fault.times != -1 or fault.kind in MENDED:
         return fault

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.unit.elastic.scene import Scene
+from tests.unit.cloud.scene import Scene
 
-from shoal.elastic.rentals import Rental
-from shoal.elastic.service import RECONCILE_SECONDS
-from shoal.simulators.machines import Machine
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.service import RECONCILE_INTERVAL_S
+from shoal_simulators.instances import SimulatedInstance
 
 EVERY = 10.0
 """Seconds from one look to the next."""
@@ -64,8 +64,8 @@ class Watch:
     def _look(self) -> None:
         now = self.it.clock.now()
         rentals = {one.token: one for one in self.it.rentals()}
-        by_node: defaultdict[str, list[tuple[Rental, Machine]]] = defaultdict(list)
-        homeless: list[Machine] = []
+        by_node: defaultdict[str, list[tuple[Rental, SimulatedInstance]]] = defaultdict(list)
+        homeless: list[SimulatedInstance] = []
         for machine in self.it.machines():
             order = rentals.get(self._order(machine, rentals))
             if order is None:
@@ -82,20 +82,20 @@ class Watch:
             self.doubles.update(machine.id for machine in list(orders.values())[1:])
         self._count({machine.id for machine in homeless}, now)
         # Each order once: a twin that the cloud made by itself is an orphan, and nobody's order.
-        orders_usd = {id(machine.wanted): machine.usd_hour for machine in self.it.machines()}
+        orders_usd = {id(machine.order): machine.usd_hour for machine in self.it.machines()}
         self.most = max(self.most, sum(orders_usd.values()))
 
     def _count(self, homeless: set[str], now: float) -> None:
         self._without = {one: self._without.get(one, now) for one in homeless}
-        grace = RECONCILE_SECONDS + self.it.fleet.sources[self.provider].abilities.grace_seconds
+        grace = RECONCILE_INTERVAL_S + self.it.context.accounts[self.provider].abilities.grace_seconds
         for since in self._without.values():
             self.longest = max(self.longest, now - since)
             self.orphan_seconds += EVERY if now - since > grace else 0.0
 
-    def _order(self, machine: Machine, rentals: dict[str, Rental]) -> str:
+    def _order(self, machine: SimulatedInstance, rentals: dict[str, Rental]) -> str:
         """The order that made a machine. Every provider carries its token in a mark of its own."""
         if machine.id not in self._orders:
-            marks = repr((machine.wanted.name, machine.name, machine.wanted.marks))
+            marks = repr((machine.order.name, machine.name, machine.order.marks))
             self._orders[machine.id] = next((token for token in rentals if token in marks), "")
         return self._orders[machine.id]
 

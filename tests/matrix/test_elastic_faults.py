@@ -10,12 +10,11 @@ import pytest
 from tests.contract.renters import CASES
 from tests.matrix.elastic_faults import FAULTS, WORDS, play
 from tests.matrix.elastic_watch import Watch
-from tests.unit.elastic.scene import CLUSTER, Scene, scene
+from tests.unit.cloud.scene import CLUSTER, Scene, scene
 
-from shoal.elastic.service import RECONCILE_SECONDS
-from shoal.providers.rental import Order
-from shoal.simulators.faults import Kind
-from shoal.simulators.machines import Wanted
+from shoal.cloud.providers.api import RentalOrder
+from shoal.cloud.service.service import RECONCILE_INTERVAL_S
+from shoal_simulators.instances import InstanceOrder, Kind
 
 pytestmark = pytest.mark.matrix
 
@@ -35,14 +34,14 @@ def test_every_misbehaviour_that_simulators_know_is_played_and_has_its_reason_in
 def _stranger(it: Scene, name: str) -> None:
     """Somebody else's machine, which the service leaves alone: here it stands for one that it forgot."""
     offer = CASES["lambda"].offer
-    it.market().order(Wanted(name, offer.type, offer.region), name)
+    it.market().order(InstanceOrder(name, offer.type, offer.region), name)
 
 
 async def test_the_watch_counts_a_machine_without_a_node_from_one_reconcile_and_its_grace_on(tmp_path: Path) -> None:
     async with scene(tmp_path, "lambda") as it:
         watch = Watch(it, 100.0, "lambda")
         _stranger(it, "forgotten")
-        allowed = RECONCILE_SECONDS + it.fleet.sources["lambda"].abilities.grace_seconds
+        allowed = RECONCILE_INTERVAL_S + it.context.accounts["lambda"].abilities.grace_seconds
         await watch.passes(allowed)
         assert watch.orphan_seconds == 0
         await watch.passes(120)
@@ -70,10 +69,10 @@ async def test_the_watch_sees_two_orders_for_one_node(tmp_path: Path) -> None:
         # As if the first order had been given up for lost while its machine was there.
         twice = replace(rental, token="0" * 16, id="", state="intended", intended_at=it.clock.now())
         it.ledger.intend(twice)
-        source = it.fleet.sources["lambda"]
-        key = await source.key_name(it.fleet.public_key)
-        order = Order(CLUSTER, twice.node, twice.token, twice.offer, it.fleet.public_key, key)
-        [made] = await source.order([order])
+        account = it.context.accounts["lambda"]
+        key = await account.key_name(it.context.public_key)
+        order = RentalOrder(CLUSTER, twice.node, twice.token, twice.offer, it.context.public_key, key)
+        [made] = await account.order([order])
         it.ledger.made(twice.token, made.id, None, it.clock.now())
         watch._look()
         assert watch.doubles and watch.doubles <= {rental.id, made.id}

@@ -14,12 +14,12 @@ from typer.main import get_command
 
 import shoal
 import shoal.errors
-from shoal.cli.app import app
-from shoal.cli.examples import EXAMPLES, named_commands
+from shoal.cli.app import make_app
+from shoal.cli.help import EXAMPLES, named_commands
 from shoal.cli.session import ClickUsageError
-from shoal.spec.load import load_text_all
+from shoal.spec.loader import load_text_all
 
-COMMAND: Any = get_command(app)
+COMMAND: Any = get_command(make_app())
 
 
 def name_of(document: Path) -> str:
@@ -82,7 +82,7 @@ def test_every_example_of_the_help_can_be_typed(name: str) -> None:
 
 
 def test_every_command_has_an_example() -> None:
-    assert set(EXAMPLES) == {name for name, _ in named_commands(app)}
+    assert set(EXAMPLES) == {name for name, _ in named_commands(make_app())}
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_ci_runs_the_checks_and_the_tests() -> None:
     assert "exec scripts/test\n" in (ROOT / ".ci/run").read_text()
     everything = (ROOT / "scripts/test").read_text()
     assert '"$venv/bin/pytest" -q -m "not matrix"' in everything
-    check, *begun = re.findall(r'^(?:"\$root/scripts/check"|judge .*)$', everything, re.MULTILINE)
+    check, *runs = re.findall(r'^(?:"\$root/scripts/check"|run_tests .*)$', everything, re.MULTILINE)
     assert check == '"$root/scripts/check"'
-    assert {word for line in begun for word in line.split() if word.startswith("tests/")} == {
+    assert {word for line in runs for word in line.split() if word.startswith("tests/")} == {
         *(f"tests/{place}" for place in ("unit", "contract", "e2e"))
     }
 
@@ -190,10 +190,34 @@ def test_the_exit_codes_of_the_page_are_those_of_the_errors() -> None:
     codes = {error.__name__: error.exit_code for error in _errors(shoal.errors.ShoalError)}
     assert codes["ShoalError"] == 1 and "1 failed" in text
     assert codes["SpecError"] == codes["UsageError"] == 2 and "2 the file or the command line is wrong" in text
-    assert codes["Partly"] == 3 and "3 partly done" in text
+    assert codes["PartialFailure"] == 3 and "3 partly done" in text
     assert codes["Interrupted"] == 130 and "130 stopped" in text
-    assert "70 a bug of ours" in text
+    assert "70 a bug in Shoal" in text
 
 
 def _errors(kind: type[shoal.errors.ShoalError]) -> list[type[shoal.errors.ShoalError]]:
     return [kind, *(found for below in kind.__subclasses__() for found in _errors(below))]
+
+
+def test_the_packages_of_the_page_are_the_layers_of_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [set(layer.replace(".", "/").split(" | ")) for layer in contracts[0]["layers"]]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs/how-it-works.md").read_text(), re.MULTILINE)
+    listed: dict[int, set[str]] = {}
+    for number, packages in rows:
+        listed.setdefault(int(number), set()).update(re.findall(r"`([^`]+)`", packages))
+    assert list(listed) == sorted(listed)
+    assert [package for number in sorted(listed) for package in sorted(listed[number])] == [
+        package for layer in _joined(layers) for package in sorted(layer)
+    ]
+
+
+def _joined(layers: list[set[str]]) -> list[set[str]]:
+    """The layers as the page has them: single modules that stand next to each other share a row."""
+    joined: list[set[str]] = []
+    for layer in layers:
+        if joined and {*layer, *joined[-1]} in ({"cloud/status_file", "cloud/rental"}, {"registry", *layers[-1]}):
+            joined[-1] |= layer
+        else:
+            joined.append(set(layer))
+    return joined

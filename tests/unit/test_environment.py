@@ -1,4 +1,4 @@
-"""scripts/environment: packages for sandbox hosts, installed once, there whole or not at all."""
+"""scripts/environment: packages for sandbox hosts, installed once, complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.documents import ROOT
 
 
 def wheel(directory: Path) -> Path:
-    """A package as small as can be."""
+    """A minimal package."""
     place = directory / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(place, "w") as archive:
         archive.writestr("tiny.py", "answer = 42\n")
@@ -24,7 +24,7 @@ def wheel(directory: Path) -> Path:
 
 
 class Machine:
-    """A cache with two clusters in it, that are nothing but their shared directories."""
+    """A cache with the shared directories of two clusters."""
 
     def __init__(self, directory: Path) -> None:
         self.cache = directory / "cache"
@@ -38,14 +38,14 @@ class Machine:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, ROOT / "scripts/environment", *arguments]
-        mine = {**os.environ, "SHOAL_CACHE": str(self.cache), "PIP_NO_INDEX": "1"}
+        env = {**os.environ, "SHOAL_CACHE": str(self.cache), "PIP_NO_INDEX": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, env=mine, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
-    def give(self, cluster: str) -> None:
+    def provide(self, cluster: str) -> None:
         process = self.start(cluster, str(self.requirements))
-        said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+        output = process.communicate(timeout=120)
+        assert process.returncode == 0, output
 
 
 @pytest.fixture
@@ -53,52 +53,52 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_two_clusters_that_ask_at_once_get_links_to_the_same_files(machine: Machine) -> None:
-    both = [machine.start(name, str(machine.requirements)) for name in ("one", "two")]
-    said = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert sum("Successfully installed tiny" in out for out, _ in said) == 1
+def test_concurrent_runs_for_two_clusters_install_once_and_link_the_same_files(machine: Machine) -> None:
+    processes = [machine.start(name, str(machine.requirements)) for name in ("one", "two")]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert sum("Successfully installed tiny" in out for out, _ in outputs) == 1
     one, two = (machine.shared(name) / "env/tiny.py" for name in ("one", "two"))
     assert one.samefile(two) and one.read_text() == "answer = 42\n"
     assert sorted(os.listdir(machine.shared("one"))) == ["env"]
 
 
-def test_what_a_killed_one_left_is_made_anew_and_another_list_replaces_the_old_packages(machine: Machine) -> None:
-    machine.give("one")
-    [made] = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
-    made.rename(made.with_suffix(".new"))  # killed before it was whole
-    (made.with_suffix(".new") / "tiny.py").unlink()
-    machine.give("two")
+def test_partial_environment_is_rebuilt_and_other_requirements_replace_the_packages(machine: Machine) -> None:
+    machine.provide("one")
+    [environment] = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
+    environment.rename(environment.with_suffix(".new"))  # as if killed during the installation
+    (environment.with_suffix(".new") / "tiny.py").unlink()
+    machine.provide("two")
     assert (machine.shared("two") / "env/tiny.py").exists()
     machine.requirements.write_text(machine.requirements.read_text() + "# and more\n--prefer-binary\n")
     before = (machine.shared("two") / "env/tiny.py").stat().st_ino
-    machine.give("two")
+    machine.provide("two")
     assert (machine.shared("two") / "env/tiny.py").stat().st_ino != before
 
 
-def test_the_two_environments_used_last_stay_in_the_cache_and_clusters_keep_theirs(machine: Machine) -> None:
+def test_cache_keeps_the_two_latest_environments_and_clusters_keep_theirs(machine: Machine) -> None:
     first = machine.requirements.read_text()
-    machine.give("one")
+    machine.provide("one")
     for more in ("--prefer-binary\n", "--no-binary=x\n"):
         machine.requirements.write_text(first + more)
-        machine.give("two")
-    made = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
-    assert len(made) == 2
+        machine.provide("two")
+    environments = [path for path in (machine.cache / "environments").iterdir() if path.is_dir()]
+    assert len(environments) == 2
     assert (machine.shared("one") / "env/tiny.py").read_text() == "answer = 42\n"
     machine.requirements.write_text(first)
-    machine.give("one")  # rebuilt
+    machine.provide("one")  # rebuilt
 
 
-def test_a_cluster_that_is_not_there_is_told(machine: Machine) -> None:
+def test_missing_cluster_is_reported(machine: Machine) -> None:
     process = machine.start("three", str(machine.requirements))
-    assert process.communicate(timeout=60)[1] == "there is no sandbox cluster three: `shoal up` makes it\n"
+    assert process.communicate(timeout=60)[1] == "no sandbox cluster three: create it with `shoal up`\n"
     assert process.returncode == 1
 
 
-def test_what_pip_cannot_install_is_told_and_leaves_nothing(machine: Machine) -> None:
+def test_failed_installation_is_reported_and_leaves_nothing(machine: Machine) -> None:
     machine.requirements.write_text("no-such-package-anywhere\n")
     process = machine.start("one", str(machine.requirements))
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 1 and "No matching distribution" in said and "Traceback" not in said
-    assert said.endswith(f"could not install what {machine.requirements} lists: see above\n")
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and "No matching distribution" in errors and "Traceback" not in errors
+    assert errors.endswith(f"cannot install the packages of {machine.requirements}: see above\n")
     assert os.listdir(machine.shared("one")) == []

@@ -54,9 +54,9 @@ def test_the_pages_provider_passes_every_contract_test(installed: Path) -> None:
 
 def test_the_pages_provider_is_found_by_its_entry_points(installed: Path) -> None:
     code = (
-        "from shoal.providers.rented import renter; from shoal.providers.rental import Account;"
-        "from shoal.simulators import cloud;"
-        "print(type(renter(Account('x', 'tidepool'))).__name__, cloud('tidepool').__name__)"
+        "from shoal.cloud.providers import rental_provider; from shoal.cloud.providers.api import ProviderLogin;"
+        "from shoal_simulators import find_simulator;"
+        "print(type(rental_provider(ProviderLogin('x', 'tidepool'))).__name__, find_simulator('tidepool').__name__)"
     )
     done = run(installed, "-c", code)
     assert done.stdout.split() == ["Tidepool", "SimulatedTidepool"], done.stderr
@@ -72,8 +72,8 @@ nodesets: {pool: {provider: tidepool, type: one, region: north, max: 4, cpus: 16
 def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(installed: Path) -> None:
     [account] = re.findall(r"^    (providers: .*)$", PAGE.read_text(), re.MULTILINE)
     code = (
-        "import sys; from shoal.spec.load import load_text; from shoal.roles.elastic import _made;"
-        "made = _made(load_text(sys.argv[1], 's.yaml'));"
+        "import sys; from shoal.spec.loader import load_text; from shoal.roles.elastic import _service_files;"
+        "made = _service_files(load_text(sys.argv[1], 's.yaml'));"
         "print([item.argv[-2:] for item in made if getattr(item, 'name', '') == 'install Shoal'])"
     )
     done = run(installed, "-c", code, f"{SPEC}{account}\n")

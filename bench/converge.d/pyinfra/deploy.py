@@ -1,4 +1,4 @@
-"""What Shoal's roles do, as a pyinfra deploy: hosts that end in the same state, in the same order."""
+"""What Shoal's roles do, as a pyinfra deploy, in the same order and with the same result."""
 
 import base64
 import io
@@ -19,10 +19,10 @@ NODES_READY = "scontrol ping >/dev/null && ! sinfo --noheader --Node --format=%T
 
 
 class MungeKey(FactBase):
-    """The controller's munge key. pyinfra decides what to do before it does anything, so the key is made here."""
+    """The controller's munge key. pyinfra reads all facts before it changes anything, so the key is created here."""
 
     def command(self):
-        # All hosts ask at once; a link is made whole or not at all, so that every one of them reads the same key.
+        # All hosts ask at the same time. A link is atomic, so all of them read the same key.
         key, own = "/etc/munge/munge.key", "/etc/munge/munge.key.$$"
         make = f"umask 077; mkdir -p /etc/munge; head -c 1024 /dev/urandom >{own}; ln {own} {key} 2>/dev/null; rm {own}"
         return f"test -s {key} || {{ {make}; }}; base64 -w0 {key}"
@@ -32,7 +32,7 @@ class MungeKey(FactBase):
 
 
 class NodesReady(FactBase):
-    """Whether Slurm sees every node; no where there is no Slurm yet."""
+    """Whether every node has registered; false if Slurm is not installed yet."""
 
     def command(self):
         return f"if {NODES_READY}; then echo yes; else echo no; fi 2>/dev/null"
@@ -42,16 +42,16 @@ class NodesReady(FactBase):
 
 
 def ask_controller(fact):
-    """A fact of the controller, asked once for all hosts: sshd allows ten sessions on a connection at a time."""
-    # This file runs once for each host, all at the same time; what they share hangs on a module.
+    """A fact of the controller, read once for all hosts: sshd allows ten sessions on a connection."""
+    # This file runs once for each host, all at the same time; a module attribute is shared by all of them.
     with vars(pyinfra).setdefault("_converge_lock", RLock()):
         return inventory.get_host(inputs["controller"]).get_fact(fact)
 
 
-def put(name, path):
-    """One of our files, owned by root and readable by all."""
-    source = str(Path(inputs["files"], Path(path).name))
-    return files.put(name=name, src=source, dest=path, user="root", group="root", mode="644")
+def put(name, path, folder="", mode="644"):
+    """A file that is owned by root. Files that differ between hosts are in a folder with the name of the host."""
+    source = str(Path(inputs["files"], folder, Path(path).name))
+    return files.put(name=name, src=source, dest=path, user="root", group="root", mode=mode)
 
 
 def directory(path, owner="root", mode="755"):
@@ -115,16 +115,33 @@ if role == "controller":
     directory("/etc/slurm")
     directory("/var/log/slurm", "slurm")
     directory("/var/lib/slurm/slurmctld", "slurm", "700")
-    put("How the records of jobs are rotated", "/etc/logrotate.d/shoal-jobcomp")
+    directory("/etc/systemd/system/slurmctld.service.d")
+    address = put(
+        "slurmctld waits for the address", "/etc/systemd/system/slurmctld.service.d/shoal-address.conf", host.name
+    )
+    put("Rotation of the job records", "/etc/logrotate.d/shoal-jobcomp")
     configuration = [put(name, f"/etc/slurm/{name}") for name in ("cgroup.conf", "gres.conf", "slurm.conf")]
     configuration.append(files.file(name="No topology", path="/etc/slurm/topology.conf", present=False))
     systemd.service(
         name="Restart slurmctld",
         service="slurmctld",
         restarted=True,
-        _if=any_changed(*configuration),
+        daemon_reload=True,
+        _if=any_changed(address, *configuration),
     )
     systemd.service(name="slurmctld runs", service="slurmctld", running=True, enabled=True)
+    directory("/usr/local/lib/shoal")
+    check = "shoal-returning-nodes"
+    program = put("The check for nodes that return", "/usr/local/lib/shoal/returning-nodes", mode="755")
+    unit = put("The unit of that check", f"/etc/systemd/system/{check}.service")
+    systemd.service(
+        name="Restart the check for nodes that return",
+        service=check,
+        restarted=True,
+        daemon_reload=True,
+        _if=any_changed(program, unit),
+    )
+    systemd.service(name="The check for nodes that return runs", service=check, running=True, enabled=True)
 
 # ---- the nodes
 
@@ -132,12 +149,13 @@ if role == "compute":
     directory("/etc/systemd/system/slurmd.service.d")
     directory("/var/log/slurm", "slurm")
     directory("/var/lib/slurm/slurmd")
-    defaults = put("How slurmd starts", "/etc/default/slurmd")
-    drop_in = put("What its unit lacks", "/etc/systemd/system/slurmd.service.d/shoal.conf")
-    put("What a node forgets at boot", "/etc/tmpfiles.d/shoal-slurmd.conf")
+    defaults = put("Options of slurmd", "/etc/default/slurmd")
+    drop_in = put("Additions to its unit", "/etc/systemd/system/slurmd.service.d/shoal.conf")
+    address = put("slurmd waits for the address", "/etc/systemd/system/slurmd.service.d/shoal-address.conf", host.name)
+    put("Files that a node removes at boot", "/etc/tmpfiles.d/shoal-slurmd.conf")
     for name in ("slurm.conf", "gres.conf", "cgroup.conf", "topology.conf"):
-        files.file(name=f"No {name} of its own", path=f"/etc/slurm/{name}", present=False)
-    devices = put("Who may open the GPUs", "/etc/udev/rules.d/90-shoal-nvidia.rules")
+        files.file(name=f"No local {name}", path=f"/etc/slurm/{name}", present=False)
+    devices = put("Device rules of the GPUs", "/etc/udev/rules.d/90-shoal-nvidia.rules")
     server.shell(
         name="Load the device rules",
         commands="test ! -e /run/udev/control || { udevadm control --reload && udevadm trigger; }",
@@ -148,7 +166,7 @@ if role == "compute":
         service="slurmd",
         restarted=True,
         daemon_reload=True,
-        _if=any_changed(defaults, drop_in),
+        _if=any_changed(defaults, drop_in, address),
     )
     systemd.service(name="slurmd runs", service="slurmd", running=True, enabled=True)
 
@@ -156,5 +174,5 @@ if role == "compute":
 
 if not ask_controller(NodesReady):
     wait = f"for _ in $(seq 120); do if {NODES_READY}; then exit 0; fi; sleep 0.5; done; exit 1"
-    # Named by all hosts, so that it comes after what each of them does; run by the controller.
+    # Declared on all hosts, so that it comes after their operations; only the controller runs it.
     server.shell(name="Every node has registered", commands=wait, _if=lambda: role == "controller")

@@ -1,4 +1,4 @@
-"""The hosts for pyinfra, as the bench describes them."""
+"""The hosts of the bench, for pyinfra."""
 
 import json
 import os

@@ -1,1 +1,5 @@
-"""The standard-library program that converges one host, and the client that feeds it."""
+"""The operator's side of the agent: the document a host should match, the facts it reports, the session with it.
+
+The program itself is `shoal.remote.agent`; `loader.py` sends it. `units.py` renders systemd units for documents.
+May import hosts, spec, remote and errors.
+"""

@@ -18,16 +18,16 @@ from shoal.errors import AgentFailed, ConnectionLost
 from shoal.hosts.api import Host, Process
 
 Status = Literal["ok", "change", "changed", "failed", "skipped"]
-FAREWELL_SECONDS = 5.0
-"""For an agent to end when it is told to."""
+CLOSE_TIMEOUT_S = 5.0
+"""For an agent to end after `exit`."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to look up on a host, beside what is always told. Every name costs a little; ask only for what is used."""
+class FactsRequest:
+    """What to look up on a host beside the fixed facts. Every name costs time; ask only for what is used."""
 
     packages: tuple[str, ...] = ()
-    """Where one is not installed, the version that could be is told; lists are fetched if there are none."""
+    """For one that is not installed, the available version is reported; lists are fetched if there are none."""
     users: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     files: Mapping[str, Literal["hash", "text", "there"]] = field(default_factory=dict)
@@ -100,15 +100,15 @@ class AgentSession:
         await session._process.write(payload(state))
         return session
 
-    async def facts(self, ask: Ask | None = None) -> Facts:
+    async def facts(self, ask: FactsRequest | None = None) -> Facts:
         """What the host is, and how far its clock is ahead of ours."""
         begin = time.time()
-        await self._request({"op": "facts", **asdict(ask or Ask())})
+        await self._request({"op": "facts", **asdict(ask or FactsRequest())})
         async for event in self._events():
             if event["event"] == "facts":
-                found = from_wire(event["facts"])
+                facts = from_wire(event["facts"])
                 # The host reads its clock as the last thing before it answers, so that the way back is what is unknown.
-                return replace(found, clock_offset=_offset(begin, time.time(), event))
+                return replace(facts, clock_offset=_offset(begin, time.time(), event))
         raise AssertionError("unreachable")
 
     async def check(self, document: Document) -> Report:
@@ -124,13 +124,13 @@ class AgentSession:
         *,
         defer_restarts: bool = False,
     ) -> Report:
-        """Bring the host to what the document says. With `defer_restarts`, running services wait for a later call."""
+        """Apply the document to the host. With `defer_restarts`, running services wait for a later call."""
         items = to_wire(document, dict(secrets))
         await self._request({"op": "apply", "items": items, "defer_restarts": defer_restarts})
         return await self._report(len(document), on_event)
 
     async def reach(self, targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
-        """What each address and port answers this host: `open`, `refused`, `silent`, or what the kernel says."""
+        """What each address and port answers this host: `open`, `refused`, `silent`, or the kernel's error."""
         await self._request({"op": "reach", "targets": [list(target) for target in targets], "seconds": seconds})
         async for event in self._events():
             if event["event"] == "reach":
@@ -148,13 +148,13 @@ class AgentSession:
     async def close(self) -> None:
         """Let the agent go. Safe to call more than once, and after an error."""
         try:
-            async with asyncio.timeout(FAREWELL_SECONDS):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._process.write(b'{"op": "exit"}\n')
                 await self._process.wait()
         except ConnectionLost:
             pass
         except TimeoutError:
-            await self._process.kill()  # its host has gone since, or it is busy with what nobody waits for
+            await self._process.kill()  # the host is gone, or the agent is busy
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,8 +174,8 @@ class AgentSession:
             if event["event"] == "progress":
                 on_event(ItemEvent(event["key"], event["text"]))
             elif event["event"] == "item":
-                told = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
-                result = ItemResult(event["key"], event["status"], **told)
+                fields = {name: event[name] for name in ("action", "diff", "detail", "fix") if name in event}
+                result = ItemResult(event["key"], event["status"], **fields)
                 if event["index"] < 0:
                     further.append(result)
                 else:
@@ -210,17 +210,17 @@ class AgentSession:
         raise await self._ended()
 
     async def _ended(self) -> AgentFailed:
-        """Why the agent ended before it answered. Raises ConnectionLost or SudoRefused when that was the cause."""
+        """Why the agent ended before it answered. Raises ConnectionLost or SudoDenied when that was the cause."""
         result = await self._process.wait()
-        said = "\n".join(result.error_text.strip().splitlines()[-10:])
-        if result.status == 127 or "python3: not found" in said or "python3: command not found" in said:
+        output = "\n".join(result.error_text.strip().splitlines()[-10:])
+        if result.status == 127 or "python3: not found" in output or "python3: command not found" in output:
             return AgentFailed(
                 self._host.name, "has no python3, which Shoal needs there", hint="install it: apt-get install python3"
             )
-        if "No module named" in said:
+        if "No module named" in output:
             return AgentFailed(
                 self._host.name,
-                f"its python3 is not complete: {said.splitlines()[-1]}",
+                f"its python3 is not complete: {output.splitlines()[-1]}",
                 hint="install the whole standard library: apt-get install python3",
             )
         if result.status == 137:
@@ -232,7 +232,7 @@ class AgentSession:
         text = f"the agent ended unexpectedly with status {result.status}"
         return AgentFailed(
             self._host.name,
-            f"{text}\n{said}" if said else text,
+            f"{text}\n{output}" if output else text,
             hint="run the command again; should it end so again, report it with these lines",
         )
 
@@ -248,12 +248,12 @@ def _remedy(key: str, host: str) -> str:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """What the agent said; None for a line that is not the agent's, such as a login script prints."""
+    """The agent's event; None for another line, such as one of a login script."""
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "event" in found else None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 def _offset(begin: float, end: float, event: Mapping[str, Any]) -> float:

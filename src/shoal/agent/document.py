@@ -1,6 +1,6 @@
-"""What the agent is asked to bring a host to: a document of items, as plain frozen data.
+"""What a host should be: a document of items, as plain frozen data.
 
-Roles build these; `agent/program` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
+Roles build these; `remote/agent` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
 services to restart when the item changes.
 """
 
@@ -21,12 +21,14 @@ class SecretRef:
 
 @dataclass(frozen=True)
 class Item:
+    """One thing that a host should have. Each kind has a check and a change in `remote/agent`."""
+
     kind: ClassVar[str]
 
     @property
     def key(self) -> str:
-        """How the item is named to a person: `file /etc/slurm/slurm.conf`."""
-        raise NotImplementedError
+        """The item's name in messages: its kind and its first field, `file /etc/slurm/slurm.conf`."""
+        return f"{self.kind.replace('_', ' ')} {getattr(self, fields(self)[0].name)}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,6 @@ class File(Item):
     fills: tuple[tuple[str, str], ...] = ()
     """Words in the content, each with the file on the host whose content takes its place: a password stays there."""
 
-    @property
-    def key(self) -> str:
-        return f"file {self.path}"
-
 
 @dataclass(frozen=True)
 class Secret(Item):
@@ -83,10 +81,6 @@ class Secret(Item):
     mode: int = 0o400
     digits: int = 48
 
-    @property
-    def key(self) -> str:
-        return f"secret {self.path}"
-
 
 @dataclass(frozen=True)
 class Link(Item):
@@ -97,10 +91,6 @@ class Link(Item):
     target: str
     restarts: tuple[str, ...] = ()
 
-    @property
-    def key(self) -> str:
-        return f"link {self.path}"
-
 
 @dataclass(frozen=True)
 class Directory(Item):
@@ -110,20 +100,12 @@ class Directory(Item):
     group: str = "root"
     mode: int = 0o755
 
-    @property
-    def key(self) -> str:
-        return f"directory {self.path}"
-
 
 @dataclass(frozen=True)
 class Group(Item):
     kind: ClassVar[str] = "group"
     name: str
     gid: int
-
-    @property
-    def key(self) -> str:
-        return f"group {self.name}"
 
 
 @dataclass(frozen=True)
@@ -150,10 +132,6 @@ class User(Item):
     services: tuple[str, ...] = ()
     """Services that may be stopped while the ids change, and are started again."""
 
-    @property
-    def key(self) -> str:
-        return f"user {self.name}"
-
 
 @dataclass(frozen=True)
 class Service(Item):
@@ -164,10 +142,6 @@ class Service(Item):
     enabled: bool = True
     running: bool = True
     command: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        return f"service {self.name}"
 
 
 @dataclass(frozen=True)
@@ -196,27 +170,10 @@ class Mount(Item):
     options: str = "defaults"
     mounted: bool = True
     automount: bool = False
-    """For a share of another host: mounted when somebody looks, and again when it was lost. What hides files of the
+    """For a share of another host: mounted on first access, and again when it was lost. What hides files of the
     host's own is refused."""
     if_known: str = ""
     """One more option, where the file system's program has it: releases differ, and refuse what they do not know."""
-
-    @property
-    def key(self) -> str:
-        return f"mount {self.where}"
-
-
-@dataclass(frozen=True)
-class Sysctl(Item):
-    """A kernel setting, now and after a reboot."""
-
-    kind: ClassVar[str] = "sysctl"
-    name: str
-    value: str
-
-    @property
-    def key(self) -> str:
-        return f"sysctl {self.name}"
 
 
 @dataclass(frozen=True)
@@ -227,10 +184,6 @@ class DeviceRule(Item):
     name: str
     content: str
     """The rules; empty removes the file `/etc/udev/rules.d/<name>.rules`."""
-
-    @property
-    def key(self) -> str:
-        return f"device rule {self.name}"
 
 
 @dataclass(frozen=True)
@@ -249,10 +202,6 @@ class Command(Item):
     restarts: tuple[str, ...] = ()
     fix: str = ""
     """What to do when it fails, where that is known."""
-
-    @property
-    def key(self) -> str:
-        return f"command {self.name}"
 
 
 Document = tuple[Item, ...]

@@ -44,7 +44,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Account:
+class UnixIds:
     id: int
     gid: int | None = None
 
@@ -59,7 +59,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Door:
+class ConnectedAddress:
     """Where our own connection to the host went. A router may stand there and pass it on."""
 
     address: str
@@ -111,44 +111,65 @@ class Facts:
     """How far the host's clock is ahead of the operator's, in seconds; filled in by the client."""
     boot_id: str = ""
     packages: Mapping[str, Package] = field(default_factory=dict)
-    users: Mapping[str, Account] = field(default_factory=dict)
-    groups: Mapping[str, Account] = field(default_factory=dict)
+    users: Mapping[str, UnixIds] = field(default_factory=dict)
+    groups: Mapping[str, UnixIds] = field(default_factory=dict)
     addresses: tuple[Address, ...] = ()
     modules: tuple[str, ...] = ()
     """Those of the kernel modules we asked about that the kernel has, or can load."""
     reaches: Mapping[str, str] = field(default_factory=dict)
     """Where other members answered this one, by name; filled in where the network has to know."""
-    door: Door | None = None
+    connected_at: ConnectedAddress | None = None
     """Where we reached it; filled in by who asked, where that is an address."""
     firewall: str = ""
-    """A firewall that is not ours and refuses what it was not told to let in: `ufw` or `nft inet filter input`."""
+    """A firewall beside ours that drops by default: `ufw` or `nft inet filter input`."""
     files: Mapping[str, FileFact] = field(default_factory=dict)
     services: Mapping[str, str] = field(default_factory=dict)
     """State of the services we asked about: active, inactive, failed, missing."""
     tailscale: Mapping[str, Any] = field(default_factory=dict)
     """Part of `tailscale status --json`, where we asked; `network/tailscale.py` reads it."""
 
+    def text(self, path: str) -> str:
+        """The text of a file; empty where there is none, or nobody asked for it."""
+        return self.files.get(path, _NO_FILE).text or ""
+
+    def digest(self, path: str) -> str | None:
+        """The SHA-256 of a file; None where there is none, or nobody asked for it."""
+        return self.files.get(path, _NO_FILE).sha256
+
+    def has_file(self, path: str) -> bool:
+        """Whether there is a file, where we asked for nothing more."""
+        return self.files.get(path, _NO_FILE).there
+
+    def is_active(self, service: str) -> bool:
+        """Whether a service runs."""
+        return self.services.get(service) == "active"
+
+
+_NO_FILE = FileFact()
+NO_FACTS = Facts()
+"""Of a host that does not answer."""
+
 
 def from_wire(data: Mapping[str, Any]) -> Facts:
     """Facts from the agent's JSON."""
-    known: dict[str, Any] = {
-        "cpu": _one(Cpu, data.get("cpu", {})),
+    fields: dict[str, Any] = {
+        "cpu": _build(Cpu, data.get("cpu", {})),
         "cgroup": _cgroup(data.get("cgroup", {})),
-        "gpus": tuple(_one(Gpu, gpu) for gpu in data.get("gpus", ())),
+        "gpus": tuple(_build(Gpu, gpu) for gpu in data.get("gpus", ())),
         "filesystems": tuple(data.get("filesystems", ())),
         "modules": tuple(data.get("modules", ())),
-        "disks": tuple(_one(Disk, disk) for disk in data.get("disks", ())),
-        "addresses": tuple(_one(Address, address) for address in data.get("addresses", ())),
-        "packages": {name: _one(Package, value) for name, value in data.get("packages", {}).items()},
-        "users": {name: _one(Account, value) for name, value in data.get("users", {}).items()},
-        "groups": {name: _one(Account, value) for name, value in data.get("groups", {}).items()},
-        "files": {name: _one(FileFact, value) for name, value in data.get("files", {}).items()},
+        "disks": tuple(_build(Disk, disk) for disk in data.get("disks", ())),
+        "addresses": tuple(_build(Address, address) for address in data.get("addresses", ())),
+        "packages": {name: _build(Package, value) for name, value in data.get("packages", {}).items()},
+        "users": {name: _build(UnixIds, value) for name, value in data.get("users", {}).items()},
+        "groups": {name: _build(UnixIds, value) for name, value in data.get("groups", {}).items()},
+        "files": {name: _build(FileFact, value) for name, value in data.get("files", {}).items()},
     }
-    plain = {name: data[name] for name in Facts.__dataclass_fields__ if name in data and name not in known}
-    return Facts(**plain, **known)
+    plain = {name: data[name] for name in Facts.__dataclass_fields__ if name in data and name not in fields}
+    return Facts(**plain, **fields)
 
 
-def _one(kind: type[T], data: Mapping[str, Any]) -> T:
+def _build(kind: type[T], data: Mapping[str, Any]) -> T:
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(**{name: value for name, value in data.items() if name in names})
 

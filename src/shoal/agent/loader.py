@@ -11,17 +11,16 @@ from importlib import resources
 STATE = "/var/lib/shoal"
 """The directory on a host where the agent keeps what has to outlive a run."""
 
-PACKAGE = "shoal.agent.program"
+PACKAGE = "shoal.remote.agent"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
-    *("fast_stdlib", "failure", "disk", "running", "wire", "systemd", "world", "ports", "complaints", "netlink", "apt"),
-    *("packages", "accounts", "files", "secrets", "supervise", "supervised", "services", "mounts", "kernel"),
-    *("commands", "tailscale", "reach", "cgroups", "facts", "converge", "main"),
+    *("fast_stdlib", "failure", "file_io", "running", "connection", "context", "network", "apt", "packages"),
+    *("accounts", "files", "supervise", "services", "mounts", "facts", "converge", "main"),
 )
 
 # Runs before the program does, on any Python 3. The program's compiled form is kept on the host: compiling it again
 # costs as much as all the rest of a run that changes nothing. Files are compiled under their own names, so that a
-# traceback tells where to look.
+# traceback names the place.
 LOADER = """
 import marshal, os, sys
 if sys.version_info < (3, 8):

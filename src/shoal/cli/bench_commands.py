@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from shoal.cli.options import Cluster, File, Json
+from shoal.cli.output import plain
+from shoal.cli.screen import show_failures
 from shoal.cli.session import PARTLY, Session
+from shoal.hostlist import compress
+
+if TYPE_CHECKING:
+    from shoal.network.links import LinkSpeed
+    from shoal.verbs.links import LinksResult
+
+HEAT = ("white on red", "black on dark_orange", "black on yellow", "black on green3", "white on green4")
+"""From the worst measured value to the best."""
 
 bench_app = typer.Typer(help="Measure the cluster.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -15,33 +30,114 @@ bench_app = typer.Typer(help="Measure the cluster.", no_args_is_help=True, rich_
 @bench_app.command("links")
 def links(
     hosts: Annotated[
-        str | None, typer.Option("--hosts", "-w", help="Only the links between these: gpu01,gpu02. Default: all.")
+        str | None,
+        typer.Option("--hosts", "-w", metavar="HOSTS", help="Only links between these: gpu01,gpu02. Default: all."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long each direction is measured.", min=0.2, max=60)] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to measure each direction.", min=0.2, max=60)
+    ] = 1.0,
     file: File = None,
     cluster: Cluster = None,
     json: Json = False,
 ) -> None:
     """Measure latency and bandwidth between every two hosts.
 
-    Over the cluster's own network, in rounds in which no pair disturbs another. The next `up` tells Slurm which hosts
-    are near each other, where you have named no sites. Jobs that use the network meanwhile are slower, and so is what
-    is measured.
+    It uses the cluster's own network, in rounds in which no two pairs share a host. The next `up` tells Slurm which
+    hosts are near each other, unless the file names sites. Jobs that use the network meanwhile get slower, and distort
+    the result.
     """
     with Session(json) as session:
         from shoal.verbs.links import bench_links
 
         result = session.run(bench_links(session.open(file, cluster), hosts, seconds))
         if json:
-            from shoal.cli.as_json import plain
-
             session.finish_value({**plain(result), "whole": result.whole})
         else:
-            from shoal.cli.render_links import show_links
-
             show_links(session.console, result)
         if not result.whole:
             session.status = PARTLY
+
+
+def show_links(console: Console, result: LinksResult) -> None:
+    """Bandwidth and round trip as heat maps, from the host of a row to that of a column; then groups of near hosts."""
+    links = {(link.source, link.target): link for link in result.links}
+    speeds = {pair: link.mbit for pair, link in links.items() if link.mbit}
+    trips = {pair: link.rtt_ms for pair, link in links.items() if link.rtt_ms}
+    if links:
+        console.print("[bold]bandwidth[/] from row to column, bits per second", highlight=False)
+        _show_matrix(console, result.hosts, speeds, speed_text, best=max)
+        console.print("\n[bold]round trip[/] from row to column, milliseconds", highlight=False)
+        _show_matrix(console, result.hosts, trips, lambda value: f"{value:.2f}", best=min)
+        console.print()
+    for problem, broken in _problems(result.links).items():
+        pairs = ", ".join(f"{link.source} to {link.target}" for link in broken)
+        console.print(Text(f"no link from {pairs}: {problem}", style="red"))
+    show_failures(console, dict(result.failures))
+    if len(result.groups) > 1:
+        near = " | ".join(compress(group) for group in result.groups)
+        console.print(f"near each other: {near}", highlight=False, markup=False)
+        console.print(
+            "Unless the file names sites, the next `shoal up` tells Slurm: a job then stays inside one group."
+        )
+    elif speeds:
+        console.print("no host is far from the others")
+
+
+def speed_text(mbit: float) -> str:
+    """A speed in three or four characters and its unit: `94.2M`, `9.41G`."""
+    value, unit = (mbit / 1000, "G") if mbit >= 1000 else (mbit, "M")
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}{unit}"
+
+
+def _show_matrix(
+    console: Console,
+    hosts: Sequence[str],
+    values: Mapping[tuple[str, str], float],
+    text: Callable[[float], str],
+    best: Callable[[float, float], float],
+) -> None:
+    """The matrix, in pieces below one another where the terminal is too narrow."""
+    worst, top = (min, max) if best is max else (max, min)
+    ends = (worst(values.values()), top(values.values())) if values else (1.0, 1.0)
+
+    def cell(row: str, column: str) -> Text:
+        value = values.get((row, column))
+        if row == column:
+            return Text("·", style="dim")
+        return Text("none", style="bold red") if value is None else Text(text(value), style=HEAT[heat(value, *ends)])
+
+    names = max(map(len, hosts))
+    wide = max(names, len("none"), *(len(text(value)) for value in values.values())) + 1
+    fit = max((console.width - names - 1) // wide, 1)
+    for first in range(0, len(hosts), fit):
+        columns = hosts[first : first + fit]
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column("", no_wrap=True)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in hosts:
+            table.add_row(row, *(cell(row, column) for column in columns))
+        if first:
+            console.print()
+        console.print(table)
+
+
+def heat(value: float, worst: float, best: float) -> int:
+    """Where a value lies between the worst and the best, by factors: 0 to 4. All are good where they are alike."""
+    spread = math.log(best / worst)
+    if abs(spread) < math.log(2):
+        return len(HEAT) - 1
+    part = math.log(value / worst) / spread
+    return min(int(part * len(HEAT)), len(HEAT) - 1)
+
+
+def _problems(links: Sequence[LinkSpeed]) -> dict[str, list[LinkSpeed]]:
+    problems: dict[str, list[LinkSpeed]] = {}
+    for link in links:
+        if link.problem:
+            problems.setdefault(link.problem, []).append(link)
+    return problems
 
 
 def register(app: typer.Typer) -> None:

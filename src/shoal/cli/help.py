@@ -1,70 +1,77 @@
-"""What `--help` shows: commands under headings, and words that say what to write in place of Python's types."""
+"""What `--help` shows: commands under headings, placeholders for values, and examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import CommandInfo
 
-from shoal.cli.examples import EXAMPLES, named_commands
-
-HEADINGS: dict[str, tuple[str, ...]] = {
-    "Build": ("init", "check", "plan", "up", "down", "schema"),
-    "Train": ("run", "jobs", "logs", "cancel", "env", "prove"),
-    "Look": ("status", "usage", "ui", "bench"),
-    "Hosts and services": ("ssh", "exec", "node", "keys", "restore"),
-    "Rent": ("offers", "cost", "reap", "simulate"),
-}
-"""The commands of `shoal --help`, in the order in which they are shown."""
-
-PLACEHOLDERS: dict[str, tuple[str, ...]] = {
-    "FILE": ("--file", "--ssh-config", "--job", "--faults", "--output", "--error"),
-    "DIRECTORY": ("--directory", "--keep"),
-    "PROGRAM": ("--python",),
-    "URL": ("--tracking-uri",),
-    "NAME": (
-        *("--cluster", "--nodeset", "--partition", "--account", "--qos", "--job-name", "--experiment", "--env"),
-        *("--provider", "--type", "--region", "--gpu", "--image"),
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "init": ("shoal init --hosts desktop,gpu01,gpu02", "shoal init --ssh-config ~/.ssh/config"),
+    "schema": ("shoal schema > shoal.schema.json",),
+    "check": ("shoal check", "shoal check -f lab.yaml"),
+    "plan": ("shoal plan", "shoal plan --diff"),
+    "up": ("shoal up", "shoal up --drain-timeout 600"),
+    "status": ("shoal status", "shoal status --json"),
+    "down": ("shoal down", "shoal down --yes"),
+    "ssh": ("shoal ssh gpu01", "shoal ssh desktop squeue", "shoal ssh --forget-key gpu01"),
+    "exec": ("shoal exec -- uptime", "shoal exec -w gpu[01-04] -- nvidia-smi -L"),
+    "node drain": ("shoal node drain gpu01 --reason fan",),
+    "node resume": ("shoal node resume gpu[01-04]",),
+    "node remove": ("shoal node remove gpu02",),
+    "run": (
+        "shoal run train.py",
+        "shoal run -N2 --gpus-per-node 8 --time 4:00:00 train.py --lr 0.1",
+        "shoal run --env torch -N2 --wait train.py",
+        "shoal run --job job.yaml",
     ),
-    "HOSTS": ("--hosts", "--nodelist"),
-    "NUMBER": (
-        *("--nodes", "--gpus-per-node", "--ntasks-per-node", "--cpus-per-task", "--switches", "--rank"),
-        *("--processes", "--steps", "--count", "--port", "--tolerance"),
-    ),
-    "SECONDS": ("--drain-timeout", "--timeout", "--seconds", "--boot-seconds"),
-    "TIME": ("--time", "--since", "--until"),
-    "MONTH": ("--month",),
-    "SIZE": ("--mem",),
-    "MIB": ("--max-size",),
-    "RANGE": ("--array",),
-    "JOBS": ("--dependency",),
-    "FEATURES": ("--constraint",),
-    "SIGNAL@SECONDS": ("--signal",),
-    "NAME=VALUE": ("--export",),
-    "WORD": ("--launcher", "--profile", "--parallel", "--dtype", "--market", "--by"),
-    "TEXT": ("--reason",),
-    "SHELL": ("--install-completion", "--show-completion"),
+    "jobs": ("shoal jobs", "shoal jobs --all"),
+    "logs": ("shoal logs 17", "shoal logs -f --rank 0 17"),
+    "cancel": ("shoal cancel 17", "shoal cancel 17 18_3"),
+    "prove": ("shoal prove train.py -n 4", "shoal prove train.py -n 4 -N2 -f shoal.yaml"),
+    "usage": ("shoal usage", "shoal usage --by nodeset --since 7d"),
+    "restore": ("shoal restore", "shoal restore latest"),
+    "keys rotate": ("shoal keys rotate munge", "shoal keys rotate all"),
+    "offers": ("shoal offers --gpu H100 --count 8", "shoal offers --provider lambda --market on-demand"),
+    "cost": ("shoal cost", "shoal cost --month 2026-10"),
+    "reap": ("shoal reap", "shoal reap --yes"),
+    "bench links": ("shoal bench links", "shoal bench links --hosts gpu01,gpu02 --seconds 2"),
+    "env build": ("shoal env build", "shoal env build torch"),
+    "env list": ("shoal env list",),
+    "env clean": ("shoal env clean --dry-run",),
+    "ui": ("shoal ui mlflow", "shoal ui mlflow --show-password"),
+    "simulate": ("shoal simulate lambda --port 8001",),
 }
-"""What stands behind an option, and the options that it stands behind."""
-
-ARGUMENTS = {"args": "ARG", "jobs": "JOB", "names": "NAME", "kind": "PROVIDER"}
-"""What stands for an argument that is not called as its variable is."""
-
-_OF_OPTION = {option: word for word, options in PLACEHOLDERS.items() for option in options}
+"""Command lines, by command. Each is parsed by a test."""
 
 
-def explain(app: typer.Typer) -> None:
-    """Give every command its examples, and its help the looks of this file."""
+def add_examples(app: typer.Typer) -> None:
+    """Give every command its examples, and its help the layout of this file."""
     for name, command in named_commands(app):
-        command.cls = Command
+        command.cls = ShoalCommand
         # The mark at the beginning keeps the lines as they are.
         command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES.get(name, ()))
 
 
-class Command(TyperCommand):
-    """A command whose help names what to write. Releases of typer differ in how they tell a parameter's type."""
+def named_commands(app: typer.Typer, prefix: str = "") -> Iterator[tuple[str, CommandInfo]]:
+    """Every command of the app with the words that call it."""
+    for command in app.registered_commands:
+        yield prefix + command_name(command), command
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            yield from named_commands(group.typer_instance, f"{prefix}{group.name} ")
+
+
+def command_name(command: CommandInfo) -> str:
+    """The name of a command: the given one, or that of its function."""
+    return command.name or (command.callback.__name__ if command.callback else "")
+
+
+class ShoalCommand(TyperCommand):
+    """A command whose help has a placeholder for each value. Releases of typer differ in how they show its type."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -75,51 +82,56 @@ class Command(TyperCommand):
         return [self.options_metavar or "", *(_usage(parameter) for parameter in _arguments(self, ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        arguments = [(_written(one), one.help or "") for one in _arguments(self, ctx)]
+        arguments = [(_argument(parameter), parameter.help or "") for parameter in _arguments(self, ctx)]
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         _write_options(self, ctx, formatter)
 
 
-class Headed(TyperGroup):
-    """The `shoal` command itself: its commands under headings, with their descriptions below one another."""
+class CommandGroup(TyperGroup):
+    """A group whose help has its commands under headings, with their descriptions in one column."""
+
+    headings: ClassVar[Mapping[str, Iterable[str]]] = {}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        wide = max(map(len, self.list_commands(ctx)))
-        for heading, names in HEADINGS.items():
+        width = max(map(len, self.list_commands(ctx)))
+        for heading, names in self.headings.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
                 formatter.write_dl(
-                    [(name.ljust(wide), one.get_short_help_str(formatter.width)) for name, one in commands if one]
+                    [
+                        (name.ljust(width), command.get_short_help_str(formatter.width))
+                        for name, command in commands
+                        if command
+                    ]
                 )
         _write_options(self, ctx, formatter)
 
 
 def placeholder(parameter: Any) -> str:
-    """What a person writes in the place of this argument, or behind this option; nothing behind a flag."""
+    """What stands for the value of an argument or an option; nothing for a flag."""
     if parameter.param_type_name == "argument":
-        return ARGUMENTS.get(parameter.name) or parameter.name.upper()
-    return "" if parameter.is_flag else _OF_OPTION[max(parameter.opts, key=len)]
+        return str(parameter.metavar or parameter.name.upper())
+    return "" if parameter.is_flag else str(parameter.metavar or "SHELL")  # typer's own options complete for a shell
 
 
 def _arguments(command: TyperCommand, ctx: Any) -> Iterator[Any]:
-    return (one for one in command.get_params(ctx) if one.param_type_name == "argument")
+    return (parameter for parameter in command.get_params(ctx) if parameter.param_type_name == "argument")
 
 
-def _written(argument: Any) -> str:
+def _argument(argument: Any) -> str:
     return placeholder(argument) + ("" if argument.nargs == 1 else "...")
 
 
 def _usage(argument: Any) -> str:
-    return _written(argument) if argument.required else f"[{_written(argument)}]"
+    return _argument(argument) if argument.required else f"[{_argument(argument)}]"
 
 
 def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    options = (parameter for parameter in command.get_params(ctx) if parameter.param_type_name == "option")
     with formatter.section("Options"):
-        formatter.write_dl(
-            [_option(one) for one in command.get_params(ctx) if one.param_type_name == "option" and not one.hidden]
-        )
+        formatter.write_dl([_option(option) for option in options if not option.hidden])
 
 
 def _option(option: Any) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar for each phase on a terminal; elsewhere a line for each, and more while it is long."""
+"""Progress: a bar for each phase on a terminal; elsewhere a line for each, repeated while a phase is long."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.table import Column
 
 from shoal.hostlist import compress
 from shoal.plan.progress import Phase
-from shoal.spec.words import printable
+from shoal.spec.finding import printable
 
-MOST_SAID = 3
-"""Of so many hosts a line in a pipe tells what they are doing."""
-WIDE = 80
-"""Columns of a terminal that has room for a bar."""
+MAX_SHOWN_HOSTS = 3
+"""A line in a pipe shows the work of this many hosts."""
+MIN_BAR_WIDTH = 80
+"""A narrower terminal has no room for a bar."""
 
 
 class TerminalProgress:
-    """Bars on a terminal. What a host says last stands behind the bar.
+    """Bars on a terminal, each with the latest message of a host.
 
-    In a pipe, a phase that takes longer than `every` seconds says where it is, and again after as many.
+    In a pipe, a phase prints its state every `every` seconds.
     """
 
     def __init__(self, console: Console, every: float = 10.0) -> None:
@@ -41,8 +41,10 @@ class TerminalProgress:
                 yield phase
             self._print(phase.line(time.monotonic() - begun))
             return
-        # What a host is at says more than a bar, where there is no room for both.
-        bar = [BarColumn(bar_width=16, table_column=Column(min_width=16))] if self._console.width >= WIDE else []
+        # The message of a host says more than a bar, where there is no room for both.
+        bar = (
+            [BarColumn(bar_width=16, table_column=Column(min_width=16))] if self._console.width >= MIN_BAR_WIDTH else []
+        )
         bars = Bars(
             TextColumn("{task.description:<26}", table_column=Column(min_width=26)),
             *bar,
@@ -64,7 +66,7 @@ class TerminalProgress:
 
 @contextmanager
 def _repeated(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """Do something every so many seconds while the block runs. Outside of an event loop nothing runs long."""
+    """Repeat an action while the block runs. Outside of an event loop nothing runs long."""
     timer: asyncio.TimerHandle | None = None
 
     def again() -> None:
@@ -85,7 +87,7 @@ def _repeated(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 class PlainPhase:
-    """Counts, and remembers what each host said last until it is done."""
+    """Counts finished hosts, and holds the latest message of each other one."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title
@@ -93,27 +95,27 @@ class PlainPhase:
         self.failed: list[str] = []
         self._count = f"0/{total}"
         self._finished = 0
-        self._said: dict[str, str] = {}
+        self._messages: dict[str, str] = {}
 
-    def say(self, host: str, text: str) -> None:
-        self._said[host] = f"{host}: {text}"
+    def update(self, host: str, text: str) -> None:
+        self._messages[host] = f"{host}: {text}"
 
     def done(self, host: str, error: str = "") -> None:
         self._finished += 1
         self._count = f"{self._finished}/{self.total}"
-        self._said.pop(host, None)
+        self._messages.pop(host, None)
         if error:
             self.failed.append(host)
 
-    def at(self, fraction: float, text: str = "") -> None:
+    def set_fraction(self, fraction: float, text: str = "") -> None:
         self._count = f"{fraction:.0%}"
-        self._said[""] = text
+        self._messages[""] = text
 
     def so_far(self, seconds: float) -> str:
-        said = [text for text in self._said.values() if text]
-        more = f"; {len(said) - MOST_SAID} more" if len(said) > MOST_SAID else ""
+        messages = [text for text in self._messages.values() if text]
+        more = f"; {len(messages) - MAX_SHOWN_HOSTS} more" if len(messages) > MAX_SHOWN_HOSTS else ""
         return printable(
-            f"  {self.title:<26} {self._count:<8} {seconds:6.1f} s  {'; '.join(said[:MOST_SAID])}{more}"
+            f"  {self.title:<26} {self._count:<8} {seconds:6.1f} s  {'; '.join(messages[:MAX_SHOWN_HOSTS])}{more}"
         ).rstrip()
 
     def line(self, seconds: float) -> str:
@@ -129,14 +131,14 @@ class BarPhase(PlainPhase):
         self._bars = bars
         self._task = bars.add_task(title, total=total, text="")
 
-    def say(self, host: str, text: str) -> None:
+    def update(self, host: str, text: str) -> None:
         self._bars.update(self._task, text=printable(f"{host}: {text}"))
 
     def done(self, host: str, error: str = "") -> None:
         super().done(host, error)
         self._bars.advance(self._task)
 
-    def at(self, fraction: float, text: str = "") -> None:
+    def set_fraction(self, fraction: float, text: str = "") -> None:
         self._bars.update(self._task, completed=round(fraction * self.total, 2), text=printable(text))
 
     def line(self, seconds: float) -> str:

@@ -7,125 +7,150 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from shoal.cli.job_commands import exported
 from shoal.cli.options import Json
+from shoal.cli.output import plain
+from shoal.cli.run_command import parse_exports
+from shoal.cli.screen import Columns, escape_text
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
+from shoal.proof.compare import Difference
 
 if TYPE_CHECKING:
-    from shoal.plan.progress import Progress
-    from shoal.proof.model import Asked, ProofResult, Runner
+    from shoal.plan.progress import ProgressReporter
+    from shoal.proof.model import ProofRequest, ProofResult, ProofRow, Runner
 
 
 def prove(
     script: Annotated[str, typer.Argument(help="A training script that uses shoal.train.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's arguments, behind --.")] = None,
-    processes: Annotated[int, typer.Option("--processes", "-n", help="How many processes to prove.", min=2)] = 2,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="The script's arguments, after --.")] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", "-n", metavar="NUMBER", help="How many processes to compare.", min=2)
+    ] = 2,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Who starts them, with commas between. Default: torchrun,spawn; on a cluster srun."),
+        typer.Option(
+            metavar="WORD", help="What starts them, comma-separated. Default: torchrun,spawn; on a cluster srun."
+        ),
     ] = None,
-    parallel: Annotated[str, typer.Option(help="How the model is spread, with commas between.")] = "ddp,fsdp",
-    dtype: Annotated[str, typer.Option(help="The precision: float64 or float32.")] = "float64",
+    parallel: Annotated[
+        str, typer.Option(metavar="WORD", help="How the model is parallelized, comma-separated.")
+    ] = "ddp,fsdp",
+    dtype: Annotated[str, typer.Option(metavar="WORD", help="The precision: float64 or float32.")] = "float64",
     tolerance: Annotated[
-        float | None, typer.Option(help="The largest relative difference. Default: 1e-12, in float32 1e-6.", min=0)
+        float | None,
+        typer.Option(metavar="NUMBER", help="The largest relative difference. Default: 1e-12, in float32 1e-6.", min=0),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer to compare.", min=1)] = 10,
-    timeout: Annotated[float, typer.Option(help="Seconds for each run.", min=1)] = 600,
+    steps: Annotated[int, typer.Option(metavar="NUMBER", help="Optimizer steps to compare.", min=1)] = 10,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long each run may take.", min=1)] = 600,
     python: Annotated[
         str | None,
-        typer.Option(help="The Python that runs the script. Default: Shoal's own; on a cluster python3."),
+        typer.Option(
+            metavar="PROGRAM", help="The Python that runs the script. Default: Shoal's own; on a cluster python3."
+        ),
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the records in this directory.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Run as jobs of the cluster of this spec.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Run as jobs of this sandbox cluster, which has no file.")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="Keep the records in this directory.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Run as jobs on the cluster of this spec.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run as jobs on this sandbox cluster, which has no file.")
+    ] = None,
     job: Annotated[
-        Path | None, typer.Option("--job", help="On a cluster: take partition, env and the rest from this file.")
+        Path | None,
+        typer.Option("--job", metavar="FILE", help="On a cluster: take partition, exports and so on from this file."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", "-N", help="On a cluster: how many nodes. Default: 1.")
+        int | None, typer.Option("--nodes", "-N", metavar="NUMBER", help="On a cluster: how many nodes. Default: 1.")
     ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="On a cluster: GPUs of each node. Default: all.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="On a cluster: GPUs of each node. Default: all.")
+    ] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option(help="On a cluster: NAME=VALUE for the script's environment; may be given many times."),
+        typer.Option(
+            metavar="NAME=VALUE", help="On a cluster: a variable for the script's environment; may be repeated."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a script trains with many processes as with one.
+    """Prove that a script trains the same with many processes.
 
-    It runs with one process, then with many in every way asked for; the losses of each step and the final parameters
-    are compared. A difference that is more than rounding is explained, and the exit code is 1. Without --file or
-    --cluster it runs on this machine's CPU.
+    It runs the script with one process, then with many under each launcher and parallelism, and compares the losses of
+    each step and the final parameters. It explains a difference larger than rounding, and exits with 1. Without --file
+    or --cluster it runs on this machine's CPU.
     """
     with Session(json) as session:
-        from shoal.proof.local import LOCAL_LAUNCHERS, LocalRunner
-        from shoal.proof.model import PARALLELS, TOLERANCES, Asked
+        from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
+        from shoal.proof.model import PARALLELS, TOLERANCES, ProofRequest
+        from shoal.verbs.prove import CLUSTER_LAUNCHERS
         from shoal.verbs.prove import prove as verb
-        from shoal.verbs.prove_jobs import CLUSTER_LAUNCHERS
 
-        far = file is not None or cluster is not None
+        on_cluster = file is not None or cluster is not None
         if dtype not in TOLERANCES:
             raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
-        _check_room(keep)
+        _check_empty(keep)
         launchers = _names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
-        asked = Asked(
+        request = ProofRequest(
             script,
             tuple(args or ()),
             processes,
-            launchers or (("srun",) if far else LOCAL_LAUNCHERS),
+            launchers or (("srun",) if on_cluster else LOCAL_LAUNCHERS),
             _names("--parallel", parallel, PARALLELS),
             dtype,
             TOLERANCES[dtype] if tolerance is None else tolerance,
             steps,
             timeout,
         )
-        given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "env": export}
+        given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
         runner: Runner
-        if far:
-            runner = _as_jobs(session, asked, file, cluster, job, given)
+        if on_cluster:
+            runner = _as_jobs(session, request, file, cluster, job, given)
         else:
             _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
-            runner = LocalRunner(asked, python)
+            runner = LocalRunner(request, python)
         try:
-            result = session.run(verb(asked, runner, progress_of(session), keep.absolute() if keep else None))
+            result = session.run(verb(request, runner, progress_of(session), keep.absolute() if keep else None))
         except Interrupted:
-            raise Interrupted(f"stopped; its {'job is cancelled' if far else 'processes are ended'}") from None
+            raise Interrupted(f"stopped; its {'job is cancelled' if on_cluster else 'processes are ended'}") from None
         finish(session, result)
 
 
-def progress_of(session: Session) -> Progress:
-    """A proof takes minutes. With --json, too, whoever sits at a terminal sees where it is; a script's log does not."""
+def progress_of(session: Session) -> ProgressReporter:
+    """A proof takes minutes, so a terminal shows progress even with --json; a script's log does not."""
     from shoal.cli.progress import TerminalProgress
-    from shoal.plan.progress import Silence
+    from shoal.plan.progress import NoProgress
 
-    return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else Silence()
+    return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else NoProgress()
 
 
 def _as_jobs(
-    session: Session, asked: Asked, file: Path | None, cluster: str | None, job: Path | None, given: dict[str, Any]
+    session: Session,
+    request: ProofRequest,
+    file: Path | None,
+    cluster: str | None,
+    job: Path | None,
+    given: dict[str, Any],
 ) -> Runner:
-    from shoal.jobs.load import job_of, load_job
-    from shoal.verbs.prove_jobs import ClusterRunner
+    from shoal.jobs.load import load_job
+    from shoal.jobs.model import job_from_options
+    from shoal.verbs.prove import ClusterRunner
 
     options = {name: value for name, value in given.items() if value is not None}
-    if "env" in options:
-        options["env"] = dict(exported(text) for text in options["env"])
-    options.update(script=asked.script, args=asked.args)
-    spec = load_job(job, options) if job is not None else job_of(options)
-    return ClusterRunner(asked, session.open(file, cluster), spec, Path.cwd())
+    if "export" in options:
+        options["export"] = parse_exports(options["export"])
+    options.update(script=request.script, args=request.args)
+    spec = load_job(job, options) if job is not None else job_from_options(options)
+    return ClusterRunner(request, session.open(file, cluster), spec, Path.cwd())
 
 
 def finish(session: Session, result: ProofResult) -> None:
     """Print what was found; the exit code is 1 where anything differs."""
     if session.json:
-        from shoal.cli.as_json import plain
-
         session.finish_value(_finite({**plain(result), "passed": result.passed}))
     else:
-        from shoal.cli.render_proof import show_proof
-
         show_proof(session.console, result)
     session.status = 0 if result.passed else 1
 
@@ -139,11 +164,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _check_room(keep: Path | None) -> None:
+def _check_empty(keep: Path | None) -> None:
     try:
         used = keep is not None and keep.exists() and any(keep.iterdir())
     except OSError as error:
-        raise UsageError(f"--keep {keep} cannot be used: {error.strerror}", hint="name a new directory") from None
+        raise UsageError(f"cannot use --keep {keep}: {error.strerror}", hint="name a new directory") from None
     if used:
         raise UsageError(f"--keep {keep} is not empty", hint="name a new directory")
 
@@ -151,16 +176,62 @@ def _check_room(keep: Path | None) -> None:
 def _refuse(of_jobs: dict[str, Any]) -> None:
     for option, value in of_jobs.items():
         if value is not None and value != []:
-            raise UsageError(f"{option} is for jobs of a cluster", hint="name the cluster with --file or --cluster")
+            raise UsageError(f"{option} is for jobs on a cluster", hint="name the cluster with --file or --cluster")
 
 
 def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        said = ", ".join(unknown) if unknown else "nothing"
-        raise UsageError(f"{option} names {said}", hint=f"use {', '.join(known)}, with commas between")
+        named = ", ".join(unknown) if unknown else "nothing"
+        raise UsageError(f"{option} names {named}", hint=f"use {', '.join(known)}, comma-separated")
     return names
+
+
+def show_proof(console: Console, result: ProofResult) -> None:
+    table = Columns("launcher", "parallel", "losses", "first gradient", "parameters", "", wraps=("",))
+    for row in result.rows:
+        texts = _differences(row) if row.found else ("-", "-", "-")
+        table.add_row(row.launcher, row.parallel, *texts, _verdict(row))
+    console.print(
+        f"largest relative differences between {result.processes} processes and one, over {result.steps} steps"
+        f" in {result.dtype}:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(table)
+    for cause in dict.fromkeys(row.cause for row in result.rows if row.cause):
+        ways = ", ".join(f"{row.launcher} {row.parallel}" for row in result.rows if row.cause == cause)
+        lines = [escape_text(line) for line in cause.split("\n")]
+        console.print(f"[red]✗[/] {ways}: {lines[0]}", highlight=False, soft_wrap=True)
+        for line in lines[1:]:
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
+    if result.passed:
+        console.print(
+            f"[green]✓[/] {escape_text(result.script)} trains the same with {result.processes} processes as with"
+            f" one: nothing differs by more than {result.tolerance:g}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _differences(row: ProofRow) -> tuple[str, str, str]:
+    assert row.found is not None
+    found = row.found
+    return _format(found.losses), _format(Difference(found.gradient.relative)), _format(found.parameters)
+
+
+def _format(difference: Difference) -> str:
+    if not difference.relative:
+        return "none"
+    where = f" ({escape_text(difference.where)})" if difference.where else ""
+    return f"{difference.relative:.1e}{where}"
+
+
+def _verdict(row: ProofRow) -> Text:
+    if row.passed:
+        return Text("✓ same", style="green")
+    return Text("✗ differs" if row.found else "✗ failed", style="red")
 
 
 def register(app: typer.Typer) -> None:

@@ -1,11 +1,13 @@
-"""One run of the command: opens the cluster, runs the verb, prints the result, and turns errors into exit codes.
+"""One run of the command: opens the cluster, runs the verb, and turns errors into messages and exit codes.
 
-The terminal tells three stories apart: your mistake (exit 2, what to change), what failed out there (exit 1 or 3, which
-host and why), and our bug (exit 70, with a traceback to report).
+The terminal tells three cases apart: your mistake (exit 2, what to change), a failure elsewhere (exit 1 or 3, which
+host and why), and a bug (exit 70, with a traceback to report).
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
 import os
 import signal
@@ -19,57 +21,59 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
 
-from shoal.cli import interrupt
-from shoal.cli.as_json import dump, plain
-from shoal.cli.encoding import write_anywhere
-from shoal.cli.this_machine import trouble_here
+from shoal.cli.output import allow_any_encoding, dump
 from shoal.errors import ControllerFailed, Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rich.console import Console
 
-    from shoal.plan.model import Plan
-    from shoal.spec.finding import Finding
     from shoal.verbs.context import Context
-    from shoal.verbs.down import DownResult
-    from shoal.verbs.remote import ExecResult
-    from shoal.verbs.status import Status
-    from shoal.verbs.up import UpResult
 
 T = TypeVar("T")
 
 PARTLY = 3
 BUG = 70
 
+STOPPING = "stopping: each host finishes its current step; Ctrl-C again exits at once"
+RUN_AGAIN = "run the same command again to continue"
+
+OS_ERROR_FIXES = {
+    errno.EACCES: "run it as the owner of that file, or change the owner; root's files need root",
+    errno.EPERM: "run it as the owner of that file, or change the owner; root's files need root",
+    errno.EROFS: "set XDG_STATE_HOME and XDG_CACHE_HOME to directories that can be written",
+    errno.ENOSPC: "free space on this machine's disk, then run the same command again",
+    errno.EDQUOT: "free space in your home directory, then run the same command again",
+    errno.EMFILE: "allow more open files (`ulimit -n 8192`), then run the same command again",
+}
+"""What to do about errors of this machine, by their number."""
+
 ClickUsageError: Any = typer.BadParameter.__mro__[1]
 """What typer raises at a wrong command line. Releases differ in where it comes from."""
 
 
 class Session:
-    """Printing and exit codes of one run."""
+    """Printing and exit code of one run."""
 
     def __init__(self, json: bool) -> None:
         self.json = json
         self.status = 0
 
-    # Made when something is to be said: a job is in the queue before rich is loaded.
+    # Made on first use: a job is submitted before rich is loaded.
 
     @cached_property
     def console(self) -> Console:
-        from shoal.cli.terminal import console
+        from shoal.cli.output import console
 
         return console()
 
     @cached_property
     def errors(self) -> Console:
-        from shoal.cli.terminal import console
+        from shoal.cli.output import console
 
         return console(stderr=True)
 
     def open(self, file: Path | None, cluster: str | None, *, phases: bool = True) -> Context:
-        """The cluster. `phases`: the verb takes long, and says where it is; otherwise it needs the hosts only."""
+        """The cluster. `phases`: the verb takes long and shows progress; otherwise it needs the hosts only."""
         from shoal.verbs.context import open_context, open_hosts
 
         if not phases:
@@ -80,126 +84,17 @@ class Session:
 
         return open_context(file, cluster, TerminalProgress(self.errors))
 
-    def run(
-        self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None, *, watching: bool = False
-    ) -> T:
-        """Run a verb. Ctrl-C stops it at the next step; the next run goes on from there.
+    def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
+        """Run a verb. Ctrl-C stops it after the current step; the next run continues from there.
 
-        `watching`: it looks on at what goes on without it, so that there is no step to finish.
+        `watching`: the verb only observes, so that there is no step to finish.
         """
         gc.freeze()  # what is loaded stays
         gc.enable()
-        return interrupt.run(work, loop, said="" if watching else interrupt.STOPPING)
+        return run_interruptible(work, message="" if watching else STOPPING)
 
     def finish_value(self, value: Any) -> None:
         print(dump(value))
-
-    def finish_init(self, path: Path) -> None:
-        if self.json:
-            return self.finish_value({"file": str(path)})
-        self.console.print(f"wrote {path}; look at it, run `shoal check`, then `shoal up`", highlight=False)
-
-    def finish_check(self, findings: list[Finding]) -> None:
-        from shoal.cli.say import show_findings
-
-        errors = sum(finding.level == "error" for finding in findings)
-        if self.json:
-            self.finish_value({"ok": not errors, "findings": findings})
-        else:
-            show_findings(self.console, findings)
-            self.console.print("[green]✓[/] nothing in the way" if not errors else f"[red]✗[/] {errors} in the way")
-        if errors:
-            self.status = 1
-
-    def finish_plan(self, plan: Plan, diff: bool) -> None:
-        from shoal.cli.render import show_plan
-
-        if self.json:
-            hosts = [{"name": host.name, "changes": host.changes} for host in plan.hosts]
-            self.finish_value(
-                {
-                    "cluster": plan.cluster,
-                    "cost": plan.cost,
-                    "changes": plan.changes,
-                    "loses": plan.loses,
-                    "hosts": hosts,
-                    "findings": plan.findings,
-                    "unreached": plan.unreached,
-                }
-            )
-        else:
-            show_plan(self.console, plan, diff)
-        if plan.unreached:
-            self.status = PARTLY
-
-    def finish_up(self, result: UpResult) -> None:
-        from shoal.cli.render import show_up
-
-        if self.json:
-            self.finish_value({**plain(result), "unchanged": result.unchanged, "whole": result.whole})
-        else:
-            show_up(self.console, result)
-        if not result.whole:
-            self.status = PARTLY
-
-    def finish_down(self, result: DownResult) -> None:
-        from shoal.cli.render import show_down
-
-        if self.json:
-            self.finish_value(result)
-        else:
-            show_down(self.console, result)
-        if result.failures:
-            self.status = PARTLY
-
-    def finish_status(self, status: Status) -> None:
-        from shoal.cli.render import show_status
-
-        if self.json:
-            self.finish_value(status)
-        else:
-            show_status(self.console, status)
-
-    def finish_exec(self, result: ExecResult) -> None:
-        from shoal.cli.render import show_exec
-
-        if self.json:
-            groups = [
-                {"hosts": names, "status": r.status, "stdout": r.text, "stderr": r.error_text}
-                for names, r in result.groups
-            ]
-            self.finish_value({"groups": groups, "failures": result.failures, "fix": result.hint})
-        else:
-            show_exec(self.console, result)
-        if result.failures:
-            self.status = PARTLY
-        elif result.worst:
-            self.status = result.worst if result.worst < 126 else 1
-
-    def finish_nodes(self, verb: str, names: list[str]) -> None:
-        from shoal.hostlist import compress
-
-        if self.json:
-            return self.finish_value({verb: names})
-        told = f"{verb} {compress(names)}" if names else "nothing to do: every node of these takes jobs already"
-        self.console.print(told, highlight=False)
-
-    def finish_forget(self, host: str, known: bool) -> None:
-        if self.json:
-            return self.finish_value({"host": host, "forgotten": known})
-        self.console.print(f"forgot the key of {host}" if known else f"no key of {host} was kept", highlight=False)
-
-    def confirm_down(self, context: Context, yes: bool) -> None:
-        """Hosts that are not ours to delete are released only when asked for plainly."""
-        lent = [member.name for member in context.members if member.provider is None]
-        if not lent or yes:
-            return
-        from shoal.hostlist import compress
-
-        if not sys.stdin.isatty():
-            raise UsageError(f"this stops Slurm on {compress(lent)}", hint="use --yes")
-        if not typer.confirm(f"Stop Slurm and remove Shoal's files on {compress(lent)}?", err=True):
-            raise Interrupted("nothing was changed")
 
     def __enter__(self) -> Self:
         return self
@@ -208,15 +103,15 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, BrokenPipeError):
-            raise typer.Exit(nobody_reads()) from None
+            raise typer.Exit(end_broken_pipe()) from None
         if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-            error = Interrupted("stopped", hint=interrupt.AGAIN)
-        error = trouble_here(error) or error
+            error = Interrupted("stopped", hint=RUN_AGAIN)
+        error = map_os_error(error) or error
         if isinstance(error, ShoalError):
             self._report(error)
             raise typer.Exit(error.exit_code) from None
         if isinstance(error, Exception):
-            self._bug(error)
+            self._report_bug(error)
             raise typer.Exit(BUG) from None
         if error is None and self.status:
             raise typer.Exit(self.status)
@@ -227,23 +122,23 @@ class Session:
             return
         from rich.markup import escape
 
-        from shoal.cli.say import say, show_failures
+        from shoal.cli.screen import print_wrapped, show_failures
 
         if isinstance(error, SpecError):
             for finding in error.findings:
-                say(self.errors, escape(str(finding)))
+                print_wrapped(self.errors, escape(str(finding)))
             return
         if isinstance(error, ControllerFailed):
             show_failures(self.errors, error.failures)
-            return say(self.errors, f"[red]error:[/] nothing can be done without {error.host}, the controller")
-        # Who pressed Ctrl-C has made no error, and there is nothing to correct.
+            return print_wrapped(self.errors, f"[red]error:[/] cannot go on without {error.host}, the controller")
+        # Ctrl-C is no error, and there is nothing to fix.
         stopped = isinstance(error, Interrupted)
-        say(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
+        print_wrapped(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
         if error.hint:
             label = "" if stopped else "fix: "
             self.errors.print(f"  {label}{error.hint}", markup=False, highlight=False, soft_wrap=True)
 
-    def _bug(self, error: Exception) -> None:
+    def _report_bug(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         if self.json:
             print(dump({"error": "bug", "message": str(error), "traceback": text}))
@@ -252,11 +147,11 @@ class Session:
         self.errors.print("[red]This is a bug in Shoal.[/] Please report it with the lines above.", soft_wrap=True)
 
 
-def run_main(app: typer.Typer) -> None:
-    """Run the command line. A wrong one exits 2, and with --json says so in JSON like every other error."""
+def run_app(app: typer.Typer) -> None:
+    """Run the command line. A wrong one exits 2, with --json as an object like every other error."""
     words = sys.argv[1:]
     json = "--json" in words[: words.index("--") if "--" in words else None]
-    write_anywhere()
+    allow_any_encoding()
     try:
         status = app(prog_name="shoal", standalone_mode=False)
         sys.stdout.flush()
@@ -269,25 +164,67 @@ def run_main(app: typer.Typer) -> None:
         print(dump(stopped)) if json else print(stopped, file=sys.stderr)
         status = stopped.exit_code
     except BrokenPipeError:
-        status = nobody_reads()
+        status = end_broken_pipe()
     except OSError as error:
-        told = trouble_here(error)
-        if told is None:
+        mapped = map_os_error(error)
+        if mapped is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
-        status = told.exit_code
+        print(f"error: {mapped}", file=sys.stderr)
+        status = mapped.exit_code
         discard_output()
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def nobody_reads() -> int:
-    """The reader of our output has gone, as in `shoal status | head -1`: end quietly, as other programs do."""
+def run_interruptible(work: Coroutine[Any, Any, T], *, message: str = STOPPING) -> T:
+    """Run a verb to its end. The first Ctrl-C prints `message`, the second exits at once.
+
+    Raises Interrupted after a Ctrl-C or a SIGTERM, once the verb has cleaned up.
+    """
+    try:
+        return asyncio.run(_with_signals(work, message))
+    except asyncio.CancelledError:
+        raise Interrupted("stopped", hint=RUN_AGAIN) from None
+
+
+async def _with_signals(work: Coroutine[Any, Any, T], message: str) -> T:
+    task = asyncio.current_task()
+    assert task is not None
+    signals = 0
+
+    def stop() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            # Agents notice the closed connection and stop after the current item.
+            from shoal.verbs.context import exit_notes
+
+            for line in ("", *exit_notes(), *((f"stopped at once; {RUN_AGAIN}",) if message else ())):
+                print(line, file=sys.stderr, flush=True)
+            os._exit(Interrupted.exit_code)
+        print(f"\n{message}" if message else "", file=sys.stderr)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    return await work
+
+
+def map_os_error(error: BaseException | None) -> ShoalError | None:
+    """An error of this machine's operating system with its fix; None where it may be a bug of ours."""
+    if not isinstance(error, OSError) or error.errno not in OS_ERROR_FIXES:
+        return None
+    path = f"{error.filename}: " if error.filename else ""
+    return ShoalError(f"on this machine: {path}{error.strerror}", hint=OS_ERROR_FIXES[error.errno])
+
+
+def end_broken_pipe() -> int:
+    """End quietly, as other programs do, where the reader has gone, as in `shoal status | head -1`."""
     discard_output()
     return 128 + signal.SIGPIPE
 
 
 def discard_output() -> None:
-    """What is still to be written goes nowhere: Python would try again at its end, and complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Send what is still buffered nowhere: Python would try to write it at exit, and complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(null, stream.fileno())

@@ -1,1 +1,4 @@
-"""Python environments for jobs: what is in one, how a host makes it, and whether it fits the nodes."""
+"""Python environments for jobs: their requirements, where hosts keep them, and whether a torch fits the drivers.
+
+Pure functions over text; `remote/environment_builder.py` builds. Imports spec, remote and what lies below.
+"""

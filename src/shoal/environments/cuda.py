@@ -1,4 +1,4 @@
-"""Whether a build of torch runs on a driver: torch brings CUDA's libraries along, the driver must be new enough."""
+"""Whether a build of torch runs on a driver: torch contains CUDA's libraries, and the driver must support them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 from shoal.hostlist import compress
 from shoal.spec.finding import Finding
 
-Fit = Literal["yes", "older", "no"]
+DriverSupport = Literal["yes", "older", "no"]
 
-# The first driver for Linux with which a release of CUDA works at all, and those that came with its minor releases.
-# An older one of the same major release runs it, but cannot compile kernels for GPUs that torch has none for.
+# The first Linux driver that supports a major release of CUDA, and the driver of each minor release.
+# An older driver of the same major release runs it, but cannot compile kernels for GPUs that torch has none for.
 DRIVERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (11, 0): (450, 80),
     (11, 1): (455, 23),
@@ -35,49 +35,49 @@ DRIVERS: Mapping[tuple[int, int], tuple[int, int]] = {
 }
 
 
-def fits(cuda: str, driver: str) -> Fit:
+def check_driver(cuda: str, driver: str) -> DriverSupport:
     """Whether libraries of this CUDA ("12.8") run on this driver ("535.183.01").
 
-    `older`: they run, as the driver is of the same major release, but what needs its newest part does not. A release
-    that the table does not know counts as the one before it.
+    `older`: they run, as the driver is of the same major release, but features of the newer minor release do not.
+    A release that is not in the table counts as the one before it.
     """
-    wanted, found = _pair(cuda), _pair(driver)
-    of_major = {release: least for release, least in DRIVERS.items() if release[0] == wanted[0]}
+    needed, installed = _pair(cuda), _pair(driver)
+    of_major = {release: least for release, least in DRIVERS.items() if release[0] == needed[0]}
     if not of_major:
-        # Older than the table: every driver serves. Newer: none that we know of does.
+        # CUDA older than the table: every driver supports it. Newer: no known driver does.
         newest = max(DRIVERS.values())
-        return "yes" if wanted < min(DRIVERS) or (found > newest and found[0] >= newest[0] + 10) else "no"
-    if found < min(of_major.values()):
+        return "yes" if needed < min(DRIVERS) or (installed > newest and installed[0] >= newest[0] + 10) else "no"
+    if installed < min(of_major.values()):
         return "no"
-    known = max((release for release in of_major if release <= wanted), default=min(of_major))
-    return "yes" if found >= of_major[known] else "older"
+    nearest = max((release for release in of_major if release <= needed), default=min(of_major))
+    return "yes" if installed >= of_major[nearest] else "older"
 
 
-def least_driver(cuda: str) -> str:
-    """The oldest driver that runs this CUDA at all, as a person looks for one."""
+def oldest_driver(cuda: str) -> str:
+    """The oldest driver that runs this CUDA."""
     least = [driver for release, driver in DRIVERS.items() if release[0] == _pair(cuda)[0]]
     return f"{min(least)[0]}" if least else f"newer than {max(DRIVERS.values())[0]}"
 
 
 def cuda_findings(name: str, torch: str, cuda: str | None, drivers: Mapping[str, str]) -> tuple[Finding, ...]:
-    """What the nodes with GPUs (`drivers`, by host) make of an environment's torch. `cuda` is None of a CPU build."""
+    """Findings on an environment's torch and the nodes' drivers, given by host. `cuda` is None for a CPU build."""
     if not drivers:
         return ()
     if cuda is None:
-        what = f"environment {name}: torch {torch} is a build for CPUs, and nodes have GPUs"
-        return (Finding("warning", what, compress(drivers), "name a build for CUDA"),)
+        what = f"environment {name}: torch {torch} is a CPU build, and nodes have GPUs"
+        return (Finding("warning", what, compress(drivers), "choose a build for CUDA"),)
     findings: list[Finding] = []
     for driver in sorted(set(drivers.values())):
-        hosts = compress([host for host, found in drivers.items() if found == driver])
-        fit = fits(cuda, driver)
+        hosts = compress([host for host, version in drivers.items() if version == driver])
+        fit = check_driver(cuda, driver)
         if fit == "no":
-            all_of_them = set(drivers.values()) == {driver} or all(fits(cuda, d) == "no" for d in drivers.values())
+            on_all_nodes = all(check_driver(cuda, version) == "no" for version in drivers.values())
             findings.append(
                 Finding(
-                    "error" if all_of_them else "warning",
-                    f"environment {name}: torch {torch} is for CUDA {cuda}, which the driver is too old for",
+                    "error" if on_all_nodes else "warning",
+                    f"environment {name}: the driver is too old for torch {torch}, built for CUDA {cuda}",
                     f"driver {driver}",
-                    f"install driver {least_driver(cuda)} or newer, or choose a torch for an older CUDA",
+                    f"install driver {oldest_driver(cuda)} or newer, or choose a torch for an older CUDA",
                     host=hosts,
                 )
             )

@@ -20,7 +20,7 @@ class Target:
     user: str | None = None
     identity: Path | None = None
     host_key: str | None = None
-    """The host's public key, where the provider told us; otherwise the key is trusted on first use."""
+    """The host's public key, where the provider reports it; otherwise the key is trusted on first use."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Host(Protocol):
     ) -> Result:
         """Run a program to its end. A non-zero status is a Result, not an error.
 
-        Raises TimedOut when `timeout` runs out, ConnectionLost when the host goes away, SudoRefused when `root` is
+        Raises CommandTimeout when `timeout` runs out, ConnectionLost when the host goes away, SudoDenied when `root` is
         asked for and the login user may not have it.
         """
 
@@ -90,4 +90,4 @@ class Connector(Protocol):
     """Opens connections to hosts."""
 
     async def connect(self, target: Target) -> Host:
-        """Raises Unreachable, AuthRefused or HostKeyChanged, each with what to do about it."""
+        """Raises Unreachable, AuthenticationFailed or HostKeyChanged, each with what to do about it."""

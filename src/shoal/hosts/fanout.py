@@ -13,18 +13,18 @@ from shoal.errors import HostError
 T = TypeVar("T")
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """Anything with a name: a Target, a Host, a Member."""
 
     @property
     def name(self) -> str: ...
 
 
-X = TypeVar("X", bound="str | Named")
+X = TypeVar("X", bound="str | HasName")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class HostOutcome(Generic[T]):
     """What came of one host."""
 
     name: str
@@ -42,8 +42,8 @@ async def fan_out(
     action: Callable[[X], Awaitable[T]],
     *,
     limit: int = 64,
-    on_done: Callable[[Outcome[T]], None] | None = None,
-) -> dict[str, Outcome[T]]:
+    on_done: Callable[[HostOutcome[T]], None] | None = None,
+) -> dict[str, HostOutcome[T]]:
     """Run `action` on every host, at most `limit` at a time, and return the outcomes in the order given.
 
     A HostError is that host's outcome and stops no other. Anything else (another ShoalError, a bug, a cancellation)
@@ -51,14 +51,14 @@ async def fan_out(
     """
     slots = asyncio.Semaphore(limit)
 
-    async def one(host: X) -> Outcome[T]:
+    async def run_on(host: X) -> HostOutcome[T]:
         async with slots:
-            outcome = await _timed(host, action)
+            outcome = await _run_action(host, action)
         if on_done:
             on_done(outcome)
         return outcome
 
-    tasks = [asyncio.create_task(one(host)) for host in hosts]
+    tasks = [asyncio.create_task(run_on(host)) for host in hosts]
     try:
         # Not gather: it would go on waiting for slow hosts after a bug has shown itself on another.
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else None
@@ -74,14 +74,14 @@ async def fan_out(
     return {outcome.name: outcome for outcome in outcomes}
 
 
-async def _timed(host: X, action: Callable[[X], Awaitable[T]]) -> Outcome[T]:
+async def _run_action(host: X, action: Callable[[X], Awaitable[T]]) -> HostOutcome[T]:
     name = host if isinstance(host, str) else host.name
     start = time.monotonic()
     try:
         value = await action(host)
     except HostError as error:
-        return Outcome(name, None, error, time.monotonic() - start)
-    return Outcome(name, value, None, time.monotonic() - start)
+        return HostOutcome(name, None, error, time.monotonic() - start)
+    return HostOutcome(name, value, None, time.monotonic() - start)
 
 
 def group_equal(outputs: Mapping[str, bytes]) -> list[tuple[list[str], bytes]]:

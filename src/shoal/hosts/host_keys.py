@@ -55,7 +55,7 @@ class HostKeys:
         self.path = path
         self._keys: dict[str, HostKey] | None = None
 
-    def known(self, name: str) -> HostKey | None:
+    def find(self, name: str) -> HostKey | None:
         if self._keys is None:
             self._keys = _keys(self._read())
         return self._keys.get(name)
@@ -63,18 +63,18 @@ class HostKeys:
     def remember(self, name: str, address: str, port: int, key: HostKey, *, pinned: bool = False) -> None:
         """Keep a key we have just met. Raises HostKeyChanged when another process met another key in the meantime.
 
-        A pinned key, told to us by the provider, replaces what was known.
+        A pinned key, reported by the provider, replaces the known one.
         """
-        if self.known(name) == key:
+        if self.find(name) == key:
             return
         with self._locked():
             lines = self._read()
             now = _keys(lines).get(name)
             if now and now != key and not pinned:
-                raise changed(name, now, key, self.path)
+                raise host_key_changed(name, now, key, self.path)
             if now != key:
-                kept = [line for line in lines if not _is_of(line, name)]
-                self._write([*kept, f"{name},[{address}]:{port} {key.type} {key.text}"])
+                others = [line for line in lines if not _is_of(line, name)]
+                self._write([*others, f"{name},[{address}]:{port} {key.type} {key.text}"])
         assert self._keys is not None
         self._keys[name] = key
 
@@ -83,11 +83,11 @@ class HostKeys:
             return False
         with self._locked():
             lines = self._read()
-            kept = [line for line in lines if not _is_of(line, name)]
-            if len(kept) != len(lines):
-                self._write(kept)
+            others = [line for line in lines if not _is_of(line, name)]
+            if len(others) != len(lines):
+                self._write(others)
         self._keys = None
-        return len(kept) != len(lines)
+        return len(others) != len(lines)
 
     def _read(self) -> list[str]:
         try:
@@ -124,9 +124,9 @@ class HostKeys:
             raise _unusable(self.path, error) from error
 
 
-def changed(name: str, known: HostKey, shown: HostKey, path: Path, *, pinned: bool = False) -> HostKeyChanged:
+def host_key_changed(name: str, known: HostKey, shown: HostKey, path: Path, *, pinned: bool = False) -> HostKeyChanged:
     """The refusal, with both fingerprints and the way out."""
-    met = "its provider said it has" if pinned else "we met"
+    met = "its provider reported" if pinned else "we met"
     hint = (
         "the address may belong to another machine now, or someone is between you and the host; ask the provider"
         if pinned
@@ -155,7 +155,7 @@ def _keys(lines: list[str]) -> dict[str, HostKey]:
         words = line.split()
         if len(words) < 3 or line.startswith(("#", "@", "|")):
             continue
-        # A line that is not a key is somebody's edit; it stays in the file and vouches for no host.
+        # A line that is not a key was edited by hand; it stays in the file and is not trusted.
         with contextlib.suppress(ValueError):
             keys[words[0].split(",")[0]] = HostKey.parse(" ".join(words[1:3]))
     return keys

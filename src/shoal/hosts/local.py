@@ -13,8 +13,16 @@ from typing import cast
 from shoal.errors import HostError, Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Target
-from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
-from shoal.hosts.process import KILLED, LineHost, LineProcess, as_it_is, told
+from shoal.hosts.process import (
+    KILLED,
+    STDERR_TAIL,
+    LineHost,
+    LineProcess,
+    OutputBuffer,
+    OutputTail,
+    keep_result,
+    program_name,
+)
 
 _CHUNK = 128 << 10
 # One that sudo made root's may take its time to notice that its pipes are gone.
@@ -40,20 +48,20 @@ class LocalHost(LineHost):
 
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
-        await asyncio.gather(*(wire.kill() for wire in self._running))
+        await asyncio.gather(*(channel.kill() for channel in self._running))
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._through_sudo
-        judge = partial(sudo.judge, self.name, sudo.login_name(), argv) if through_sudo else as_it_is
-        wire = _LocalWire(self._running.discard, whole_stderr=whole_stderr)
+        judge = partial(sudo.check_sudo_result, self.name, sudo.login_name(), argv) if through_sudo else keep_result
+        channel = _LocalWire(self._running.discard, whole_stderr=whole_stderr)
         try:
             await asyncio.get_running_loop().subprocess_exec(
-                lambda: wire, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
+                lambda: channel, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
             )
         except OSError as error:
             raise _cannot_start(self.name, argv, error) from error
-        self._running.add(wire)
-        return LineProcess(wire, judge)
+        self._running.add(channel)
+        return LineProcess(channel, judge)
 
 
 class _LocalWire(asyncio.SubprocessProtocol):
@@ -62,8 +70,8 @@ class _LocalWire(asyncio.SubprocessProtocol):
     def __init__(self, on_end: Callable[[_LocalWire], None], *, whole_stderr: bool) -> None:
         self._on_end = on_end
         self._transport: asyncio.SubprocessTransport | None = None
-        self.stdout = Inbox(lambda: self._stdout().pause_reading(), lambda: self._stdout().resume_reading())
-        self.stderr = Tail(None if whole_stderr else STDERR_TAIL)
+        self.stdout = OutputBuffer(lambda: self._stdout().pause_reading(), lambda: self._stdout().resume_reading())
+        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
         self.status: int | None = None
         self.killed = False
         self._ended = False
@@ -141,5 +149,7 @@ class _LocalWire(asyncio.SubprocessProtocol):
 
 def _cannot_start(name: str, argv: Sequence[str], error: OSError) -> HostError:
     return Unreachable(
-        name, f"cannot start {told(argv)}: {error.strerror or error}", hint="is the machine out of memory or processes?"
+        name,
+        f"cannot start {program_name(argv)}: {error.strerror or error}",
+        hint="check that the machine is not out of memory or processes",
     )

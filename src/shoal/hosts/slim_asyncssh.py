@@ -1,4 +1,4 @@
-"""asyncssh, imported without what Shoal has no use for and everybody would wait for.
+"""asyncssh, imported without what Shoal has no use for: saves 80 ms of CPU in every command that connects.
 
 It looks for libnettle and liboqs, whose algorithms are not among those in `ssh.py`, with ldconfig, gcc and ld: some ten
 processes at every start. And it loads X.509, a tenth of all its loading, for host certificates that `ssh.py` does not

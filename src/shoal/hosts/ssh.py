@@ -14,14 +14,13 @@ from typing import Any
 from shoal.errors import HostError, UsageError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
-from shoal.hosts.host_keys import HostKey, HostKeys, changed, forget, pinned_key
-from shoal.hosts.process import LineHost, LineProcess, told
+from shoal.hosts.host_keys import HostKey, HostKeys, forget, host_key_changed, pinned_key
+from shoal.hosts.process import LineHost, LineProcess, program_name
 from shoal.hosts.slim_asyncssh import asyncssh
-from shoal.hosts.ssh_channel import ANNOUNCE, KILLER, SshChannel
-from shoal.hosts.ssh_client import SshClient
+from shoal.hosts.ssh_channel import KILL_COMMAND, PRINT_PID_COMMAND, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
-from shoal.hosts.ssh_errors import FOREIGN, cannot_connect, cannot_start, connection_lost
-from shoal.hosts.ssh_keys import KeyRing
+from shoal.hosts.ssh_errors import FOREIGN_ERRORS, cannot_connect, cannot_start, connection_lost
+from shoal.hosts.ssh_login import KeyRing, SshClient
 
 __all__ = ["SshConnector", "SshHost", "forget"]
 
@@ -64,7 +63,7 @@ class SshConnector:
     ) -> None:
         """`known_hosts` is the cluster's own file; `ssh_config` is `~/.ssh/config` unless another is given.
 
-        A host that leaves three questions `keepalive` seconds apart unanswered counts as gone.
+        A host that misses three keepalives, `keepalive` seconds apart, counts as lost.
         """
         self._host_keys = HostKeys(known_hosts)
         self._config = SshConfig(ssh_config, agent=agent)
@@ -89,17 +88,19 @@ class SshConnector:
     async def _log_in(
         self, route: Route, pinned: str | None, tunnel: asyncssh.SSHClientConnection | None = None, *, via: str = ""
     ) -> asyncssh.SSHClientConnection:
-        expected = pinned_key(route.name, pinned) if pinned else self._host_keys.known(route.name)
+        expected = pinned_key(route.name, pinned) if pinned else self._host_keys.find(route.name)
         client = SshClient(route, self._keys.files(route), expected)
         try:
             connection = await self._connect(route, client, expected, tunnel)
-        except (*FOREIGN, TimeoutError) as error:
+        except (*FOREIGN_ERRORS, TimeoutError) as error:
             if client.shown and expected and client.shown != expected:
-                raise changed(
+                raise host_key_changed(
                     route.name, expected, client.shown, self._host_keys.path, pinned=pinned is not None
                 ) from error
-            said = client.end_proxy()
-            raise cannot_connect(route, error, client.tried, timeout=self._timeout, via=via, said=said) from error
+            proxy_error = client.end_proxy()
+            raise cannot_connect(
+                route, error, client.tried, timeout=self._timeout, via=via, proxy_error=proxy_error
+            ) from error
         except BaseException:
             client.end_proxy()
             raise
@@ -181,31 +182,31 @@ class SshHost(LineHost):
             ) from None
         return listener.get_port()
 
-    async def gone(self) -> None:
+    async def wait_closed(self) -> None:
         """Returns when the connection has ended."""
         await self._connection.wait_closed()
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"
         await self._sessions.acquire()
-        channel = await self._start([*ANNOUNCE, *argv], argv, through_sudo, whole_stderr, self._ended)
+        channel = await self._start([*PRINT_PID_COMMAND, *argv], argv, through_sudo, whole_stderr, self._ended)
 
         def judge(result: Result) -> Result:
-            # A program that has told its process id was not refused.
+            # A program that announced its process id was not refused.
             refusable = through_sudo and channel.pid is None
-            return sudo.judge(self.name, self._user, argv, result) if refusable else result
+            return sudo.check_sudo_result(self.name, self._user, argv, result) if refusable else result
 
         return LineProcess(channel, judge)
 
     async def _start(
         self,
         argv: Sequence[str],
-        asked: Sequence[str],
+        requested: Sequence[str],
         through_sudo: bool,
         whole_stderr: bool,
         on_end: Callable[[SshChannel], None],
     ) -> SshChannel:
-        lost = partial(connection_lost, self.name, told(asked))
+        lost = partial(connection_lost, self.name, program_name(requested))
         channel = SshChannel(lost, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
         self._running.add(channel)
         command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
@@ -213,8 +214,8 @@ class SshHost(LineHost):
             await self._request(channel, command)
         except BaseException as error:
             channel.abandon()
-            if isinstance(error, FOREIGN):
-                raise cannot_start(self.name, told(asked), error) from error
+            if isinstance(error, FOREIGN_ERRORS):
+                raise cannot_start(self.name, program_name(requested), error) from error
             raise
         return channel
 
@@ -231,7 +232,7 @@ class SshHost(LineHost):
 
     async def _kill(self, through_sudo: bool, pid: int) -> None:
         """Kill a program and its group by its process id; a lost connection leaves nothing to do."""
-        argv = [*KILLER, str(pid)]
+        argv = [*KILL_COMMAND, str(pid)]
         with contextlib.suppress(HostError):
             killer = await self._start(argv, argv, through_sudo, False, self._running.discard)
             try:

@@ -11,25 +11,24 @@ from collections.abc import Awaitable, Callable
 import asyncssh
 
 from shoal.errors import HostError
-from shoal.hosts.pipes import STDERR_TAIL, Inbox, Tail
-from shoal.hosts.process import KILLED
+from shoal.hosts.process import KILLED, STDERR_TAIL, OutputBuffer, OutputTail
 
 _CHUNK = 128 << 10
 _KILL_SECONDS = 2.0
 
-# sshd does not pass signals on to root's programs, so a program says its process id, and is killed by another one.
-ANNOUNCE = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
-KILLER = (
+# sshd does not pass signals on to root's programs, so a program announces its process id, and another one kills it.
+PRINT_PID_COMMAND = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
+KILL_COMMAND = (
     "sh",
     "-c",
     'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true',
     "sh",
 )
-_ANNOUNCED = re.compile(rb"shoal-pid (\d+)\n")
+_PID_LINE = re.compile(rb"shoal-pid (\d+)\n")
 
 
 class SshChannel(asyncssh.SSHClientSession[bytes]):
-    """What the server tells us about the program: its output, its end, or that the connection is gone."""
+    """What the server reports about the program: its output, its end, or a lost connection."""
 
     def __init__(
         self,
@@ -43,12 +42,12 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self._kill = kill
         self._on_end = on_end
         self._chan: asyncssh.SSHClientChannel[bytes] | None = None
-        self.stdout = Inbox(self._pause, self._resume)
-        self.stderr = Tail(None if whole_stderr else STDERR_TAIL)
+        self.stdout = OutputBuffer(self._pause, self._resume)
+        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
         self.status: int | None = None
         self.killed = False
         self.pid: int | None = None
-        """The program's process id on the host, once it has told us: from then on, it is sure to run."""
+        """The program's process id on the host, once announced: from then on, it is sure to run."""
         self._pid_known = asyncio.Event()
         self._before_pid: bytearray | None = bytearray()
         self.ended = asyncio.Event()
@@ -94,7 +93,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self._on_end(self)
 
     async def send(self, data: bytes) -> None:
-        """Write with backpressure. What an ended program does not read is dropped: its end says what happened."""
+        """Write with backpressure. What an ended program does not read is dropped: its status has the cause."""
         assert self._chan is not None
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK):
@@ -133,7 +132,7 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self.killed = True
         if self._chan:
             self._chan.abort()
-        # The server confirms only when the program is really gone, which a program that ignores its input may put off.
+        # The server confirms only when the program has ended, which one that ignores its input may delay.
         self.connection_lost(None)
 
     def _hear(self, data: bytes) -> None:
@@ -142,9 +141,9 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
             return
         # What a login shell has to say may come first.
         self._before_pid += data
-        if found := _ANNOUNCED.search(self._before_pid):
-            self.pid = int(found[1])
-            self.stderr.feed(bytes(self._before_pid[: found.start()] + self._before_pid[found.end() :]))
+        if announcement := _PID_LINE.search(self._before_pid):
+            self.pid = int(announcement[1])
+            self.stderr.feed(bytes(self._before_pid[: announcement.start()] + self._before_pid[announcement.end() :]))
             self._before_pid = None
             self._pid_known.set()
 

@@ -1,4 +1,4 @@
-"""What goes wrong with SSH, told as our errors: each with its cause and what to do about it."""
+"""Maps the errors of asyncssh and sockets to Shoal's, each with its cause and a fix."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 import asyncssh
 
-from shoal.errors import AuthRefused, ConnectionLost, HostError, Unreachable
+from shoal.errors import AuthenticationFailed, ConnectionLost, HostError, Unreachable
 from shoal.hosts.ssh_config import Route
 
 # What asyncssh and the socket layer raise; nothing of it may leave this package.
-FOREIGN = (OSError, EOFError, asyncssh.Error, UnicodeError, OverflowError)
+FOREIGN_ERRORS = (OSError, EOFError, asyncssh.Error, UnicodeError, OverflowError)
 
 
 def cannot_connect(
-    route: Route, error: BaseException, tried: Sequence[str], *, timeout: float, via: str = "", said: str = ""
+    route: Route, error: BaseException, tried: Sequence[str], *, timeout: float, via: str = "", proxy_error: str = ""
 ) -> HostError:
     """Why a connection could not be made.
 
-    `tried` names the keys that were offered, `via` the jump host; `said` is the last word of a ProxyCommand.
+    `tried` names the keys that were offered, `via` the jump host; `proxy_error` is the last line of a ProxyCommand.
     """
     name, place = route.name, f"{route.host}:{route.port}" + (f" (through {via})" if via else "")
     if isinstance(error, asyncssh.PermissionDenied) or "too many authentication failures" in str(error).lower():
         return _auth_refused(route, str(error), tried)
     if route.proxy_command and isinstance(error, (asyncssh.ConnectionLost, OSError, EOFError)):
-        return _no_proxy(route, error, timeout, said)
+        return _no_proxy(route, error, timeout, proxy_error)
     if isinstance(error, socket.gaierror):
         return Unreachable(
             name,
@@ -38,7 +38,7 @@ def cannot_connect(
         return Unreachable(
             name,
             f"{place} does not answer within {timeout:g} s",
-            hint="is the host up, and does a firewall let SSH through?",
+            hint="check that the host is up and that no firewall blocks SSH",
         )
     if isinstance(error, asyncssh.ChannelOpenError):
         return Unreachable(
@@ -49,13 +49,13 @@ def cannot_connect(
     if isinstance(error, (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError, EOFError)):
         return Unreachable(
             name,
-            f"{place} closed the connection before we were logged in",
+            f"{place} closed the connection before the login",
             hint="try again; if it stays so, look at sshd's log on the host (MaxStartups, fail2ban, a full disk)",
         )
     if isinstance(error, asyncssh.Error):
         return Unreachable(
             name,
-            f"{place} does not speak SSH with us: {error}",
+            f"{place} does not speak SSH: {error}",
             hint=f"is this the SSH port? compare with: ssh -v {name}",
         )
     if isinstance(error, (UnicodeError, OverflowError)):
@@ -85,32 +85,32 @@ def cannot_start(name: str, doing: str, error: BaseException) -> HostError:
     return connection_lost(name, doing, error)
 
 
-def _auth_refused(route: Route, found: str, tried: Sequence[str]) -> AuthRefused:
+def _auth_refused(route: Route, cause: str, tried: Sequence[str]) -> AuthenticationFailed:
     offered = ", ".join(tried) if tried else "no key: none was found"
-    if "too many" in found.lower():
-        return AuthRefused(
+    if "too many" in cause.lower():
+        return AuthenticationFailed(
             route.name,
-            f"gave up on {route.user}@{route.host} after too many keys: {offered}",
+            f"authentication failed for {route.user}@{route.host}: too many keys: {offered}",
             hint="name the right key: `identity:` in the spec, or IdentityFile and IdentitiesOnly in ~/.ssh/config",
         )
     make = "" if tried else "make a key with ssh-keygen, then "
-    return AuthRefused(
+    return AuthenticationFailed(
         route.name,
-        f"does not let {route.user}@{route.host}:{route.port} in (tried {offered})",
+        f"authentication failed for {route.user}@{route.host}:{route.port} (tried {offered})",
         hint=f"{make}put your public key there: ssh-copy-id -p {route.port} {route.user}@{route.host}; "
         "or name another `user:` or `identity:` in the spec",
     )
 
 
-def _no_proxy(route: Route, error: BaseException, timeout: float, said: str) -> Unreachable:
-    why = "ended before we were logged in"
+def _no_proxy(route: Route, error: BaseException, timeout: float, proxy_error: str) -> Unreachable:
+    why = "ended before the login"
     if isinstance(error, FileNotFoundError | PermissionError):
         why = f"cannot be started by $SHELL, {error.filename}: {error.strerror}"
     elif isinstance(error, TimeoutError):
         why = f"did not lead to {route.host}:{route.port} within {timeout:g} s"
     return Unreachable(
         route.name,
-        f"its ProxyCommand `{route.proxy_command.split()[0]}` {why}" + (f": {said}" if said else ""),
+        f"its ProxyCommand `{route.proxy_command.split()[0]}` {why}" + (f": {proxy_error}" if proxy_error else ""),
         hint=f"correct ProxyCommand for {route.name} in ~/.ssh/config; compare with: ssh -v {route.name}",
     )
 
@@ -120,14 +120,18 @@ def _no_socket(name: str, place: str, error: OSError) -> Unreachable:
     first = re.search(r"\[Errno (\d+)\]", str(error))
     number = error.errno or (int(first[1]) if first else 0)
     if number == errno.ECONNREFUSED:
-        return Unreachable(name, f"{place} refuses the connection", hint="is sshd running there, and on that port?")
+        return Unreachable(
+            name, f"{place} refused the connection", hint="start sshd there, or set its `port:` in the spec"
+        )
     if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN):
         return Unreachable(
-            name, f"there is no route to {place}", hint="is the host up, and are you on its network (VPN, jump host)?"
+            name,
+            f"no route to {place}",
+            hint="check that the host is up and that you are on its network (VPN, jump host)",
         )
     if number == errno.ETIMEDOUT:
         return Unreachable(
-            name, f"{place} does not answer", hint="is the host up, and does a firewall let SSH through?"
+            name, f"{place} does not answer", hint="check that the host is up and that no firewall blocks SSH"
         )
     return Unreachable(
         name, f"cannot connect to {place}: {error.strerror or error}", hint=f"compare with: ssh -v {name}"

@@ -6,7 +6,7 @@ import getpass
 import re
 from collections.abc import Sequence
 
-from shoal.errors import SudoRefused
+from shoal.errors import SudoDenied
 from shoal.hosts.api import Result
 
 # sudo translates its messages; LANGUAGE=C keeps them as we know them and leaves the command's character set alone.
@@ -31,20 +31,20 @@ def as_root(argv: Sequence[str]) -> list[str]:
     return [*_PREFIX, *argv]
 
 
-def judge(host: str, user: str, argv: Sequence[str], result: Result) -> Result:
-    """How the command itself ended, when `result` is how sudo ended. Raises SudoRefused when it never ran."""
+def check_sudo_result(host: str, user: str, argv: Sequence[str], result: Result) -> Result:
+    """How the command itself ended, when `result` is how sudo ended. Raises SudoDenied when it never ran."""
     error = result.error_text
     if result.status == 1 and not result.stdout:
         if _NEEDS_PASSWORD.search(error):
-            raise refused(host, user, "sudo asks for a password")
+            raise sudo_refused(host, user, "sudo asks for a password")
         if denied := _NOT_ALLOWED.search(error):
             line = error[error.rfind("\n", 0, denied.start()) + 1 :].splitlines()[0]
-            raise refused(host, user, f"sudo says: {line.strip()}")
+            raise sudo_refused(host, user, f"sudo says: {line.strip()}")
         # A missing program is status 127 everywhere but under sudo.
         if f"sudo: {argv[0]}: command not found" in error:
             return Result(127, result.stdout, result.stderr)
     if result.status in (126, 127) and not result.stdout and _NO_SUDO.search(error):
-        raise SudoRefused(
+        raise SudoDenied(
             host,
             f"{user} is not root and there is no usable sudo on the host",
             hint=f"install sudo on {host} and allow {user} to use it, or log in as root (`user: root`)",
@@ -52,10 +52,10 @@ def judge(host: str, user: str, argv: Sequence[str], result: Result) -> Result:
     return result
 
 
-def refused(host: str, user: str, found: str) -> SudoRefused:
-    return SudoRefused(
+def sudo_refused(host: str, user: str, cause: str) -> SudoDenied:
+    return SudoDenied(
         host,
-        f"{user} may not become root: {found}",
+        f"{user} may not become root: {cause}",
         hint=(
             f"on {host}, as root: echo '{user} ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/90-shoal "
             f"&& chmod 440 /etc/sudoers.d/90-shoal; or log in as root (`user: root`)"

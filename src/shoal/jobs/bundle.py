@@ -2,7 +2,7 @@
 
 Inside a git repository these are the files that git tracks, and those it does not ignore. Elsewhere it is everything
 below the current directory but hidden directories and caches. The archive of the same files is the same bytes,
-whoever made it and when.
+independent of who made it and when.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.spec.words import printable
+from shoal.spec.finding import printable
 
 DEFAULT_LIMIT = 64 * 1024 * 1024
 SKIPPED = ("__pycache__", "node_modules", "venv")
@@ -74,9 +74,10 @@ def runtime() -> Bundle:
     """Shoal's own part of a job: the program that runs a rank, and the training library for the script to import."""
     package = Path(__file__).resolve().parent.parent
     # Beside the library, not in it: scripts import from there, and may have a `runner` of their own.
-    programs = [package / "jobs/start.py", *(package / "jobs/runner").glob("*.py")]
-    contents = {f"programs/{path.relative_to(package / 'jobs').as_posix()}": path for path in sorted(programs)}
-    for path in (package / "__init__.py", package / "hostlist.py", *sorted((package / "train").rglob("*.py"))):
+    programs = [package / "remote/start.py", *(package / "remote/runner").glob("*.py")]
+    contents = {f"programs/{path.relative_to(package / 'remote').as_posix()}": path for path in sorted(programs)}
+    own = ("__init__.py", "contract.py", "hostlist.py")
+    for path in (*(package / name for name in own), *sorted((package / "train").rglob("*.py"))):
         contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
     data = archive(contents)
     return Bundle(_hash(data), data, tuple(contents))

@@ -1,17 +1,22 @@
-"""Who starts the processes of a job: one visible table.
+"""What starts the processes of a job, and what profiles them: two tables.
 
-A script sees the same in all of them: one process a rank, with torch's variables (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT ...) set, started by `runner/rank.py`, which keeps its log and passes signals on.
+Under every launcher a script sees the same: one process per rank, with torch's variables (RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT ...), started by `runner/rank.py`, which writes its log and forwards signals.
 
-    srun       slurmstepd ─ runner rank ─ script            a task a rank
+    srun       slurmstepd ─ runner rank ─ script            a task per rank
     mpirun     the same under PMIx: MPI programs find their peers
     torchrun   slurmstepd ─ runner agent ─ torchrun ─ runner rank ─ script
     spawn      slurmstepd ─ runner spawn ─ runner rank ─ script
     python     slurmstepd ─ runner rank ─ script            one process
 
-torchrun needs its parent. It would end its workers 30 s after a warning signal, finished or not, and end badly even
-when they saved their work. So `runner agent` starts it deaf to these signals and passes them to the ranks itself;
-torchrun then sees workers that end by themselves.
+torchrun kills its workers 30 s after a warning signal, and fails even when they saved their work. So `runner agent`
+starts it with these signals ignored, and forwards them to the ranks itself.
+
+Profilers run around each rank; their files are in `profile` of the job's directory.
+
+    torch   torch.profiler: a few steps of every rank, as Chrome traces
+    nsys    NVIDIA Nsight Systems around every rank
+    line    line_profiler: the time of each line of the script
 """
 
 from __future__ import annotations
@@ -19,33 +24,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from shoal.errors import UsageError
+from shoal.hostlist import compress
+from shoal.hosts.api import Host
+from shoal.jobs.model import JobSpec
+
 
 @dataclass(frozen=True)
-class Raw:
+class ShellText:
     """A word of the command that the shell must expand; all others are quoted by `script.py`."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchParameters:
     """What a launcher needs to know of a job."""
 
     python: str
     nodes: int
     ranks_per_node: int
-    runner: Raw
+    runner: ShellText
     """Shoal's program on the node."""
     command: tuple[str, ...]
     """The script and its arguments."""
 
 
 @dataclass(frozen=True)
-class Launcher:
+class JobLauncher:
     name: str
     one_task_a_rank: bool
     """Slurm starts every rank itself; otherwise it starts one process a node, which starts the ranks."""
-    command: Callable[[Launch], list[str | Raw]]
+    command: Callable[[LaunchParameters], list[str | ShellText]]
     """What srun starts."""
     mpi: str = "none"
     """How srun helps MPI. Only who asks for PMIx gets it: its plugin leaves files on nodes that a crash has hit, and
@@ -53,37 +63,80 @@ class Launcher:
     one_process: bool = False
 
 
-def _rank(rank_from: str) -> Callable[[Launch], list[str | Raw]]:
-    def command(launch: Launch) -> list[str | Raw]:
+def _rank(rank_from: str) -> Callable[[LaunchParameters], list[str | ShellText]]:
+    def command(launch: LaunchParameters) -> list[str | ShellText]:
         return [launch.python, "-I", "-S", launch.runner, "rank", "--rank-from", rank_from, "--", *launch.command]
 
     return command
 
 
-def _spawn(launch: Launch) -> list[str | Raw]:
-    runner: list[str | Raw] = [launch.python, "-I", "-S", launch.runner]
+def _spawn(launch: LaunchParameters) -> list[str | ShellText]:
+    runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
     return [*runner, "spawn", "--nproc", str(launch.ranks_per_node), "--", *launch.command]
 
 
-def _torchrun(launch: Launch) -> list[str | Raw]:
-    runner: list[str | Raw] = [launch.python, "-I", "-S", launch.runner]
+def _torchrun(launch: LaunchParameters) -> list[str | ShellText]:
+    runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
     return [
         *(*runner, "agent", "--"),
         *(launch.python, "-m", "torch.distributed.run", "--no-python", "--max-restarts=0"),
         *(f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.ranks_per_node}"),
-        *("--rdzv-backend=c10d", Raw('--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"')),
-        Raw('--rdzv-id="$SHOAL_JOB.${SLURM_RESTART_COUNT:-0}"'),
+        *("--rdzv-backend=c10d", ShellText('--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"')),
+        ShellText('--rdzv-id="$SHOAL_JOB.${SLURM_RESTART_COUNT:-0}"'),
         *(*runner, "rank", "--rank-from", "RANK", "--", *launch.command),
     ]
 
 
-LAUNCHERS: Mapping[str, Launcher] = {
+LAUNCHERS: Mapping[str, JobLauncher] = {
     launcher.name: launcher
     for launcher in (
-        Launcher("srun", True, _rank("SLURM_PROCID")),
-        Launcher("torchrun", False, _torchrun),
-        Launcher("spawn", False, _spawn),
-        Launcher("mpirun", True, _rank("PMIX_RANK"), "pmix"),
-        Launcher("python", True, _rank("SLURM_PROCID"), one_process=True),
+        JobLauncher("srun", True, _rank("SLURM_PROCID")),
+        JobLauncher("torchrun", False, _torchrun),
+        JobLauncher("spawn", False, _spawn),
+        JobLauncher("mpirun", True, _rank("PMIX_RANK"), "pmix"),
+        JobLauncher("python", True, _rank("SLURM_PROCID"), one_process=True),
     )
 }
+
+
+@dataclass(frozen=True)
+class Profiler:
+    name: str
+    needs: str
+    """What it is called on the nodes: a program, or a module of the job's Python."""
+    fix: str
+    python: bool = True
+    """It is a module of the job's Python, and reads Python scripts only."""
+
+
+PROFILERS: Mapping[str, Profiler] = {
+    profiler.name: profiler
+    for profiler in (
+        Profiler("torch", "torch", "name the Python that has it with --python"),
+        Profiler("nsys", "nsys", "install NVIDIA Nsight Systems there", python=False),
+        Profiler("line", "kernprof", "install line_profiler there, or name the Python that has it with --python"),
+    )
+}
+
+_PROGRAM = 'command -v "$1" > /dev/null || echo missing'
+_MODULE = "import importlib.util, sys; importlib.util.find_spec(sys.argv[1]) or print('missing')"
+
+
+async def is_profiler_missing(host: Host, job: JobSpec) -> bool:
+    """Whether the host surely lacks what the job's profiler needs. A Python that is not found proves nothing."""
+    profiler = PROFILERS[job.profile or ""]
+    look = [job.python, "-c", _MODULE] if profiler.python else ["sh", "-c", _PROGRAM, "sh"]
+    variables = [f"{name}={value}" for name, value in job.export.items()]
+    result = await host.run(["env", *variables, *look, profiler.needs], timeout=60, root=False)
+    return result.text.strip() == "missing"
+
+
+def require_profiler(job: JobSpec, missing: list[str]) -> None:
+    """Better now than after an hour in the queue."""
+    if missing:
+        profiler = PROFILERS[job.profile or ""]
+        where = f"in {job.python} " if profiler.python else ""
+        raise UsageError(
+            f"--profile {profiler.name} needs {profiler.needs}, which is missing {where}on {compress(missing)}",
+            hint=f"{profiler.fix}, choose other nodes with --nodelist, or leave out --profile",
+        )

@@ -9,14 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.errors import SpecError
-from shoal.jobs.model import JobSpec
-from shoal.jobs.options import job_of
+from shoal.jobs.model import RENAMED_FIELDS, JobSpec, job_from_options
 from shoal.spec import reader
-from shoal.spec.explain import explain
-from shoal.spec.finding import Finding
-from shoal.spec.load import read_text
-
-__all__ = ["job_of", "load_job", "load_job_text"]
+from shoal.spec.finding import Finding, show
+from shoal.spec.loader import explain, read_text
 
 
 def load_job(path: Path, over: Mapping[str, Any] | None = None) -> JobSpec:
@@ -29,14 +25,17 @@ def load_job_text(text: str, file: str, over: Mapping[str, Any] | None = None) -
     tree = reader.read(text, file)
     over = dict(over or {})
     findings = list(tree.findings)
-    # Each part by itself, so that what is wrong with either is told where it stands.
-    kept = {name: value for name, value in tree.data.items() if name not in over}
+    for name in RENAMED_FIELDS.keys() & tree.data.keys():
+        place = tree.keys.get((name,))
+        findings.append(tree.finding((), "renamed key", show(name), RENAMED_FIELDS[name], place=place))
+    # File and options are validated apart, so that each finding names its own place.
+    kept = {name: value for name, value in tree.data.items() if name not in over and name not in RENAMED_FIELDS}
     try:
         JobSpec.model_validate({**kept, **({"script": "x"} if "script" in over else {})})
     except ValidationError as error:
         findings += explain(error, tree, JobSpec)
     try:
-        job_of({"script": "x", **over})
+        job_from_options({"script": "x", **over})
     except SpecError as error:
         findings += [finding for finding in error.findings if isinstance(finding, Finding)]
     if findings:

@@ -2,26 +2,28 @@
 
 JobSpec       what a person asks for; anything left out is worked out from the cluster
 ResolvedJob   the same with every number known, made by `resolve.resolve`
-Shipped       where on the hosts its code and its files are
+JobPaths       where on the hosts its code and its files are
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool, ValidationError
 
 from shoal import hostlist
-from shoal.spec.closed import Closed
-from shoal.spec.words import Between, SlurmTime, choice, refusal
-from shoal.train.contract import WARNING
+from shoal.contract import WARNING
+from shoal.errors import SpecError
+from shoal.jobs.record import JOBS_DIRECTORY
+from shoal.spec.finding import Finding, nearest, show
+from shoal.spec.values import Between, SlurmTime, SpecModel, choice, refusal
 
-JOBS_DIRECTORY = "/var/lib/shoal/jobs"
-"""Where jobs live on the hosts, one directory a cluster below it."""
+RENAMED_FIELDS = {"env": "write `export:` for variables, or `environment:` for a Python environment"}
+"""Fields of earlier releases, and what to write instead."""
 LAUNCHER_NAMES = ("srun", "torchrun", "spawn", "mpirun", "python")
 PROFILER_NAMES = ("torch", "nsys", "line")
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
@@ -132,75 +134,97 @@ Name = Annotated[str, BeforeValidator(_name)]
 OutputPath = Annotated[str, BeforeValidator(_path)]
 
 
-class JobSpec(Closed):
-    """A job as a person asks for it. `job.yaml` holds these fields, and the options of `shoal run` are called the same.
+def option(
+    help: str, metavar: str = "", short: str = "", *, name: str = "", negative: str = "", default: Any = None
+) -> Any:
+    """A field that is also an option of `shoal run`, whose command line is made from these.
 
-    Whatever is left out comes from the cluster: `nodes: 2` alone uses all GPUs of two nodes.
+    `metavar` stands behind the option in its help, and is empty for a flag; `negative` turns the flag off. `name` is
+    the option where it is not spelled as the field is.
+    """
+    spelling: dict[str, Any] = {"metavar": metavar, "short": short, "name": name, "negative": negative}
+    return Field(default=default, description=help, json_schema_extra=spelling)
+
+
+class JobSpec(SpecModel):
+    """A job as a user asks for it: the fields of `job.yaml`, and the options of `shoal run`.
+
+    What is left out comes from the cluster: `nodes: 2` alone uses all GPUs of two nodes.
     """
 
     script: Annotated[str, BeforeValidator(_value)]
     """The program: a Python script, or any executable of your working tree."""
     args: tuple[Annotated[str, BeforeValidator(_value)], ...] = ()
     """Its arguments."""
-    launcher: Annotated[str, BeforeValidator(choice("launcher", LAUNCHER_NAMES))] = "srun"
-    """Who starts the processes: srun, torchrun, spawn, mpirun or python."""
-    python: Annotated[str, BeforeValidator(_python)] = "python3"
-    """The Python on the nodes that runs the script."""
-    environment: Name | None = None
-    """The environment of the spec whose Python runs the script. `shoal env build` makes it."""
-    env: dict[
-        Annotated[str, BeforeValidator(_variable)],
-        Annotated[str, BeforeValidator(_value)],
-    ] = Field(default_factory=dict)
-    """Environment variables of the script. They are written into the batch script: no place for a password."""
-    nodes: Count | None = None
-    """How many nodes. Default: 1, or as many as `nodelist` names."""
-    gpus_per_node: Annotated[int, Between(0, 1024)] | None = None
-    """GPUs of each node. Default: all that the nodes have; 0 for none."""
-    ntasks_per_node: Count | None = None
-    """Processes of your script on each node, whoever starts them. Default: one a GPU, or 1 without GPUs."""
-    cpus_per_task: Count | None = None
-    """CPUs of each such process. Default: the node's CPUs shared out."""
-    mem: Annotated[str, BeforeValidator(_size)] | None = None
-    """Memory of each node, as 16G; 0 for all of it. Default: in proportion to the CPUs."""
-    time: SlurmTime | None = None
-    """The time limit: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's."""
-    partition: Name | None = None
-    """The queue. Default: the cluster's default partition."""
-    constraint: Annotated[str, BeforeValidator(_constraint)] | None = None
-    """Features that the nodes must have."""
-    account: Name | None = None
-    """The account to charge."""
-    qos: Name | None = None
-    """The quality of service."""
-    array: Annotated[str, BeforeValidator(_array)] | None = None
-    """Run it many times, as 0-9 or 0-99%10; SLURM_ARRAY_TASK_ID tells the script which one it is."""
-    dependency: Annotated[str, BeforeValidator(_dependency)] | None = None
-    """Wait for other jobs: afterok:17, or singleton for those of the same name."""
-    nodelist: Annotated[str, BeforeValidator(_nodelist)] | None = None
-    """The very nodes to use, as gpu[01-02]."""
-    switches: Count | None = None
-    """How many sites the job may span, where the cluster has several. Default: one."""
-    exclusive: StrictBool = False
-    """Share the nodes with no other job."""
-    requeue: StrictBool = True
-    """Queue the job again when a node fails, when it is preempted, and when the script asks for it."""
-    signal: Annotated[str, BeforeValidator(_signal)] = WARNING
-    """The warning before the end, and how many seconds before it. Scripts that do not handle it do not notice it."""
-    output: OutputPath | None = None
-    """A file on the first node for all that the ranks print, as sbatch names them. `shoal logs` needs none."""
-    error: OutputPath | None = None
-    """The same for what srun and the launcher complain about."""
-    profile: Annotated[str, BeforeValidator(choice("profiler", PROFILER_NAMES))] | None = None
-    """Profile every rank: with torch.profiler a few steps, with nsys all of it, with line each line of the script."""
-    tracking_uri: Annotated[str, BeforeValidator(_tracking_uri)] | None = None
-    """The MLflow server that the run is recorded on. Its password comes from MLflow's own variables where you are."""
-    experiment: Annotated[str, BeforeValidator(_experiment)] | None = None
-    """The MLflow experiment that the run belongs to. Default: the job's name."""
-    job_name: Name | None = None
-    """The job's name. Default: the script's."""
-    directory: Annotated[str, BeforeValidator(_directory)] | None = None
-    """Where code and logs are kept on the hosts. Default: /var/lib/shoal/jobs and the cluster's name."""
+    launcher: Annotated[str, BeforeValidator(choice("launcher", LAUNCHER_NAMES))] = option(
+        "What starts the processes: srun, torchrun, spawn, mpirun or python. Default: srun.", "WORD", default="srun"
+    )
+    nodes: Count | None = option("How many nodes. Default: 1, or as many as --nodelist names.", "NUMBER", "-N")
+    gpus_per_node: Annotated[int, Between(0, 1024)] | None = option(
+        "GPUs of each node. Default: all they have; 0 for none.", "NUMBER"
+    )
+    ntasks_per_node: Count | None = option("Processes of the script on each node. Default: one per GPU.", "NUMBER")
+    cpus_per_task: Count | None = option("CPUs of each process. Default: an equal share of the node.", "NUMBER", "-c")
+    mem: Annotated[str, BeforeValidator(_size)] | None = option(
+        "Memory of each node, as 16G; 0 for all of it. Default: in proportion to the CPUs.", "SIZE"
+    )
+    time: SlurmTime | None = option("The time limit: minutes or [D-]HH:MM:SS. Default: the partition's.", "TIME", "-t")
+    partition: Name | None = option("The partition. Default: the cluster's default.", "NAME", "-p")
+    constraint: Annotated[str, BeforeValidator(_constraint)] | None = option(
+        "Features the nodes must have.", "FEATURES", "-C"
+    )
+    account: Name | None = option("The account to charge.", "NAME", "-A")
+    qos: Name | None = option("The quality of service.", "NAME", "-q")
+    array: Annotated[str, BeforeValidator(_array)] | None = option(
+        "Run it many times: 0-9 or 0-99%10. SLURM_ARRAY_TASK_ID tells the script which one it is.", "RANGE", "-a"
+    )
+    dependency: Annotated[str, BeforeValidator(_dependency)] | None = option(
+        "Wait for other jobs: afterok:17, or singleton for those of the same name.", "JOBS", "-d"
+    )
+    nodelist: Annotated[str, BeforeValidator(_nodelist)] | None = option(
+        "Exactly these nodes: gpu[01-02].", "HOSTS", "-w"
+    )
+    switches: Count | None = option("How many sites it may span. Default: one.", "NUMBER")
+    exclusive: StrictBool = option("Share the nodes with no other job.", default=False)
+    requeue: StrictBool = option(
+        "Queue it again after a node failure or a preemption, or when the script asks. Default: --requeue.",
+        default=True,
+        negative="--no-requeue",
+    )
+    signal: Annotated[str, BeforeValidator(_signal)] = option(
+        "The warning before the end, and how many seconds before it. Scripts that do not handle it do not notice it."
+        f" Default: {WARNING}.",
+        "SIGNAL@SECONDS",
+        default=WARNING,
+    )
+    output: OutputPath | None = option(
+        "A file on the first node for all output, named as sbatch names it. `shoal logs` needs none.", "FILE", "-o"
+    )
+    error: OutputPath | None = option("The same for the error output of srun and the launcher.", "FILE", "-e")
+    job_name: Name | None = option("The job's name. Default: the script's.", "NAME", "-J")
+    profile: Annotated[str, BeforeValidator(choice("profiler", PROFILER_NAMES))] | None = option(
+        "Profile every rank with torch, nsys or line. `shoal logs` prints where the files are.", "WORD"
+    )
+    tracking_uri: Annotated[str, BeforeValidator(_tracking_uri)] | None = option(
+        "The MLflow server. MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN are passed on from your environment.", "URL"
+    )
+    experiment: Annotated[str, BeforeValidator(_experiment)] | None = option(
+        "The MLflow experiment. Default: the job's name.", "NAME"
+    )
+    export: dict[Annotated[str, BeforeValidator(_variable)], Annotated[str, BeforeValidator(_value)]] = option(
+        "A variable for the script's environment; may be repeated. The batch script contains it: set no password here.",
+        "NAME=VALUE",
+        default={},
+    )
+    environment: Name | None = option(
+        "The environment in the file that runs the script. `shoal env build` makes it.", "NAME", name="--env"
+    )
+    python: Annotated[str, BeforeValidator(_python)] = option(
+        "The Python on the nodes. Default: python3.", "PROGRAM", default="python3"
+    )
+    directory: Annotated[str, BeforeValidator(_directory)] | None = option(
+        "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER.", "DIRECTORY"
+    )
 
     @property
     def name(self) -> str:
@@ -239,7 +263,7 @@ class ResolvedJob:
 
 
 @dataclass(frozen=True)
-class Shipped:
+class JobPaths:
     """Where on the hosts the job's code is."""
 
     cluster: str
@@ -259,25 +283,30 @@ class Shipped:
     """Whether the job may run in a rented container, where it waits for its code."""
 
 
-@dataclass(frozen=True)
-class Note:
-    """What `shoal run` leaves in a job's comment, where Slurm keeps it: what it uses, so that nobody cleans it away."""
+def job_from_options(values: Mapping[str, Any]) -> JobSpec:
+    """The job of a command line or a Python call. Raises SpecError with every finding, spelled as options."""
+    try:
+        return JobSpec.model_validate(dict(values))
+    except ValidationError as error:
+        raise SpecError(tuple(_option_finding(detail) for detail in error.errors(include_url=False))) from None
 
-    code: str
-    runtime: str
-    profile: str = ""
-    environment: str = ""
-    """The id of its Python environment."""
 
-    def __str__(self) -> str:
-        uses = "/".join(filter(None, (self.code, self.runtime, self.profile)))
-        return f"shoal:{uses}@{self.environment}" if self.environment else f"shoal:{uses}"
+def _option_finding(detail: Any) -> Finding:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    if detail["type"] == "extra_forbidden":
+        fix = RENAMED_FIELDS.get(name) or nearest(name, list(JobSpec.model_fields))
+        return Finding("error", "unknown field", show(name), fix)
+    if detail["type"] == "missing":
+        return Finding("error", "no script is named", fix="shoal run train.py, or `script:` in the job's file")
+    context = detail.get("ctx", {})
+    what, fix = context.get("what", "not a value that can stand here"), context.get("fix", "")
+    return Finding("error", what, context.get("found", show(detail["input"])), fix, path=option_name(name))
 
-    @classmethod
-    def parse(cls, comment: str) -> Note | None:
-        """The note in a comment; None in one that somebody else wrote."""
-        match = re.fullmatch(r"shoal:([0-9a-z]+)/([0-9a-z]+)(?:/([a-z]+))?(?:@([0-9a-z]+))?", comment)
-        return cls(match[1], match[2], match[3] or "", match[4] or "") if match else None
+
+def option_name(field: str) -> str:
+    """The option of `shoal run` for a field."""
+    extra = JobSpec.model_fields[field].json_schema_extra
+    return str((isinstance(extra, dict) and extra["name"]) or f"--{field.replace('_', '-')}")
 
 
 def job_root(spec: JobSpec, cluster: str) -> str:

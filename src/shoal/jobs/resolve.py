@@ -7,15 +7,14 @@ from collections.abc import Collection, Sequence
 
 from shoal.errors import UsageError
 from shoal.hostlist import compress, expand
-from shoal.jobs.launchers import LAUNCHERS, Launcher
+from shoal.jobs.launchers import LAUNCHERS, PROFILERS, JobLauncher
 from shoal.jobs.model import JobSpec, ResolvedJob
-from shoal.jobs.profilers import PROFILERS
 from shoal.slurm.state import NodeState, PartitionState
-from shoal.spec.problem import nearest
-from shoal.spec.words import minutes, printable
+from shoal.spec.finding import nearest, printable
+from shoal.spec.values import minutes
 
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")
-_AWAY = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
+_UNREACHABLE_STATES = {"DOWN", "NOT_RESPONDING", "UNKNOWN"}
 _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
@@ -33,7 +32,7 @@ def resolve(
     _check_profile(job)
     partition = _partition(job, partitions)
     inside = _candidates(job, partition, nodes)
-    candidates = [node for node in inside if node.name in containers or _can_have(job, node)]
+    candidates = [node for node in inside if node.name in containers or _will_have_code(job, node)]
     lacking = [node for node in inside if node not in candidates]
     wanted = _node_count(job, launcher, partition, candidates, lacking)
     chosen, gpus = _gpus_per_node(job, wanted, candidates)
@@ -53,13 +52,13 @@ def gpus_of(node: NodeState) -> int:
     return sum(int(count) for count in _GPUS.findall(node.gres))
 
 
-def _can_have(job: JobSpec, node: NodeState) -> bool:
+def _will_have_code(job: JobSpec, node: NodeState) -> bool:
     """Whether a node has the job's code when the job starts there.
 
     One that is down cannot be sent it, and must not be given the job when it comes back. One that is rented later is
     sent nothing: it has what is where --directory says, if all hosts share that.
     """
-    return job.directory is not None if node.cloud else not _AWAY & set(node.state)
+    return job.directory is not None if node.cloud else not _UNREACHABLE_STATES & set(node.state)
 
 
 def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionState:
@@ -105,7 +104,7 @@ def _candidates(job: JobSpec, partition: PartitionState, nodes: Sequence[NodeSta
 
 def _node_count(
     job: JobSpec,
-    launcher: Launcher,
+    launcher: JobLauncher,
     partition: PartitionState,
     candidates: list[NodeState],
     lacking: list[NodeState],
@@ -125,7 +124,9 @@ def _node_count(
         which = f" ({compress(node.name for node in candidates)})" if candidates else ""
         fit = " that fit" if job.constraint or job.nodelist else ""
         rented = [node.name for node in lacking if node.cloud]
-        down = _away(rented, "rented only when needed") or _away([node.name for node in lacking], "down")
+        down = _unavailable_clause(rented, "rented only when needed") or _unavailable_clause(
+            [node.name for node in lacking], "down"
+        )
         hint = f"use --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
         raise UsageError(
             f"the job asks for {_count(wanted)}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
@@ -141,7 +142,7 @@ def _node_count(
     return wanted
 
 
-def _away(names: Sequence[str], why: str) -> str:
+def _unavailable_clause(names: Sequence[str], why: str) -> str:
     return f", and {compress(names)} {'is' if len(names) == 1 else 'are'} {why}" if names else ""
 
 
@@ -167,7 +168,7 @@ def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tu
     return having, gpus
 
 
-def _ranks_per_node(job: JobSpec, launcher: Launcher, gpus: int) -> int:
+def _ranks_per_node(job: JobSpec, launcher: JobLauncher, gpus: int) -> int:
     if launcher.one_process:
         if (job.ntasks_per_node or 1) > 1:
             raise UsageError(

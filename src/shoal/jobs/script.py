@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from shoal import contract
 from shoal.hostlist import compress
-from shoal.jobs.launchers import LAUNCHERS, Launch, Launcher, Raw
-from shoal.jobs.model import Note, ResolvedJob, Shipped
-from shoal.jobs.staging import waiting
+from shoal.jobs.launchers import LAUNCHERS, JobLauncher, LaunchParameters, ShellText
+from shoal.jobs.model import JobPaths, ResolvedJob
+from shoal.jobs.record import JobComment
+from shoal.jobs.staging import wait_for_files_lines
 from shoal.storage.stage import PROGRAM
-from shoal.train import contract
 
 _FIRST_PORT, _PORTS, _NEXT_PORT = 10000, 20000, 7919
 """Ports for rendezvous: below those the kernel and srun give out. Jobs of one node have ids far closer than this. One
@@ -41,19 +42,19 @@ fi
 """.strip().splitlines()
 
 
-def sbatch_script(job: ResolvedJob, shipped: Shipped) -> str:
+def sbatch_script(job: ResolvedJob, shipped: JobPaths) -> str:
     """The whole text. Every value of the user's is checked, or quoted for the shell."""
     launcher = LAUNCHERS[job.spec.launcher]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, launcher, shipped)), ""]
     lines += _names(job, shipped)
     if shipped.staged:
-        lines += waiting(shlex.quote(shipped.root))
+        lines += wait_for_files_lines(shlex.quote(shipped.root))
     lines += _environment(job, shipped)
     lines += ["", *_copies("in", shipped), *_launch(job, launcher, shipped), "status=$?", *_copies("out", shipped)]
-    return "\n".join(lines) + "\n" + _NOTHING_RAN + _ending(job.spec.requeue)
+    return "\n".join(lines) + "\n" + _NOTHING_RAN + _requeue_tail(job.spec.requeue)
 
 
-def _ending(requeue: bool) -> str:
+def _requeue_tail(requeue: bool) -> str:
     back = '    scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 0  # into the queue, under its own id\n'
     return f"""
 # A rank that was stopped and saved its work left a note: there is more to do.
@@ -64,7 +65,7 @@ exit "$status"
 """
 
 
-def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
+def _options(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
     tasks = job.ranks_per_node if launcher.one_task_a_rank else 1
     yield f"--job-name={spec.name}"
@@ -89,7 +90,7 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
     # Without `B:` Slurm sends it to the ranks, not to this shell.
     yield f"--signal={spec.signal}"
     uses = shipped.environment.rpartition("/")[2]
-    yield f"--comment={Note(shipped.code, shipped.runtime, spec.profile or '', uses)}"
+    yield f"--comment={JobComment(shipped.code, shipped.runtime, spec.profile or '', uses)}"
     yield "--open-mode=append"
     yield f"--chdir={shipped.root}"
     yield f"--output={spec.output or shipped.root + '/' + ('%A_%a' if spec.array else '%j') + '.out'}"
@@ -97,7 +98,7 @@ def _options(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator
         yield f"--error={spec.error}"
 
 
-def _names(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+def _names(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """Which job it is, and where its files are."""
     root, spec = shlex.quote(shipped.root), job.spec
     yield "SHOAL_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
@@ -109,9 +110,9 @@ def _names(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield f"export {contract.SHOAL_GRACE_SECONDS}={spec.grace}"
 
 
-def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
+def _environment(job: ResolvedJob, shipped: JobPaths) -> Iterator[str]:
     """What its ranks find in their environment."""
-    sent, spec = _sent(shipped), job.spec
+    sent, spec = _code_path(shipped), job.spec
     yield f"export SHOAL_CODE={sent}/code/{shipped.code}.tar {contract.SHOAL_CODE_HASH}={shipped.code}"
     yield f"export SHOAL_WORKDIR={shlex.quote(shipped.workdir)} SHOAL_EXIT_REQUEUE={contract.EXIT_REQUEUE}"
     yield f"export SHOAL_ECHO={int(spec.output is not None)}"
@@ -137,7 +138,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
         yield f"export VIRTUAL_ENV={shipped.environment} PATH={shipped.environment}/bin:$PATH"
     if spec.gpus_per_node == 0:
         yield "export CUDA_VISIBLE_DEVICES=  # where no cgroup hides them, it would see those of other jobs"
-    for name, value in spec.env.items():
+    for name, value in spec.export.items():
         yield f"export {name}={shlex.quote(value)}"
     yield f"export PYTHONPATH={sent}/lib/{shipped.runtime}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONUNBUFFERED=1"
     # Slurm 22.05 and 23.02 do not hand --cpus-per-task on to srun.
@@ -145,7 +146,7 @@ def _environment(job: ResolvedJob, shipped: Shipped) -> Iterator[str]:
     yield f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"
 
 
-def _copies(way: str, shipped: Shipped) -> Iterator[str]:
+def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
     """On nodes that have copies of shares: filled before the job, brought back after it."""
     otherwise = {"in": "exit 1", "out": "status=${status/#0/1}"}[way]
     if shipped.copies:
@@ -153,11 +154,11 @@ def _copies(way: str, shipped: Shipped) -> Iterator[str]:
         yield f"    sh -c '[ ! -x {PROGRAM} ] || exec {PROGRAM} {way}' || {otherwise}"
 
 
-def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[str]:
+def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
-    runner = Raw(f"{_sent(shipped)}/lib/{shipped.runtime}/programs/start.py")
-    command = (spec.python, spec.script) if spec.script.endswith(".py") else (_here(spec.script),)
-    launch = Launch(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
+    runner = ShellText(f"{_code_path(shipped)}/lib/{shipped.runtime}/programs/start.py")
+    command = (spec.python, spec.script) if spec.script.endswith(".py") else (_relative_script(spec.script),)
+    launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:
         yield "# PMIx may have left files of an earlier turn on a node; a step of another number does not meet them."
         yield "for ((turn = 0; turn < ${SLURM_RESTART_COUNT:-0}; turn++)); do srun --mpi=none -N1 -n1 true; done"
@@ -166,17 +167,17 @@ def _launch(job: ResolvedJob, launcher: Launcher, shipped: Shipped) -> Iterator[
         srun.append("--label")
     yield " ".join(srun) + " \\"
     words = launcher.command(launch)
-    yield "    " + " ".join(word.text if isinstance(word, Raw) else shlex.quote(word) for word in words)
+    yield "    " + " ".join(word.text if isinstance(word, ShellText) else shlex.quote(word) for word in words)
 
 
-def _sent(shipped: Shipped) -> str:
+def _code_path(shipped: JobPaths) -> str:
     """Where the code is, in the shell's words."""
     return "$SHOAL_SENT" if shipped.staged else shlex.quote(shipped.root)
 
 
-def _cpus_per_task(job: ResolvedJob, launcher: Launcher) -> int:
+def _cpus_per_task(job: ResolvedJob, launcher: JobLauncher) -> int:
     return job.cpus_per_rank if launcher.one_task_a_rank else job.cpus_per_rank * job.ranks_per_node
 
 
-def _here(script: str) -> str:
+def _relative_script(script: str) -> str:
     return script if "/" in script else f"./{script}"

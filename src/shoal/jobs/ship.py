@@ -1,7 +1,7 @@
-"""Bringing a job's code to the hosts. What is there already, by its hash, is not sent again.
+"""Sends a job's code to the hosts. Code that a host has already, by its hash, is not sent again.
 
 The jobs' directory may be on storage that all hosts share, or on each host's own disk. A file in it with a random
-number tells: where all hosts read the same number, one copy serves; otherwise every node gets its own.
+number tells them apart: hosts that read the same number share one copy; otherwise every node gets its own.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import CommandFailed, Partly
+from shoal.errors import CommandFailed, PartialFailure
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import Bundle
 
 KEEP_NEWEST, KEEP_DAYS = 20, 7
 """Code that no job uses is kept while it is among the newest, or young."""
 
-_LOOK = r"""
+_INSPECT = r"""
 set -eu
 root=$1 code=$2 lib=$3
 [ -d "$root" ] || { mkdir -p "$root" && chmod 1777 "$root"; }
@@ -57,7 +57,7 @@ What is there is touched, under the lock that `clean` holds too: it has just bee
 write and delete in `code` and `lib`: below a --directory that a user may write to, they might be the user's.
 """
 
-_KEEP = r"""
+_STORE_FILE = r"""
 set -eu
 place=$1 bytes=$2
 new=$place.$$.$(hostname)
@@ -96,7 +96,7 @@ for place in code lib; do
     done
 done
 """
-"""Removes archives that nobody has used for long. `look` has seen that the directories are root's."""
+"""Removes archives that no job has used for long. `inspect_storage` has checked that the directories are root's."""
 
 _CLEAN_TREES = r"""
 set -eu
@@ -115,48 +115,48 @@ results and checkpoints between them. Runs as the user whose jobs they are."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a host has."""
+class StorageState:
+    """What the jobs' directory of a host has."""
 
     id: str
     """The random number of its jobs' directory: the same on hosts that share it."""
     shared: bool = False
-    """It is marked as shared."""
+    """It is marked as shared by all nodes."""
     code: bool = False
     runtime: bool = False
     old: bool = False
-    """There is more than need be kept."""
+    """It has more code than is kept."""
 
 
-async def look(host: Host, root: str, code: str, runtime: str) -> Found:
-    """Make the jobs' directory on a host and see what is in it."""
-    result = await host.run(["sh", "-c", _LOOK, "sh", root, code, runtime], timeout=60)
+async def inspect_storage(host: Host, root: str, code: str, runtime: str) -> StorageState:
+    """Make the jobs' directory on a host and report what it has."""
+    result = await host.run(["sh", "-c", _INSPECT, "sh", root, code, runtime], timeout=60)
     if result.status == 3:
         raise CommandFailed(host.name, result.error_text.strip(), hint="remove it there, or use another --directory")
     if result.status != 0:
         raise CommandFailed(host.name, f"cannot use {root}: {result.error_text.strip()}", hint="is its disk full?")
     lines = result.text.split()
-    return Found(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
+    return StorageState(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
 
 
-def who_needs_it(found: Mapping[str, Found]) -> tuple[str, ...]:
+def one_host_per_storage(found: Mapping[str, StorageState]) -> tuple[str, ...]:
     """One host of each storage."""
     return tuple({found[name].id: name for name in reversed(list(found))}.values())
 
 
 async def mark(host: Host, root: str, shared: bool) -> None:
-    """Say for the jobs to come whether their nodes share the directory."""
+    """Record for later jobs whether their nodes share the directory."""
     await host.run(["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"], timeout=60)
 
 
-async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: Found) -> int:
-    """Send what the host does not have; how many bytes that were."""
+async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: StorageState) -> int:
+    """Send what the host lacks; returns how many bytes."""
     sent = 0
     if not found.runtime:
-        await _take(host, _UNPACK, f"{root}/lib/{runtime.hash}", runtime.data)
+        await _transfer(host, _UNPACK, f"{root}/lib/{runtime.hash}", runtime.data)
         sent += len(runtime.data)
     if not found.code:
-        await _take(host, _KEEP, f"{root}/code/{code.hash}.tar", code.data)
+        await _transfer(host, _STORE_FILE, f"{root}/code/{code.hash}.tar", code.data)
         sent += len(code.data)
     return sent
 
@@ -165,13 +165,13 @@ async def clean(
     host: Host, root: str, jobs: Collection[str], hashes: Collection[str], newest: int = KEEP_NEWEST
 ) -> None:
     """Remove old code but what these jobs and those of these hashes use. Logs, checkpoints and whatever else jobs
-    wrote stay. What fails here fails the next time too, and harms nobody."""
+    wrote stay. Failures are ignored: the next job tries again."""
     kept = [root, str(newest), str(KEEP_DAYS)]
     await host.run(["sh", "-c", _CLEAN_CODE, "sh", *kept, " ".join(hashes)], timeout=60)
     await host.run(["sh", "-c", _CLEAN_TREES, "sh", *kept, " ".join(jobs)], timeout=60, root=False)
 
 
-async def _take(host: Host, program: str, place: str, data: bytes) -> None:
+async def _transfer(host: Host, program: str, place: str, data: bytes) -> None:
     result = await host.run(["sh", "-c", program, "sh", place, str(len(data))], stdin=data, timeout=600)
     if result.status != 0:
         raise CommandFailed(
@@ -179,12 +179,12 @@ async def _take(host: Host, program: str, place: str, data: bytes) -> None:
         )
 
 
-def refuse_partly(wanted: Sequence[str], done: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
-    """A job that starts on a node without its code fails there, so every node must have it."""
+def require_all_hosts(wanted: Sequence[str], done: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
+    """Raise PartialFailure unless every node has the code: the job would fail on the others."""
     missing = [name for name in wanted if name not in done]
     if missing:
         causes = "; ".join(str(failures[name]).split("\n")[0] for name in missing if name in failures)
-        raise Partly(
-            f"the code did not reach {', '.join(missing)}, so nothing was queued: {causes}",
+        raise PartialFailure(
+            f"cannot send the code to {', '.join(missing)}, so nothing was queued: {causes}",
             hint="repair these nodes, or name others with --nodelist or --partition",
         )

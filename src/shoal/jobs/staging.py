@@ -1,15 +1,15 @@
 """A job on a rented container: how it and the controller keep in step. Text from pure functions.
 
-A container mounts nothing, so `courier.py` carries the job's files: what it needs goes there when it starts, what it
-writes comes back while it runs. The batch script waits for the one, Slurm's Epilog in the container for the other:
+A container mounts nothing, so `job_file_transfer.py` copies the job's files: what it needs goes there when it starts,
+what it writes comes back while it runs. The batch script waits for the first, Slurm's Epilog for the second:
 
     controller                        container
-    sees that the job runs            batch script: names its submission, and waits
-    courier: code, checkpoints ─────▶ sent/.ready: the ranks start
-    courier: logs, checkpoints ◀───── as they are written
-                                      the last process has ended: Epilog says so, and waits
-    courier: the rest ◀──────────────
-    takes the job's mark away ──────▶ Epilog ends, and so does the job
+    sees that the job runs            batch script: writes its submission, and waits
+    sends code, checkpoints ────────▶ sent/.ready: the ranks start
+    fetches logs, checkpoints ◀────── as they are written
+                                      the last process has ended: Epilog marks it, and waits
+    fetches the rest ◀───────────────
+    removes the job's mark ─────────▶ Epilog ends, and so does the job
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from shoal.jobs.courier import FAILED, READY
+from shoal.agent.units import HEADER
+from shoal.remote.job_file_transfer import FAILED, READY
 
 END_PROGRAM = "/usr/local/lib/shoal/job-end"
 """Slurm's Epilog in rented containers. Where it is, the controller carries a job's files."""
@@ -28,10 +29,8 @@ WAIT_MINUTES = 30
 ALONE_SECONDS, END_SECONDS = 120, 3600
 """The end of a job waits so long for somebody to fetch its files, and so long in all."""
 
-_HEADER = "# Written by shoal; changes here are lost.\n"
 
-
-def waiting(root: str) -> Iterator[str]:
+def wait_for_files_lines(root: str) -> Iterator[str]:
     """Lines of a batch script that may run in a rented container: SHOAL_SENT is where its code is, once it is there.
 
     `root` is the jobs' directory, where it is on any other node.
@@ -58,7 +57,7 @@ def job_end() -> str:
     """The Epilog: says that a job is over, and holds its node until the controller has all that it left."""
     return f"""\
 #!/bin/sh
-{_HEADER}PATH=/usr/sbin:/usr/bin:/sbin:/bin
+{HEADER}PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mark={MARKS}/$SLURM_JOB_ID
 [ -e "$mark" ] || exit 0
 exec 9< "$mark"
@@ -74,7 +73,7 @@ exit 0
 """
 
 
-def over_file(number: str) -> str:
+def end_mark_path(number: str) -> str:
     """In the container: says that no process of a job is left. `number` is Slurm's own."""
     return f"{MARKS}/{number}.over"
 
@@ -84,7 +83,7 @@ def as_user(uid: int, gid: int, *words: str) -> list[str]:
     return ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--no-new-privs", *words]
 
 
-def marked(number: str, words: Sequence[str]) -> str:
+def with_job_lock(number: str, words: Sequence[str]) -> str:
     """For the container's shell: a command with the job's mark made, and locked while it runs."""
     return shlex.join(["sh", "-c", _MARKED, "sh", f"{MARKS}/{number}", *words])
 
@@ -100,9 +99,9 @@ exec "$@"
 """
 
 
-def say_over(number: str) -> str:
+def write_end_mark_command(number: str) -> str:
     """The same for a job that had ended before there was a mark: its Epilog has said nothing."""
-    return f": > {over_file(number)}"
+    return f": > {end_mark_path(number)}"
 
 
 def fail(uid: int, gid: int, directory: str, why: str) -> str:
@@ -111,7 +110,7 @@ def fail(uid: int, gid: int, directory: str, why: str) -> str:
     return shlex.join(as_user(uid, gid, "sh", "-c", script, "sh", f"{directory}/{FAILED}", why))
 
 
-def done(number: str, uid: int, gid: int, directory: str) -> str:
+def cleanup_command(number: str, uid: int, gid: int, directory: str) -> str:
     """The same when all is fetched: nothing of it stays in the container, and the job may end."""
     away = shlex.join(as_user(uid, gid, "rm", "-rf", directory, f"{directory}.out"))
-    return f"{away}; rm -f {MARKS}/{number} {over_file(number)}"
+    return f"{away}; rm -f {MARKS}/{number} {end_mark_path(number)}"

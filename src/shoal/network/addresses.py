@@ -1,30 +1,31 @@
-"""Which of a host's addresses the other members use."""
+"""Addresses and names: which address of a host the members use, and the lines of /etc/hosts that name them."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.agent.facts import Address, Facts
+from shoal.agent.units import HEADER, render_unit
 
-# Bridges and tunnels that exist on one host only: two hosts can share such a subnet without reaching each other. And
-# our own network: it is not what it is built on.
+# Bridges and tunnels of one host: two hosts can have the same subnet there without reaching each other. Also our own
+# network, which must not be built on itself.
 LOCAL_ONLY = ("lo", "docker", "br-", "virbr", "podman", "cni", "veth", "lxc", "lxdbr", "flannel", "cali", "shoal")
 
 
 def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dict[str, str]:
-    """One address a member: the one on the subnet that most members share, and among equals the one we reached it by.
+    """The address of each member: on the subnet that most members share, preferring the one we connected to.
 
-    `reached` holds the address our own SSH connection went to; a host behind address translation does not own it.
+    `reached` has the address of our SSH connection; a host behind NAT does not own it.
     """
-    known = {name: candidates(fact) for name, fact in facts.items()}
+    usable = {name: candidates(fact) for name, fact in facts.items()}
     shared: dict[str, int] = {}
-    for addresses in known.values():
+    for addresses in usable.values():
         for network in {_network(address) for address in addresses}:
             shared[network] = shared.get(network, 0) + 1
 
     chosen = {}
-    for name, addresses in known.items():
+    for name, addresses in usable.items():
         if not addresses:
             chosen[name] = reached.get(name, "")
             continue
@@ -34,7 +35,7 @@ def lan_addresses(facts: Mapping[str, Facts], reached: Mapping[str, str]) -> dic
 
 
 def candidates(facts: Facts) -> list[Address]:
-    """The addresses at which other hosts may find this one: not loopback, nor a bridge or tunnel of its own."""
+    """The addresses at which other hosts may reach this one: no loopback, and no bridge or tunnel of its own."""
     return [
         address
         for address in facts.addresses
@@ -44,3 +45,83 @@ def candidates(facts: Facts) -> list[Address]:
 
 def _network(address: Address) -> str:
     return str(ipaddress.ip_network(f"{address.address}/{address.prefix}", strict=False))
+
+
+MARK = "#shoal "
+"""Comments out a line of `/etc/hosts`."""
+SPLIT_LINE_MARK = " #shoal: the rest of the line above"
+"""Marks the line that keeps the `localhost` part of such a line."""
+
+
+def hosts_block(addresses: Mapping[str, str], aliases: Mapping[str, str] | None = None) -> str:
+    """The lines of `/etc/hosts` for the members; `aliases` are further names, by member."""
+    width = max((len(address) for address in addresses.values()), default=0)
+    names = {name: f"{name} {alias}" for name, alias in (aliases or {}).items()}
+    return "".join(f"{address:<{width}}  {names.get(name, name)}\n" for name, address in addresses.items() if address)
+
+
+def addresses_in(hosts: str, block: str) -> dict[str, str]:
+    """The addresses that an earlier run wrote into the named block of `/etc/hosts`, by name."""
+    inside = hosts.partition(f"# BEGIN shoal {block}\n")[2].partition(f"# END shoal {block}\n")[0]
+    lines = [line.split() for line in inside.splitlines()]
+    return {words[1]: words[0] for words in lines if len(words) > 1}
+
+
+def own_names(hosts: str, block: str, names: Iterable[str], address: str) -> tuple[str, ...]:
+    """The lines of `/etc/hosts` that give the host's own names an address outside our network.
+
+    Debian maps the host's name to 127.0.1.1, and programs that resolve their own name would listen there.
+    """
+    own, inside, lines = {name.lower() for name in names}, False, []
+    for line in hosts.splitlines():
+        inside = line == f"# BEGIN shoal {block}" or (inside and line != f"# END shoal {block}")
+        words = line.partition("#")[0].lower().split()
+        if not inside and words and words[0] != address and own.intersection(words[1:]):
+            lines.append(line)
+    return tuple(lines)
+
+
+def own_name_rule(block: str, names: Iterable[str]) -> str:
+    """A `sed -E` script that comments out such lines, and keeps their `localhost` part in a line of its own."""
+    words = "|".join(name.replace(".", "[.]") for name in dict.fromkeys(names))
+    return (
+        f"/^# BEGIN shoal {block}$/,/^# END shoal {block}$/ b\n"
+        f"/^[0-9a-fA-F.:]+[[:blank:]]+([^#]*[[:blank:]])?({words})([[:blank:]#]|$)/I! b\n"
+        "h\n"
+        f"s/^/{MARK}/\n"
+        "/[[:blank:]](ip6-)?localhost/! b\n"
+        "p\n"
+        "g\n"
+        "s/[[:blank:]]*#.*//\n"
+        ":next\n"
+        f"s/[[:blank:]]+({words})([[:blank:]]|$)/\\2/I\n"
+        "t next\n"
+        f"s/$/{SPLIT_LINE_MARK}/\n"
+    )
+
+
+def names_program(hosts: str, block: str, kept: str, rule: str) -> str:
+    """A program that restores the members' names from the copy `kept` where they are missing, and applies the rule."""
+    return (
+        "#!/bin/sh\n"
+        f"{HEADER}"
+        f"grep -qx '# BEGIN shoal {block}' {hosts} || {{\n"
+        f"    echo '# BEGIN shoal {block}'\n"
+        f"    cat {kept}\n"
+        f"    echo '# END shoal {block}'\n"
+        f"}} >> {hosts}\n"
+        f"exec sed -i -E -f /dev/stdin {hosts} << 'END'\n{rule}END\n"
+    )
+
+
+def names_unit(program: str) -> str:
+    """Runs the program at boot, after cloud-init, which rewrites `/etc/hosts` on many images at every boot."""
+    return render_unit(
+        Unit={
+            "Description": "Names of the cluster's members in /etc/hosts",
+            "After": "cloud-init.service cloud-init-network.service",
+            "Before": "munge.service slurmdbd.service slurmctld.service slurmd.service",
+        },
+        Service={"Type": "oneshot", "RemainAfterExit": "yes", "ExecStart": f"/bin/sh {program}"},
+        Install={"WantedBy": "multi-user.target"},
+    )

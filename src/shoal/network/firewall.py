@@ -1,8 +1,10 @@
-"""The firewall: Slurm's ports are open to members and closed to everyone else. Other ports are left alone."""
+"""The firewall: Slurm's ports are open to members only. Other ports are not touched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from shoal.agent.units import HEADER, render_unit
 
 RULES = "/etc/shoal/firewall.nft"
 UNIT = "/etc/systemd/system/shoal-firewall.service"
@@ -11,7 +13,7 @@ UNIT = "/etc/systemd/system/shoal-firewall.service"
 def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str = "") -> str:
     """An nftables file that replaces our table and nothing else, in one transaction.
 
-    With `interface`, members are let in by that one alone: elsewhere anybody may say that he is one.
+    With `interface`, members are accepted only there: elsewhere their addresses can be forged.
     """
     addresses = sorted(set(members), key=_address_order)
     v4 = ", ".join(a for a in addresses if ":" not in a)
@@ -27,7 +29,7 @@ def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str 
         sets += f"\tset members6 {{\n\t\ttype ipv6_addr\n\t\telements = {{ {v6} }}\n\t}}\n"
         accepts += f"\t\t{way}ip6 saddr @members6 tcp dport {{ {guarded} }} accept\n"
     return (
-        "# Written by shoal; changes here are lost.\n"
+        f"{HEADER}"
         "table inet shoal\n"
         "delete table inet shoal\n"
         "table inet shoal {\n"
@@ -44,36 +46,33 @@ def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str 
 
 def firewall_unit() -> str:
     """A systemd unit that loads the rules at boot, before the network is up."""
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
-        "Description=Slurm's ports are open to cluster members only\n"
-        "DefaultDependencies=no\n"
-        "Before=network-pre.target\n"
-        "Wants=network-pre.target\n"
-        "\n"
-        "[Service]\n"
-        "Type=oneshot\n"
-        "RemainAfterExit=yes\n"
-        f"ExecStart=/usr/sbin/nft -f {RULES}\n"
-        "ExecStop=/usr/sbin/nft delete table inet shoal\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=sysinit.target\n"
+    return render_unit(
+        Unit={
+            "Description": "Slurm's ports are open to cluster members only",
+            "DefaultDependencies": "no",
+            "Before": "network-pre.target",
+            "Wants": "network-pre.target",
+        },
+        Service={
+            "Type": "oneshot",
+            "RemainAfterExit": "yes",
+            "ExecStart": f"/usr/sbin/nft -f {RULES}",
+            "ExecStop": "/usr/sbin/nft delete table inet shoal",
+        },
+        Install={"WantedBy": "sysinit.target"},
     )
 
 
-def opening(firewall: str, members: Iterable[str], ports: Iterable[str], udp: int | None = None) -> str:
-    """How Slurm's ports are opened to the members in a firewall that is not ours, as commands for the host.
+def open_commands(firewall: str, members: Iterable[str], ports: Iterable[str], udp: int | None = None) -> str:
+    """Shell commands that open Slurm's ports to the members in a firewall that is not ours.
 
-    `udp` is a port that is opened to all: that of WireGuard, which answers nobody whom it does not know.
-
-    A packet must pass every chain: what ours accepts, another one may still drop.
+    A packet must pass every chain: what ours accepts, another one may still drop. `udp` is a port to open to all:
+    WireGuard's, which answers known peers only.
     """
     addresses = sorted(set(members), key=_address_order)
     if firewall == "ufw":
-        wanted = ",".join(ports).replace("-", ":")
-        commands = [f"ufw allow proto tcp from {address} to any port {wanted}" for address in addresses]
+        port_list = ",".join(ports).replace("-", ":")
+        commands = [f"ufw allow proto tcp from {address} to any port {port_list}" for address in addresses]
         commands += [f"ufw allow {udp}/udp"] if udp else []
     elif firewall == "firewalld":
         commands = [f"firewall-cmd --permanent --zone=trusted --add-source={address}" for address in addresses]

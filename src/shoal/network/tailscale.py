@@ -1,4 +1,4 @@
-"""Tailscale: what `tailscale status --json` means, and the flags with which a host joins."""
+"""Tailscale: the output of `tailscale status --json`, and the flags with which a host joins."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from shoal.spec.network import Network
 STATUS_COMMAND = ("tailscale", "status", "--json")
 INTERFACE = "tailscale0"
 RUNNING = "Running"
-SOON = 14 * 24 * 3600.0
-"""Seconds before its end from which on a key is due to be renewed."""
+EXPIRES_SOON_S = 14 * 24 * 3600.0
+"""A key that expires within this time is reported."""
 
 Way = Literal["direct", "relayed", "idle", "offline", "unknown"]
 
 
 @dataclass(frozen=True)
 class TailnetNode:
-    """A machine of the tailnet as another one sees it."""
+    """A node of the tailnet as another one sees it."""
 
     name: str = ""
     addresses: tuple[str, ...] = ()
     online: bool = False
     active: bool = False
-    """Packets went there within the last minutes; else nothing is known about the way."""
+    """Packets went there within the last minutes; else the path is unknown."""
     endpoint: str = ""
-    """Where packets go directly; empty where they do not."""
+    """The address of a direct path; empty without one."""
     relay: str = ""
-    """The region of the relay that packets go through, or would."""
+    """The region of the relay that is used, or would be."""
     expires: float | None = None
-    """When its key ends, in seconds since the epoch; None where it does not."""
+    """When its key expires, in seconds since the epoch; None for never."""
     expired: bool = False
 
     @property
@@ -53,9 +53,9 @@ class Tailnet:
     state: str = ""
     """Tailscale's BackendState: Running, NeedsLogin, NeedsMachineAuth, Stopped, Starting, NoState; empty without it."""
     problem: str = ""
-    """Why the client got no answer from its daemon."""
+    """Why the daemon did not answer."""
     tun: bool = True
-    """Packets come in through a network interface; else the daemon has its own way (userspace networking)."""
+    """Packets use a network interface; else the daemon uses userspace networking."""
     own: TailnetNode = TailnetNode()
     peers: tuple[TailnetNode, ...] = ()
 
@@ -65,16 +65,16 @@ class Tailnet:
 
     @property
     def address(self) -> str:
-        """The host's address: the IPv4 one where it has both."""
+        """The host's address, IPv4 where it has both."""
         return next(iter(sorted(self.own.addresses, key=lambda address: ":" in address)), "")
 
     def at(self, address: str) -> TailnetNode | None:
-        """The machine that has this address."""
+        """The node that has this address."""
         return next((node for node in (self.own, *self.peers) if address in node.addresses), None)
 
 
 def read_status(found: Mapping[str, Any]) -> Tailnet:
-    """From `tailscale status --json`, or the part of it that an agent tells. Unknown and missing keys are tolerated."""
+    """Parse `tailscale status --json`, or the part that an agent sends. Tolerates unknown and missing keys."""
     if found.get("problem") or not found:
         return Tailnet(problem=str(found.get("problem", "")))
     peers = found.get("Peer") or []
@@ -90,18 +90,18 @@ def read_status(found: Mapping[str, Any]) -> Tailnet:
 
 
 def tailscale_addresses(facts: Mapping[str, Facts]) -> dict[str, str]:
-    """The address of every host that is in the tailnet."""
+    """The addresses of the hosts that are in the tailnet."""
     found = {name: read_status(fact.tailscale) for name, fact in facts.items()}
     return {name: tailnet.address for name, tailnet in found.items() if tailnet.running}
 
 
 def tailnet_name(cluster: str, member: str) -> str:
-    """What a host is called in the tailnet, where hosts of other clusters are as well: a DNS label."""
+    """The name of a host in the tailnet, unique among clusters: a DNS label."""
     return f"{cluster}-{member}".lower().replace(".", "-").replace("_", "-")[:63].rstrip("-")
 
 
 def up_flags(network: Network, hostname: str) -> tuple[str, ...]:
-    """All that `tailscale up` is told but the key: it takes what is not said for a change that was forgotten."""
+    """The flags of `tailscale up` without the key. It rejects a later call that omits one of them."""
     return (
         f"--hostname={hostname}",
         "--accept-dns=false",
@@ -124,7 +124,7 @@ def _node(found: Mapping[str, Any]) -> TailnetNode:
 
 
 def _seconds(text: object) -> float | None:
-    """A time as Go writes it. The year 1 is its way to say "never"."""
+    """A time in Go's format, where the year 1 means never."""
     try:
         found = datetime.fromisoformat(str(text))
     except ValueError:

@@ -1,12 +1,12 @@
-"""The way into a container that has neither TUN nor open ports: two loopbacks joined over its one SSH port.
+"""SSH tunnels into containers that have neither TUN nor open ports: two loopbacks joined over one SSH port.
 
     controller                                     container
     127.0.0.1:29001 ───────────────────────────▶  127.0.0.1:29001   slurmd
     slurmctld:6817  ◀───────────────────────────  127.0.0.1:6817
     share server:22 ◀───────────────────────────  127.0.0.1:6901    copies of shares
 
-The controller opens the connection and keeps it open. To Slurm the node is at 127.0.0.1 and a port of its own, which
-is true on both sides. Everything here is text from pure functions.
+The controller opens the connection and keeps it open. For Slurm the node is at 127.0.0.1 and its own port, on both
+sides. All functions are pure and return text.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.agent.facts import Facts
+from shoal.agent.units import HEADER, render_unit
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 29001
-"""Of slurmd in containers, one each: on the controller they all listen side by side."""
+"""Of slurmd in containers, one each: on the controller they all listen on the same address."""
 FIRST_SHARE_PORT = 6901
 DIRECTORY = "/etc/shoal/tunnels"
 KEY = f"{DIRECTORY}/id_ed25519"
 PUBLIC_KEY = f"{KEY}.pub"
 RECORD = f"{DIRECTORY}/nodes"
-"""The containers that an earlier run made tunnels to, so that a later one takes away those that are gone."""
+"""The containers with a tunnel, so that a later run removes those that are gone."""
 UNIT = "/etc/systemd/system/shoal-tunnel@.service"
 PROGRAM = "/usr/local/lib/shoal/tunnel"
 END = "/etc/shoal/tunnel-end"
-"""In the container: all that the controller's key may start there."""
+"""In the container: the only program that the controller's key may start."""
 SSH_CONFIG = "/etc/ssh/ssh_config.d/50-shoal-tunnel.conf"
 HOST_KEYS = tuple(f"/etc/ssh/ssh_host_{kind}_key.pub" for kind in ("ed25519", "ecdsa", "rsa"))
 AUTHORIZED = "/root/.ssh/authorized_keys"
 BLOCK = "tunnel"
 
-_HEADER = "# Written by shoal; changes here are lost.\n"
-
 
 @dataclass(frozen=True)
-class Back:
-    """A port of the container's loopback that leads to a host on the controller's side."""
+class ReverseForward:
+    """A port of the container's loopback that is forwarded to a host on the controller's side."""
 
     port: int
     address: str
@@ -56,22 +55,22 @@ class Tunnel:
     """Where its SSH server answers."""
     slurmd: int
     """The port of its slurmd, the same on both sides."""
-    back: tuple[Back, ...]
+    back: tuple[ReverseForward, ...]
     host_keys: tuple[str, ...] = ()
 
 
 def needs_tunnel(network: str, facts: Facts) -> bool:
-    """Whether a host is a container that only a tunnel leads into.
+    """Whether a host is a container that only a tunnel can reach.
 
-    On a plain network one whose own address we have reached is a host like any other, whatever it runs its daemons by.
+    On a plain network, one that we reached at its own address needs none.
     """
-    if facts.init == "systemd" or facts.tun or facts.door is None:
+    if facts.init == "systemd" or facts.tun or facts.connected_at is None:
         return False
-    return network != "lan" or all(address.address != facts.door.address for address in facts.addresses)
+    return network != "lan" or all(address.address != facts.connected_at.address for address in facts.addresses)
 
 
 def choose_ports(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
-    """A port for the slurmd of each container; who has one keeps it."""
+    """A port for the slurmd of each container; those in `known` stay."""
     chosen: dict[str, int] = {}
     taken = {*known.values()}
     for name in names:
@@ -93,10 +92,10 @@ def service(node: str) -> str:
 
 
 def ssh_conf(tunnel: Tunnel) -> str:
-    """ssh's settings for one tunnel. Both ends notice within seconds when the other is gone."""
+    """The ssh configuration of one tunnel. Both ends detect a lost connection within seconds."""
     back = "".join(f"RemoteForward {LOOPBACK}:{b.port} {_bracketed(b.address)}:{b.there}\n" for b in tunnel.back)
     return (
-        f"{_HEADER}Host tunnel\n"
+        f"{HEADER}Host tunnel\n"
         f"HostName {tunnel.host}\n"
         f"Port {tunnel.port}\n"
         "User root\n"
@@ -115,20 +114,20 @@ def ssh_conf(tunnel: Tunnel) -> str:
 
 
 def known_hosts(tunnel: Tunnel) -> str:
-    """The container's host keys, as it told them over the connection of whoever set it up."""
+    """The container's host keys, read over the connection that set it up."""
     where = tunnel.host if tunnel.port == 22 else f"[{tunnel.host}]:{tunnel.port}"
-    return _HEADER + "".join(f"{where} {key}\n" for key in tunnel.host_keys)
+    return HEADER + "".join(f"{where} {key}\n" for key in tunnel.host_keys)
 
 
 def program() -> str:
-    """Holds one tunnel open, whatever happens at its other end: a container may not let us in yet, or be gone.
+    """A program that keeps one tunnel open, also while its container does not accept us yet, or is gone.
 
-    An earlier connection that the container has not missed yet would keep the ports. A container that was given back is
-    not called on: somebody else may be at its address by now. We look whether it is to come again, often enough for the
-    minute that it then has to register; a new one at the same address with the same keys does not start this again.
+    It first ends an earlier connection, which would keep the ports. It does not connect to a released container: its
+    address may belong to another machine. It checks every 30 s whether Slurm starts the node again, which then has a
+    minute to register.
     """
     return (
-        f"#!/bin/sh\n{_HEADER}"
+        f"#!/bin/sh\n{HEADER}"
         f'ssh="ssh -F {DIRECTORY}/$1.conf -o ConnectTimeout=5"\n'
         "pause=1\n"
         "while :; do\n"
@@ -147,27 +146,22 @@ def program() -> str:
 
 def unit() -> str:
     """The service of one tunnel."""
-    return (
-        f"{_HEADER}[Unit]\n"
-        "Description=The way to Slurm in container %i\n"
-        "After=network.target\n"
-        "Before=slurmctld.service\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        f"ExecStart={PROGRAM} %i\n"
-        "Restart=always\n"
-        "RestartSec=1\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=multi-user.target\n"
+    return render_unit(
+        Unit={
+            "Description": "The way to Slurm in container %i",
+            "After": "network.target",
+            "Before": "slurmctld.service",
+            "StartLimitIntervalSec": 0,
+        },
+        Service={"ExecStart": f"{PROGRAM} %i", "Restart": "always", "RestartSec": 1},
+        Install={"WantedBy": "multi-user.target"},
     )
 
 
 def end_script() -> str:
-    """What the key starts in the container: `hold` notes which process of sshd has the ports, `clear` ends that one."""
+    """What the key starts in the container: `hold` records the sshd process that has the ports, `clear` ends it."""
     return (
-        f"#!/bin/sh\n{_HEADER}"
+        f"#!/bin/sh\n{HEADER}"
         "note=/run/shoal-tunnel\n"
         "case $SSH_ORIGINAL_COMMAND in\n"
         "clear)\n"
@@ -185,24 +179,24 @@ def end_script() -> str:
 
 
 def authorized(public_key: str, tunnel: Tunnel) -> str:
-    """The line that lets the controller in: for its ports and that script, and for nothing else."""
+    """The authorized_keys line of the controller: for its ports and that script only."""
     listen = "".join(f',permitlisten="{LOOPBACK}:{back.port}"' for back in tunnel.back)
     opens = f'permitopen="{LOOPBACK}:{tunnel.slurmd}"'
     return f'restrict,port-forwarding{listen},{opens},command="/bin/sh {END}" {" ".join(public_key.split()[:2])}\n'
 
 
 def ssh_config(tunnel: Tunnel) -> str | None:
-    """In the container: whoever goes by SSH to a server of shares takes the tunnel. None where there is none."""
+    """In the container: SSH to a share's server goes through the tunnel. None without shares."""
     ways = [
         f"Host {back.address}\n    HostName {LOOPBACK}\n    Port {back.port}\n    HostKeyAlias {back.address}\n"
         for back in tunnel.back
         if back.there == 22
     ]
-    return _HEADER + "".join(ways) if ways else None
+    return HEADER + "".join(ways) if ways else None
 
 
 def record(nodes: Iterable[str]) -> str:
-    return _HEADER + "".join(f"{node}\n" for node in sorted(nodes))
+    return HEADER + "".join(f"{node}\n" for node in sorted(nodes))
 
 
 def recorded(text: str) -> tuple[str, ...]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.agent.client import Report
-from shoal.errors import SlurmError, TimedOut
+from shoal.agent.document import Document
+from shoal.agent.facts import Facts
+from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Host
-from shoal.hosts.fanout import Outcome
+from shoal.hosts.fanout import HostOutcome
+from shoal.plan.diff import host_changes
 from shoal.plan.fleet import Fleet
-from shoal.plan.model import HostPlan, Plan
-from shoal.plan.nodes import LEAVING, ask_again, drain, jobs_on, resume, unready
-from shoal.plan.progress import Phase, Progress
-from shoal.plan.secrets import secrets_for
-from shoal.roles.stage import Stage
+from shoal.plan.model import Change, HostPlan, Plan
+from shoal.plan.nodes import LEAVING_REASON, drain_nodes, jobs_on, resume_nodes, resume_not_responding, unready_nodes
+from shoal.plan.progress import Phase, ProgressReporter
+from shoal.plan.secret_values import fetch_secrets
+from shoal.roles.component import Stage
+from shoal.roles.registry import preparation, shared_secrets, user_secrets
+from shoal.spec.members import all_members
+from shoal.spec.model import Spec
 
 TITLES = {
     Stage.BASE: "packages, keys, names",
@@ -27,31 +33,31 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait for what does not depend on us."""
+class ApplyTimeouts:
+    """How long to wait for Slurm, in seconds."""
 
-    nodes: float = 60.0
-    """Seconds until every node must have registered."""
-    drain: float | None = None
-    """Seconds until a leaving node must be empty; None waits for its jobs however long they run."""
+    nodes_s: float = 60.0
+    """For every node to register."""
+    drain_s: float | None = None
+    """For a leaving node to become empty; None waits for its jobs without a limit."""
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What an apply came to."""
+class ApplyResult:
+    """What an apply changed, and what it left undone."""
 
     changed: tuple[str, ...] = ()
-    """Hosts on which something was changed."""
+    """Hosts with at least one change."""
     unready: tuple[tuple[str, str], ...] = ()
-    """Nodes that Slurm does not see ready, with the reason."""
+    """Nodes that are not ready in Slurm, with the reason."""
     staying: tuple[str, ...] = ()
-    """Nodes that are drained and still busy; the next run takes them out."""
+    """Nodes that are drained and still busy; the next run removes them."""
 
 
 async def apply(
-    plan: Plan, fleet: Fleet, controller: str, nodes: Sequence[str], progress: Progress, patience: Patience
-) -> Applied:
-    """Do what the plan says. `nodes` are the compute nodes that must be ready at the end."""
+    plan: Plan, fleet: Fleet, controller: str, nodes: Sequence[str], progress: ProgressReporter, timeouts: ApplyTimeouts
+) -> ApplyResult:
+    """Apply the plan. `nodes` are the compute nodes that must be ready at the end."""
     drained = await _drain(plan.drain, fleet, controller)
     changed = await _converge(
         plan, plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
@@ -59,26 +65,31 @@ async def apply(
     staying: tuple[str, ...] = ()
     if plan.drain:
         if not drained:
-            await drain(await fleet.host(controller), plan.drain)
-        staying = await _wait_until_empty(plan.drain, fleet, controller, progress, patience)
+            await drain_nodes(await fleet.host(controller), plan.drain)
+        staying = await _wait_until_empty(plan.drain, fleet, controller, progress, timeouts)
         if not staying:
-            everyone = [host.name for host in plan.after_drain]
-            changed += await _converge(plan, plan.after_drain, everyone, fleet, controller, progress)
-    missing = await _wait_for_nodes(nodes, fleet, controller, progress, patience)
-    return Applied(tuple(dict.fromkeys(changed)), missing, staying)
+            names = [host.name for host in plan.after_drain]
+            changed += await _converge(plan, plan.after_drain, names, fleet, controller, progress)
+    missing = await _wait_for_nodes(nodes, fleet, controller, progress, timeouts)
+    return ApplyResult(tuple(dict.fromkeys(changed)), missing, staying)
 
 
 async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
-    """Drain first, so that no job starts on a leaving node. Where slurmctld does not run it is repaired before that."""
+    """Drain first, so that no job starts on a leaving node. False where slurmctld does not answer yet."""
     try:
-        await drain(await fleet.host(controller), leaving)
-    except (SlurmError, TimedOut):
+        await drain_nodes(await fleet.host(controller), leaving)
+    except (SlurmError, CommandTimeout):
         return False
     return True
 
 
 async def _converge(
-    plan: Plan, hosts: Sequence[HostPlan], names: Sequence[str], fleet: Fleet, controller: str, progress: Progress
+    plan: Plan,
+    hosts: Sequence[HostPlan],
+    names: Sequence[str],
+    fleet: Fleet,
+    controller: str,
+    progress: ProgressReporter,
 ) -> list[str]:
     """All stages on the named hosts; a host that fails drops out, a controller that fails ends the run."""
     if not names:
@@ -87,8 +98,8 @@ async def _converge(
     plans = {host.name: host for host in hosts}
     for stage in Stage:
         due = [name for name in names if name not in fleet.failures and plans[name].document(stage)]
-        wanted = [plans[name].document(stage) for name in due]
-        secrets = await secrets_for(wanted, plan.kept, plan.given, fleet, hosts_have_theirs=True)
+        documents = [plans[name].document(stage) for name in due]
+        secrets = await fetch_secrets(documents, plan.shared_secrets, plan.user_secrets, fleet, hosts_have_theirs=True)
         fleet.require(controller)
         if not due:
             continue
@@ -99,31 +110,31 @@ async def _converge(
             ) -> Report:
                 return await fleet.converge(name, plans[name].document(stage), secrets, phase)
 
-            reports = await fleet.each(due, converge, on_done=ending(phase))
+            reports = await fleet.each(due, converge, on_done=phase_callback(phase))
         changed += [name for name, report in reports.items() if report.changed]
         fleet.require(controller)
     return changed
 
 
-def ending(phase: Phase) -> Callable[[Outcome[Any]], None]:
-    """Tells a phase of every host that has finished it."""
+def phase_callback(phase: Phase) -> Callable[[HostOutcome[Any]], None]:
+    """A callback that reports every finished host to a phase."""
     return lambda outcome: phase.done(outcome.name, outcome.error.cause if outcome.error else "")
 
 
 async def _wait_until_empty(
-    leaving: Sequence[str], fleet: Fleet, controller: str, progress: Progress, patience: Patience
+    leaving: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> tuple[str, ...]:
-    """Wait for the jobs on leaving nodes. Whatever still runs at the end of our patience stays, drained."""
+    """Wait for the jobs on leaving nodes. Returns the nodes that are still busy after the timeout."""
     host = await fleet.host(controller)
     clock = asyncio.get_running_loop()
-    end = None if patience.drain is None else clock.time() + patience.drain
+    end = None if timeouts.drain_s is None else clock.time() + timeouts.drain_s
     with progress.phase("jobs on leaving nodes", len(leaving)) as phase:
         empty: set[str] = set()
         while True:
             for node in leaving:
                 jobs = await jobs_on(host, node)
                 if jobs:
-                    phase.say(node, f"waiting for job {', '.join(jobs)}")
+                    phase.update(node, f"waiting for job {', '.join(jobs)}")
                 elif node not in empty:
                     empty.add(node)
                     phase.done(node)
@@ -135,17 +146,17 @@ async def _wait_until_empty(
 
 
 async def _wait_for_nodes(
-    nodes: Sequence[str], fleet: Fleet, controller: str, progress: Progress, patience: Patience
+    nodes: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> tuple[tuple[str, str], ...]:
-    """Wait until slurmctld has heard from every node that we could reach."""
+    """Wait until every node that we could reach has registered with slurmctld."""
     due = [name for name in nodes if name not in fleet.failures]
     host = await fleet.host(controller)
-    end = asyncio.get_running_loop().time() + patience.nodes
+    end = asyncio.get_running_loop().time() + timeouts.nodes_s
     missing = await _unready(host, due, end)
     if not missing:
         return ()
     with progress.phase("nodes register with Slurm", len(due)) as phase:
-        await ask_again(host, list(missing))
+        await resume_not_responding(host, list(missing))
         seen: set[str] = set()
         while True:
             for name in due:
@@ -154,19 +165,58 @@ async def _wait_for_nodes(
                     phase.done(name)
             if not missing or asyncio.get_running_loop().time() > end:
                 return tuple(missing.items())
-            ours = [name for name, reason in missing.items() if LEAVING in reason]
+            ours = [name for name, reason in missing.items() if LEAVING_REASON in reason]
             if ours:
-                await resume(host, ours)
+                await resume_nodes(host, ours)
             await asyncio.sleep(0.25)
             missing = await _unready(host, due, end)
 
 
 async def _unready(host: Host, due: Sequence[str], end: float) -> dict[str, str]:
-    """As `unready`, with patience for a slurmctld that is between two lives."""
+    """As `unready_nodes`, repeated until `end` while slurmctld restarts."""
     while True:
         try:
-            return await unready(host, due)
-        except (SlurmError, TimedOut):
+            return await unready_nodes(host, due)
+        except (SlurmError, CommandTimeout):
             if asyncio.get_running_loop().time() > end:
                 raise
             await asyncio.sleep(0.25)
+
+
+async def preparations(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> dict[str, tuple[Change, ...]]:
+    """What is still to be prepared, by host. Changes nothing."""
+    return await _changes(_documents(spec, facts), fleet)
+
+
+async def prepare(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet, progress: ProgressReporter) -> tuple[str, ...]:
+    """Prepare the hosts that need it. Returns their names: their facts have changed since they were observed."""
+    documents = _documents(spec, facts)
+    due = await _changes(documents, fleet)
+    if not due:
+        return ()
+    secrets = await fetch_secrets([documents[name] for name in due], shared_secrets(spec), user_secrets(spec), fleet)
+    with progress.phase("preparation", len(due)) as phase:
+
+        async def converge(name: str) -> Report:
+            return await fleet.converge(name, documents[name], secrets, phase)
+
+        await fleet.each(due, converge, phase_callback(phase))
+    return tuple(due)
+
+
+async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str, tuple[Change, ...]]:
+    async def dry_run(name: str) -> Report:
+        return await (await fleet.agent(name)).check(documents[name])
+
+    reports = await fleet.each(documents, dry_run) if documents else {}
+    changes = {name: host_changes(name, report) for name, report in reports.items()}
+    return {name: its_changes for name, its_changes in changes.items() if its_changes}
+
+
+def _documents(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Document]:
+    documents = {
+        member.name: preparation(spec, member, facts[member.name], facts)
+        for member in all_members(spec)
+        if member.name in facts
+    }
+    return {name: document for name, document in documents.items() if document}

@@ -8,83 +8,83 @@ from typing import Any
 
 from shoal.agent.client import ItemResult, Report
 from shoal.agent.document import Document
-from shoal.errors import SlurmError, VersionWindow
+from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
-from shoal.hosts.fanout import Outcome
+from shoal.hosts.fanout import HostOutcome
+from shoal.hosts.provider import Instance, Request
+from shoal.plan.departures import plan_rental_departures, plan_user_departures
 from shoal.plan.fleet import Fleet
-from shoal.plan.leaving_rented import of_leaving_rented
-from shoal.plan.leaving_users import of_leaving_users
 from shoal.plan.model import Change, Cost, HostPlan, Plan
-from shoal.plan.observe import Observed
-from shoal.plan.secrets import wanting_findings, with_digests
-from shoal.providers.api import Instance, Request
+from shoal.plan.observe import Observation
+from shoal.plan.secret_values import add_digests, missing_secret_findings
 from shoal.roles.accounting import slurmdbd_skew
+from shoal.roles.assembly import assemble
 from shoal.roles.auth import auth_skew
-from shoal.roles.base import MUNGE_KEY, munge_kept
-from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.base import MUNGE_KEY, munge_secret
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
-from shoal.roles.in_force import SLURM_CONF, in_force
-from shoal.roles.parts import given_secrets, kept_secrets, part_findings
-from shoal.roles.stage import Stage
-from shoal.slurm.change_cost import change_cost, loses_jobs
+from shoal.roles.registry import component_findings, shared_secrets, user_secrets
 from shoal.slurm.conf import slurm_conf
+from shoal.slurm.parsed_conf import change_cost, loses_jobs
 from shoal.slurm.state import ACTIVE_STATES
-from shoal.slurm.versions import window_findings
+from shoal.slurm.versions import version_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
 from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
-CLOCK_LIMIT = 60.0
-"""Seconds of skew from which on we warn; munge refuses a credential at 300."""
+CLOCK_LIMIT_S = 60.0
+"""Clock skew that is worth a warning; munge rejects a credential at 300 s."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the cluster should become: at once, and once the leaving nodes are empty."""
+class ClusterGoal:
+    """What the cluster should become: now, and once the leaving nodes are empty."""
 
     now: Cluster
     later: Cluster | None
     leaving: tuple[str, ...]
     left: tuple[str, ...] = ()
-    """Hosts that an earlier run configured and the file no longer names."""
+    """Hosts that an earlier run configured and the spec no longer names."""
     new: bool = False
-    """Whether the controller is new to us."""
+    """Whether the controller has no configuration yet."""
     rented: tuple[str, ...] = ()
-    """Those of `left` that were never a host for good, but rented when a job needed them."""
+    """Those of `left` that were rented when a job needed them."""
 
 
-def wanted(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Wanted:
-    """The desired cluster. Raises VersionWindow when the hosts' Slurm versions cannot talk to each other."""
+def cluster_goal(spec: Spec, observed: Observation, reached: Mapping[str, str]) -> ClusterGoal:
+    """The desired cluster. Raises VersionMismatch when the hosts' Slurm versions cannot talk to each other."""
     members = members_of(spec)
-    before = in_force(observed.facts.get(members[0].name))
+    before = read_current_conf(observed.facts.get(members[0].name))
     rented = {member.name for member in rented_members(spec)}
     computes = {member.name for member in members if "compute" in member.roles} | rented
     leaving = tuple(name for name in before.nodes if name not in computes)
     now = assemble(spec, observed.facts, reached, before, leaving)
-    _refuse_skew(now)
+    _check_versions(now)
     later = assemble(spec, observed.facts, reached, before) if leaving else None
     names = {member.name for member in members} | rented
     left = tuple(name for name in {**before.nodes, **before.addresses} if name not in names)
     once_rented = tuple(name for name in left if name in before.nodes and before.nodes[name].cloud)
-    return Wanted(now, later, leaving, left, new=not (before.nodes or before.addresses), rented=once_rented)
+    return ClusterGoal(now, later, leaving, left, new=not (before.nodes or before.addresses), rented=once_rented)
 
 
-def network_addresses(spec: Spec, observed: Observed, reached: Mapping[str, str]) -> Mapping[str, str]:
+def network_addresses(spec: Spec, observed: Observation, reached: Mapping[str, str]) -> Mapping[str, str]:
     """Where the members are on the cluster's network, by name."""
-    return wanted(spec, observed, reached).now.addresses
+    return cluster_goal(spec, observed, reached).now.addresses
 
 
 async def make_plan(
     spec: Spec,
-    observed: Observed,
+    observed: Observation,
     fleet: Fleet,
     reached: Mapping[str, str],
     orphans: Sequence[tuple[str, Instance]] = (),
-    on_done: Callable[[Outcome[Any]], None] | None = None,
+    on_done: Callable[[HostOutcome[Any]], None] | None = None,
 ) -> Plan:
     """Ask each host how it differs from what it should be: in one round trip, or in two while a node leaves."""
-    goal = wanted(spec, observed, reached)
+    goal = cluster_goal(spec, observed, reached)
     stages = _stages(goal.now)
     later = _stages(goal.later) if goal.later is not None else {}
 
@@ -95,15 +95,15 @@ async def make_plan(
 
     answers = await fleet.each(stages, dry_run, on_done)
     reports = {name: now for name, (now, _) in answers.items()}
-    ends_jobs, loses = _loses(goal.now, observed)
+    ends_jobs, loses = _lost_jobs(goal.now, observed)
     # On a login host the file is only read by commands.
     costs = {goal.now.controller.name: _conf_cost(goal.now, ends_jobs)}
     hosts = tuple(
-        HostPlan(name, stages[name], changes_of(name, report, costs.get(name, Cost.NOTHING)))
+        HostPlan(name, stages[name], host_changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
-    hosts, lost, told = of_leaving_users(goal.now, hosts, observed.slurm.jobs)
-    hosts, ended, given_back = of_leaving_rented(goal.rented, hosts, observed.slurm.jobs)
+    hosts, lost, user_findings = plan_user_departures(goal.now, hosts, observed.slurm.jobs)
+    hosts, ended, rental_findings = plan_rental_departures(goal.rented, hosts, observed.slurm.jobs)
     after = tuple(
         HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
         for host in hosts
@@ -113,28 +113,28 @@ async def make_plan(
         cluster=spec.cluster,
         drain=goal.leaving,
         delete=tuple((provider, instance.name) for provider, instance in orphans),
-        unasked=_unasked(goal, orphans),
+        foreign=_foreign_instances(goal, orphans),
         hosts=hosts,
         after_drain=after,
-        loses=tuple(dict.fromkeys((*loses, *lost, *ended))),
-        kept={**munge_kept(goal.now.controller.name), **kept_secrets(spec)},
-        given=given_secrets(spec),
+        lost_jobs=tuple(dict.fromkeys((*loses, *lost, *ended))),
+        shared_secrets={**munge_secret(goal.now.controller.name), **shared_secrets(spec)},
+        user_secrets=user_secrets(spec),
         findings=(
             *clock_findings(observed),
             *goal.now.findings,
-            *part_findings(goal.now),
-            *told,
-            *given_back,
-            *_stuck(reports),
-            *wanting_findings(hosts, given_secrets(spec)),
-            *_left_behind(goal, orphans),
+            *component_findings(goal.now),
+            *user_findings,
+            *rental_findings,
+            *_failure_findings(reports),
+            *missing_secret_findings(hosts, user_secrets(spec)),
+            *_left_host_findings(goal, orphans),
         ),
         unreached=dict(fleet.failures),
     )
 
 
 def creation_plan(cluster: str, create: Sequence[tuple[str, Request]], orphans: Sequence[tuple[str, Instance]]) -> Plan:
-    """The plan while hosts are still to be made: what they need can be said once they answer."""
+    """The plan while hosts are still to be created: what they need is known once they answer."""
     return Plan(
         cluster=cluster,
         create=tuple(create),
@@ -142,23 +142,23 @@ def creation_plan(cluster: str, create: Sequence[tuple[str, Request]], orphans: 
     )
 
 
-def clock_findings(observed: Observed) -> list[Finding]:
-    """Hosts whose clock is so far off that munge refuses their messages, or soon will."""
+def clock_findings(observed: Observation) -> list[Finding]:
+    """Hosts whose clock is so far off that munge rejects their messages, or soon will."""
     return [
         Finding(
-            level="error" if abs(fact.clock_offset) > 4 * CLOCK_LIMIT else "warning",
+            level="error" if abs(fact.clock_offset) > 4 * CLOCK_LIMIT_S else "warning",
             what="the clock is off",
             found=f"{fact.clock_offset:+.0f} s against this machine",
-            fix="run `timedatectl set-ntp true` on it; munge refuses messages from 300 s on",
+            fix="run `timedatectl set-ntp true` on it; munge rejects messages from 300 s on",
             host=name,
         )
         for name, fact in observed.facts.items()
-        if abs(fact.clock_offset) > CLOCK_LIMIT
+        if abs(fact.clock_offset) > CLOCK_LIMIT_S
     ]
 
 
-def _left_behind(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
-    """Hosts that go and that nobody deletes: we no longer know the way to them, and what we put there stays."""
+def _left_host_findings(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
+    """Hosts that leave and are not deleted: Shoal has no address for them any more, and its files stay there."""
     others = {instance.name for _, instance in orphans} | {*goal.rented}
     return [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in others]
 
@@ -181,23 +181,23 @@ def _left_host(name: str) -> Finding:
     )
 
 
-def _unasked(goal: Wanted, orphans: Sequence[tuple[str, Instance]]) -> tuple[str, ...]:
-    """Hosts to be deleted that were a cluster before this controller became one."""
+def _foreign_instances(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance]]) -> tuple[str, ...]:
+    """Instances to be deleted that belong to another controller."""
     mine = goal.now.controller.provider
     return tuple(instance.name for provider, instance in orphans if goal.new and provider != mine)
 
 
-def _stuck(reports: Mapping[str, Report]) -> list[Finding]:
-    """What the agents already know that they cannot bring about."""
+def _failure_findings(reports: Mapping[str, Report]) -> list[Finding]:
+    """Items of which the agents already know that they will fail."""
     return [
-        Finding("error", f"{item.key} cannot be brought about", item.detail, item.fix, host=name)
+        Finding("error", f"cannot apply {item.key}", item.detail, item.fix, host=name)
         for name, report in reports.items()
         for item in report.items
         if item.status == "failed"
     ]
 
 
-def _refuse_skew(cluster: Cluster) -> None:
+def _check_versions(cluster: Cluster) -> None:
     name = cluster.controller.name
     if name not in cluster.versions:
         raise SlurmError(
@@ -207,12 +207,12 @@ def _refuse_skew(cluster: Cluster) -> None:
         )
     others = {host: version for host, version in cluster.versions.items() if host != name}
     findings = [
-        *window_findings((name, cluster.versions[name]), others),
+        *version_findings((name, cluster.versions[name]), others),
         *slurmdbd_skew(cluster.spec, cluster.versions),
         *auth_skew(cluster.spec, cluster.versions),
     ]
     if any(finding.level == "error" for finding in findings):
-        raise VersionWindow(
+        raise VersionMismatch(
             "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
             + "\n".join(f"  {finding}" for finding in findings),
             findings=tuple(findings),
@@ -220,10 +220,10 @@ def _refuse_skew(cluster: Cluster) -> None:
 
 
 def _stages(cluster: Cluster) -> dict[str, tuple[tuple[Stage, Document], ...]]:
-    given = given_secrets(cluster.spec)
+    given = user_secrets(cluster.spec)
     return {
         member.name: tuple(
-            (stage, with_digests(document, given)) for stage, document in sorted(documents(cluster, member).items())
+            (stage, add_digests(document, given)) for stage, document in sorted(documents(cluster, member).items())
         )
         for member in cluster.members
         if member.name in cluster.facts
@@ -234,8 +234,8 @@ def _all(stages: tuple[tuple[Stage, Document], ...]) -> Document:
     return tuple(item for _, document in stages for item in document)
 
 
-def _loses(cluster: Cluster, observed: Observed) -> tuple[bool, tuple[str, ...]]:
-    """Whether the new slurm.conf ends jobs, and which jobs of now those are.
+def _lost_jobs(cluster: Cluster, observed: Observation) -> tuple[bool, tuple[str, ...]]:
+    """Whether the new slurm.conf ends jobs, and which of the present jobs those are.
 
     slurmctld fails every job, running or waiting, whose partition is gone when it reads the file.
     """
@@ -245,14 +245,14 @@ def _loses(cluster: Cluster, observed: Observed) -> tuple[bool, tuple[str, ...]]
     jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
     if loses_jobs(old, slurm_conf(cluster.conf)):
         return True, tuple(job.id for job in jobs if job.state in ACTIVE_STATES)
-    inside = in_force(cluster.facts[cluster.controller.name]).partitions.values()
-    gone = {name for names in inside for name in names} - {partition.name for partition in cluster.conf.partitions}
-    lost = tuple(job.id for job in jobs if set(job.partition.split(",")) <= gone)
+    before = read_current_conf(cluster.facts[cluster.controller.name]).partitions.values()
+    removed = {name for names in before for name in names} - {partition.name for partition in cluster.conf.partitions}
+    lost = tuple(job.id for job in jobs if set(job.partition.split(",")) <= removed)
     return bool(lost), lost
 
 
 def _conf_cost(cluster: Cluster, ends_jobs: bool) -> Cost:
-    """What the new slurm.conf costs, whole."""
+    """What the new slurm.conf costs."""
     old = _slurm_conf(cluster)
     if old is None:
         return Cost.NOTHING
@@ -265,10 +265,10 @@ def _step_cost(old: str, new: str) -> Cost:
 
 def _slurm_conf(cluster: Cluster) -> str | None:
     fact = cluster.facts[cluster.controller.name]
-    return fact.files[SLURM_CONF].text if SLURM_CONF in fact.files else None
+    return fact.text(SLURM_CONF) or None
 
 
-def changes_of(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> tuple[Change, ...]:
+def host_changes(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> tuple[Change, ...]:
     """What a dry run found to do on a host; `conf_cost` is what a new slurm.conf costs there."""
     return tuple(
         Change(name, item.key, _action(item), _cost(item.key, item.action, conf_cost), item.diff)
@@ -278,7 +278,7 @@ def changes_of(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> tup
 
 
 def _later_changes(
-    goal: Wanted, host: HostPlan, later: tuple[tuple[Stage, Document], ...], report: Report
+    goal: ClusterGoal, host: HostPlan, later: tuple[tuple[Stage, Document], ...], report: Report
 ) -> tuple[Change, ...]:
     """What changes on a host once the leaving nodes are empty, beyond what has changed by then."""
     assert goal.later is not None
@@ -291,13 +291,13 @@ def _later_changes(
     when = f"once {compress(goal.leaving)} is empty"
     return tuple(
         replace(change, action=f"{change.action}, {when}")
-        for change in changes_of(host.name, report, cost)
+        for change in host_changes(host.name, report, cost)
         if change.what not in done
     )
 
 
 def _action(item: ItemResult) -> str:
-    return item.action if item.status != "failed" else f"cannot be done: {item.detail}"
+    return item.action if item.status != "failed" else f"cannot be applied: {item.detail}"
 
 
 def _cost(key: str, action: str, conf_cost: Cost) -> Cost:

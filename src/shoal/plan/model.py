@@ -1,18 +1,18 @@
-"""A plan: what differs between the spec and the hosts, frozen. What is shown is what is applied."""
+"""A plan: all differences between the spec and the hosts, frozen. What is shown is what is applied."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 
 from shoal.agent.document import Document
 from shoal.errors import HostError
-from shoal.plan.shapes import words
-from shoal.providers.api import Request
-from shoal.roles.part import Kept
-from shoal.roles.stage import Stage
+from shoal.hostlist import compress
+from shoal.hosts.provider import Request
+from shoal.roles.component import SharedSecret, Stage
 from shoal.spec.finding import Finding
+from shoal.spec.member import Member, Shape
 
 
 class Cost(IntEnum):
@@ -24,7 +24,7 @@ class Cost(IntEnum):
     JOBS = 3
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return {0: "nothing", 1: "daemon restart", 2: "node drained", 3: "jobs lost"}[self.value]
 
 
@@ -52,8 +52,8 @@ class HostPlan:
     def document(self, stage: Stage) -> Document:
         return next((document for at, document in self.stages if at is stage), ())
 
-    def at_cost(self, cost: Cost, keys: Container[str]) -> HostPlan:
-        """The same, where changes of these items cost that."""
+    def with_cost(self, cost: Cost, keys: Container[str]) -> HostPlan:
+        """The same plan with this cost for changes of these items."""
         changes = (replace(change, cost=cost) if change.what in keys else change for change in self.changes)
         return replace(self, changes=tuple(changes))
 
@@ -64,32 +64,32 @@ class Plan:
 
     cluster: str
     create: tuple[tuple[str, Request], ...] = ()
-    """Hosts to be made, each with the name of its provider. What they need shows once they are there."""
+    """Hosts to create, each with the name of its provider. Their changes are known once they exist."""
     drain: tuple[str, ...] = ()
-    """Nodes that leave: drained, waited for, then taken out."""
+    """Nodes that leave: drained, waited for, then removed."""
     delete: tuple[tuple[str, str], ...] = ()
-    """Instances to be removed, as (provider, name)."""
-    unasked: tuple[str, ...] = ()
-    """Those of them that another controller ran: this one cannot say which jobs end with them."""
+    """Instances to delete, as (provider, name)."""
+    foreign: tuple[str, ...] = ()
+    """Those of `delete` that belong to another controller: their jobs are not known here."""
     prepare: tuple[Change, ...] = ()
-    """What hosts must be first; what the rest changes on them may be more once they are."""
+    """Changes that come first; afterwards a host may need more than `hosts` shows."""
     hosts: tuple[HostPlan, ...] = ()
     after_drain: tuple[HostPlan, ...] = ()
-    """The hosts once the drained nodes are out of the configuration, and what that changes."""
-    loses: tuple[str, ...] = ()
+    """The hosts once the drained nodes are removed from the configuration, and what that changes."""
+    lost_jobs: tuple[str, ...] = ()
     """Jobs that the changes would end."""
-    kept: Mapping[str, Kept] = field(default_factory=dict)
-    """Where the secrets are that hosts share."""
-    given: Mapping[str, str] = field(default_factory=dict)
-    """Where the user keeps secrets that hosts need: references, never values."""
+    shared_secrets: Mapping[str, SharedSecret] = field(default_factory=dict)
+    """Where the secrets that hosts share are kept."""
+    user_secrets: Mapping[str, str] = field(default_factory=dict)
+    """References to the user's secrets that hosts need; never values."""
     findings: tuple[Finding, ...] = ()
     unreached: Mapping[str, HostError] = field(default_factory=dict)
-    """Hosts that could not be looked at, with the cause and the fix."""
+    """Hosts that could not be observed, with the cause and the fix."""
 
     @property
     def changes(self) -> tuple[Change, ...]:
         made = tuple(
-            Change(request.name, "host", f"create on {provider}: {words(request.shape)}")
+            Change(request.name, "host", f"create on {provider}: {describe_shape(request.shape)}")
             for provider, request in self.create
         )
         drained = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
@@ -109,6 +109,60 @@ class Plan:
         return not self.changes
 
     def _cost_of_deleting(self, name: str) -> Cost:
-        if name in self.unasked:
+        if name in self.foreign:
             return Cost.JOBS
         return Cost.DRAIN if name in self.drain else Cost.NOTHING
+
+
+def describe_shape(shape: Shape) -> str:
+    """The shape in short: `debian12, 2 CPUs, 2 simulated GPUs`."""
+    parts = [shape.image]
+    if shape.cpus:
+        parts.append("1 CPU" if shape.cpus == 1 else f"{shape.cpus} CPUs")
+    if shape.memory_mb:
+        parts.append(f"{shape.memory_mb} MB")
+    if shape.gpus:
+        parts.append("1 simulated GPU" if shape.gpus == 1 else f"{shape.gpus} simulated GPUs")
+    if shape.site != "a":
+        parts.append(f"site {shape.site}")
+    return ", ".join(parts)
+
+
+def shape_findings(members: Iterable[Member], made: Mapping[str, Shape]) -> list[Finding]:
+    """Hosts that were created in another shape than the spec now has: only creating them again changes that."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for member in members:
+        before = made.get(member.name, member.shape)
+        names = [field.name for field in fields(Shape)]
+        differ = [name for name in names if getattr(before, name) != getattr(member.shape, name)]
+        if differ:
+            old, new = (", ".join(_describe_field(shape, name) for name in differ) for shape in (before, member.shape))
+            groups.setdefault((old, new, _remake_fix(member)), []).append(member.name)
+    return [
+        Finding("warning", f"was made with {old}; the file now says {new}", fix=fix, host=compress(names))
+        for (old, new, fix), names in groups.items()
+    ]
+
+
+def _describe_field(shape: Shape, name: str) -> str:
+    """One field of a shape."""
+    value = getattr(shape, name)
+    gpus = f"{value} GPU" if value == 1 else f"{value} GPUs"
+    return {
+        "image": f"image {value}",
+        "cpus": f"{value} CPUs" if value else "all CPUs",
+        "memory_mb": f"{value} MB of memory" if value else "memory without a limit",
+        "disk_mb": f"a disk of {value} MB" if value else "no disk of its own",
+        "gpus": gpus if value else "no GPU",
+        "site": f"site {value}",
+        "cgroups": "cgroups" if value else "no cgroups",
+        "container": "no init system and one open port" if value else "a whole machine",
+    }.get(name, f"{name} {value}")
+
+
+def _remake_fix(member: Member) -> str:
+    if "controller" in member.roles:
+        return "`shoal down` and `shoal up` remake it"
+    if "compute" in member.roles:
+        return "`shoal node remove` it, put it back into the file and run `shoal up` to remake it"
+    return "take it out of the file and run `shoal up`, then put it back and run `shoal up` to remake it"

@@ -1,4 +1,4 @@
-"""Nodes as Slurm has them, asked of and changed through the controller's own commands."""
+"""The state of Slurm's nodes, read and changed with commands on the controller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.slurm.state import (
     ACTIVE_STATES,
     JOBS_COMMAND,
     NODES_COMMAND,
-    SILENT_REASON,
+    NOT_RESPONDING_REASON,
     JobState,
     parse_jobs,
     parse_nodes,
 )
 
-LEAVING = "shoal: leaving the cluster"
-"""The reason on nodes that the spec no longer names. Nodes drained for any other reason are left to whoever did it."""
+LEAVING_REASON = "shoal: leaving the cluster"
+"""The drain reason of nodes that the spec no longer names. Nodes drained for another reason are left alone."""
 
 NOT_READY = frozenset({"DOWN", "UNKNOWN", "NOT_RESPONDING", "FUTURE", "INVALID_REG", "INVAL"})
 
@@ -26,13 +26,13 @@ UNSCHEDULED = NOT_READY | {"DRAIN", "FAIL", "POWERING_DOWN", "POWERED_DOWN"}
 """States that `resume` ends."""
 
 
-async def drain(host: Host, names: Sequence[str], reason: str = LEAVING) -> None:
-    """Take nodes out of scheduling; running jobs go on. Nodes that Slurm does not know are none of its business."""
+async def drain_nodes(host: Host, names: Sequence[str], reason: str = LEAVING_REASON) -> None:
+    """Take nodes out of scheduling; running jobs go on."""
     await _update(host, names, "state=drain", f"reason={reason}")
 
 
-async def resume(host: Host, names: Sequence[str]) -> list[str]:
-    """Put nodes back into scheduling, and say which. One that takes jobs already is left as it is: Slurm refuses it."""
+async def resume_nodes(host: Host, names: Sequence[str]) -> list[str]:
+    """Put nodes back into scheduling. Returns the names of those that were out of it: Slurm rejects the others."""
     result = await host.run(NODES_COMMAND, timeout=30)
     working = {node.name for node in parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
     due = [name for name in names if name not in working]
@@ -40,29 +40,29 @@ async def resume(host: Host, names: Sequence[str]) -> list[str]:
     return due
 
 
-async def ask_again(host: Host, names: Sequence[str]) -> None:
-    """Have Slurm ask nodes at once that it has given up: it would in half an hour. Drained ones stay drained."""
+async def resume_not_responding(host: Host, names: Sequence[str]) -> None:
+    """Resume nodes that Slurm marked DOWN for silence: it would ping them only after half an hour."""
     result = await host.run(NODES_COMMAND, timeout=30)
-    given_up = [
+    silent = [
         node.name
         for node in parse_nodes(result.text)
-        if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(SILENT_REASON)
+        if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(NOT_RESPONDING_REASON)
     ]
-    await _update(host, [name for name in names if name in given_up], "state=resume")
+    await _update(host, [name for name in names if name in silent], "state=resume")
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:
-    """The ids of the jobs that hold a node, jobs that are just ending included."""
+    """The ids of the jobs that hold a node, completing ones included."""
     return [job.id for job in await _jobs(host, "--nodelist", node) if job.state in ACTIVE_STATES | {"COMPLETING"}]
 
 
 async def active_jobs(host: Host) -> list[str]:
-    """The ids of the jobs that would lose their work if the cluster went away now."""
+    """The ids of the jobs that would lose their work if the cluster stopped now."""
     return [job.id for job in await _jobs(host) if job.state in ACTIVE_STATES]
 
 
-async def unready(host: Host, names: Sequence[str]) -> dict[str, str]:
-    """Which of these nodes cannot take a job, and why. A drained node counts as ready: somebody drained it."""
+async def unready_nodes(host: Host, names: Sequence[str]) -> dict[str, str]:
+    """Which of these nodes cannot take a job, and why. A drained node counts as ready: an administrator drained it."""
     result = await host.run(NODES_COMMAND, timeout=30)
     if result.status != 0:
         raise SlurmError(
@@ -75,7 +75,7 @@ async def unready(host: Host, names: Sequence[str]) -> dict[str, str]:
         node = nodes.get(name)
         if node is None:
             missing[name] = "not in Slurm's configuration"
-        elif NOT_READY & set(node.state) or LEAVING in node.reason:
+        elif NOT_READY & set(node.state) or LEAVING_REASON in node.reason:
             missing[name] = node.reason or "+".join(node.state).lower()
     return missing
 
@@ -95,8 +95,8 @@ async def _update(host: Host, names: Sequence[str], *settings: str) -> None:
         return
     result = await host.run(("scontrol", "update", f"nodename={compress(names)}", *settings), timeout=30)
     if result.status != 0:
-        said = result.error_text.strip() or result.text.strip()
+        output = result.error_text.strip() or result.text.strip()
         raise SlurmError(
-            f"Slurm on {host.name} refused `scontrol update nodename={compress(names)} {settings[0]}`: {said}",
+            f"{host.name}: Slurm rejected `scontrol update nodename={compress(names)} {settings[0]}`: {output}",
             hint="`shoal status` shows the nodes that Slurm knows; `shoal up` repairs the rest",
         )

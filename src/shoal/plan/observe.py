@@ -1,4 +1,4 @@
-"""Observe: ask every host what it is, and the controller what Slurm thinks. Changes nothing."""
+"""Observation: the facts of every host, and Slurm's nodes and jobs. Changes nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.agent.client import Ask
-from shoal.agent.facts import Door, Facts
-from shoal.errors import AgentFailed, HostError, TimedOut
+from shoal.agent.client import FactsRequest
+from shoal.agent.facts import ConnectedAddress, Facts
+from shoal.errors import AgentFailed, CommandTimeout, HostError
 from shoal.hosts.api import Host
-from shoal.hosts.fanout import Outcome
+from shoal.hosts.fanout import HostOutcome
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
-from shoal.plan.reachability import SSH_PORT, reached_addresses, surroundings
+from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addresses
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
-from shoal.roles.parts import part_filesystems
+from shoal.roles.registry import component_filesystems
 from shoal.slurm.state import JOBS_COMMAND, NODES_COMMAND, JobState, NodeState, parse_jobs, parse_nodes
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
@@ -26,7 +26,7 @@ from shoal.spec.model import Spec
 
 @dataclass(frozen=True)
 class SlurmView:
-    """What the running slurmctld says. `running` is False when none answers."""
+    """Nodes and jobs of the running slurmctld. `running` is False when none answers."""
 
     running: bool = False
     nodes: Mapping[str, NodeState] = field(default_factory=dict)
@@ -37,65 +37,66 @@ class SlurmView:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """The hosts as they are now."""
+class Observation:
+    """The hosts as they are now, and those that did not answer."""
 
     facts: Mapping[str, Facts]
     failures: Mapping[str, HostError]
     slurm: SlurmView = SlurmView()
 
 
-async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[Outcome[Any]], None] | None = None) -> Observed:
-    """One round trip to each host, all at once. `on_done` is told of every host that has answered or dropped out."""
+async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[HostOutcome[Any]], None] | None = None) -> Observation:
+    """One round trip to each host, all at once. `on_done` is called for every host that answered or dropped out."""
     members = {member.name: member for member in all_members(spec)}
     controller = next(iter(members))
     modules = (MODULE,) if spec.network.kind == "wireguard" else ()
-    ask = Ask(
+    ask = FactsRequest(
         users=("*",),
         groups=("*",),
         files=fact_files(spec),
         services=fact_services(),
-        filesystems=part_filesystems(spec),
+        filesystems=component_filesystems(spec),
         modules=modules,
     )
 
     if spec.network.kind == "tailscale":
         ask = replace(ask, tailscale=True)
 
-    doors = {
-        name: Door(address, fleet.targets[name].port or SSH_PORT) for name, address in reached_addresses(fleet).items()
+    addresses = {
+        name: ConnectedAddress(address, fleet.targets[name].port or SSH_PORT)
+        for name, address in connection_addresses(fleet).items()
     }
 
-    async def look(name: str) -> tuple[Facts, SlurmView | None]:
+    async def observe_host(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _accepted(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))
-        facts = replace(facts, door=doors.get(name))
-        # Slurm's commands wait long for a slurmctld that is not there, so they are asked only where one runs.
-        if name != controller or facts.services.get("slurmctld") != "active":
+        facts = _require_apt(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))
+        facts = replace(facts, connected_at=addresses.get(name))
+        # Slurm's commands wait long for a slurmctld that does not run.
+        if name != controller or not facts.is_active("slurmctld"):
             return facts, None
         return facts, await slurm_view(await fleet.host(name))
 
-    answers = await fleet.each(fleet.targets, look, on_done)
+    answers = await fleet.each(fleet.targets, observe_host, on_done)
     facts = {name: fact for name, (fact, _) in answers.items()}
     if spec.network.kind == "wireguard":
         meshed = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
-        facts |= await surroundings(spec, meshed, fleet)
+        facts |= await add_reachability(spec, meshed, fleet)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
-    return Observed(facts, dict(fleet.failures), view)
+    return Observation(facts, dict(fleet.failures), view)
 
 
 async def slurm_view(host: Host) -> SlurmView:
     """Nodes and jobs as slurmctld has them; an empty view where there is no Slurm yet or it does not answer."""
     try:
         nodes, jobs = await asyncio.gather(host.run(NODES_COMMAND, timeout=20), host.run(JOBS_COMMAND, timeout=20))
-    except TimedOut:
+    except CommandTimeout:
         return SlurmView()
     if nodes.status != 0 or jobs.status != 0:
         return SlurmView()
     return SlurmView(True, {node.name: node for node in parse_nodes(nodes.text)}, tuple(parse_jobs(jobs.text)))
 
 
-def _accepted(name: str, facts: Facts) -> Facts:
+def _require_apt(name: str, facts: Facts) -> Facts:
     if facts.package_manager != "apt":
         raise AgentFailed(
             name,

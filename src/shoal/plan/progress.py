@@ -1,4 +1,4 @@
-"""How long work says where it is. The terminal draws bars from this; a test records it; a script may ignore it."""
+"""Progress of long work: the terminal draws bars from it, a test records it, a script ignores it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Protocol
 class Phase(Protocol):
     """One phase of a run."""
 
-    def say(self, host: str, text: str) -> None:
-        """What a host is doing just now."""
+    def update(self, host: str, text: str) -> None:
+        """What a host is doing now."""
 
     def done(self, host: str, error: str = "") -> None:
-        """A host has finished this phase, with an error or without."""
+        """A host has finished this phase, with or without an error."""
 
-    def at(self, fraction: float, text: str = "") -> None:
-        """How much of the whole phase is done, 0 to 1, for work that is not counted in hosts."""
+    def set_fraction(self, fraction: float, text: str = "") -> None:
+        """The fraction of the phase that is done, 0 to 1, for work that is not counted in hosts."""
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """A run with phases."""
 
     def phase(self, title: str, total: int) -> AbstractContextManager[Phase]: ...
 
 
-class Silence:
-    """Progress for nobody."""
+class NoProgress:
+    """Progress that is not shown."""
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Phase]:
@@ -35,8 +35,8 @@ class Silence:
 
 
 class _SilentPhase:
-    def say(self, host: str, text: str) -> None: ...
+    def update(self, host: str, text: str) -> None: ...
 
     def done(self, host: str, error: str = "") -> None: ...
 
-    def at(self, fraction: float, text: str = "") -> None: ...
+    def set_fraction(self, fraction: float, text: str = "") -> None: ...

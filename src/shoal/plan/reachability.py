@@ -9,62 +9,69 @@ from itertools import combinations, permutations
 
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
-from shoal.network.peers import Peer, to_try, without_port, worth_trying
-from shoal.network.wireguard import INTERFACE, PEERS, PUBLIC_KEY, peers_in
+from shoal.network.wireguard import (
+    INTERFACE,
+    PEERS,
+    PUBLIC_KEY,
+    Peer,
+    addresses_to_try,
+    peers_in,
+    without_port,
+    worth_trying,
+)
 from shoal.plan.fleet import Fleet
-from shoal.roles.wireguard import file_text
 from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
 from shoal.spec.members import all_members
 from shoal.spec.model import Spec
 
 SSH_PORT = 22
-LOOK_SECONDS = 1.5
-"""How long to wait for an address that may not answer at all."""
-PAIR_SECONDS = 8.0
-"""The same for one that should: long enough for the first packets through a tunnel, which may be lost."""
+CONNECT_TIMEOUT_S = 1.5
+"""For an address that may not answer at all."""
+PAIR_TIMEOUT_S = 8.0
+"""For an address that should answer: the first packets through a tunnel may be lost."""
 ANSWERS = ("open", "refused")
-"""A refusal is an answer, too: nobody listens there yet."""
+"""A refused connection is an answer, too: no daemon listens there yet."""
 SILENT = "silent"
-HANDSHAKE_SECONDS = 300
+HANDSHAKE_MAX_AGE_S = 300
 """WireGuard repeats its handshake every two minutes while there is something to send. Twice that, and some."""
 HANDSHAKES = f"date +%s && wg show {INTERFACE} latest-handshakes"
 
 
-def reached_addresses(fleet: Fleet) -> dict[str, str]:
-    """The addresses that our connections went to, where they are addresses."""
-    reached = {}
+def connection_addresses(fleet: Fleet) -> dict[str, str]:
+    """The IP addresses of our own connections; not of hosts that we reach by name."""
+    addresses = {}
     for name, target in fleet.targets.items():
         address = target.address or ""
         try:
-            reached[name] = str(ipaddress.ip_address(address))
+            addresses[name] = str(ipaddress.ip_address(address))
         except ValueError:
             continue
-    return reached
+    return addresses
 
 
-async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> dict[str, Facts]:
-    """The facts, each with where the other members answered the host.
+async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> dict[str, Facts]:
+    """The facts, each with the addresses at which the other members answered the host.
 
-    Who answered before and is silent now may only be busy: it is asked for longer, and then WireGuard itself is.
+    A member that answered before and is silent now may only be busy: it gets more time, then handshakes decide.
     """
     members = {member.name: member for member in all_members(spec)}
     sites = {name: members[name].site for name in facts}
-    addresses = to_try(facts, sites, reached_addresses(fleet))
-    peers = {name: peers_in(file_text(fact, PEERS)) for name, fact in facts.items()}
-    known = {name: _still_there(some, addresses) for name, some in peers.items()}
+    addresses = addresses_to_try(facts, sites, connection_addresses(fleet))
+    peers = {name: peers_in(fact.text(PEERS)) for name, fact in facts.items()}
+    known = {name: _known_endpoints(its_peers, addresses) for name, its_peers in peers.items()}
 
     def ports(name: str) -> tuple[int, ...]:
-        # Where somebody most likely answers. The port that we came by may be a router's.
+        # The ports most likely to answer. The port of our own connection may be a router's.
         return tuple(dict.fromkeys((SSH_PORT, members[name].port or SSH_PORT, spec.network.port)))
 
-    def first_meeting(name: str, other: str) -> bool:
-        """Whether what is found now decides how the two are joined. Without a key nothing is decided yet."""
-        keys = all(file_text(facts[one], PUBLIC_KEY) for one in (name, other))
+    def is_first_contact(name: str, other: str) -> bool:
+        """Whether this result decides how the two are connected. Without a key nothing is decided yet."""
+        keys = all(facts[host].text(PUBLIC_KEY).strip() for host in (name, other))
         return keys and not (peers[name] and peers[other])
 
-    async def ask(name: str, others: Iterable[str], seconds: float) -> dict[str, list[str]]:
-        """Where each of the others answered, the best first."""
+    async def try_addresses(name: str, others: Iterable[str], seconds: float) -> dict[str, list[str]]:
+        """The addresses at which each of the others answered, the best first."""
         tries = [
             (other, address)
             for other in others
@@ -73,70 +80,72 @@ async def surroundings(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
         ]
         targets = [(address, port) for other, address in tries for port in ports(other)]
         answers = iter(await (await fleet.agent(name)).reach(targets, seconds) if targets else ())
-        found: dict[str, list[str]] = {}
+        reachable: dict[str, list[str]] = {}
         for other, address in tries:
-            said = [next(answers) for _ in ports(other)]
-            # Between sites a refusal may be a router's.
-            if "open" in said or ("refused" in said and sites[name] == sites[other]):
-                found.setdefault(other, []).append(address)
-        return found
+            results = [next(answers) for _ in ports(other)]
+            # Between sites a router may have refused the connection.
+            if "open" in results or ("refused" in results and sites[name] == sites[other]):
+                reachable.setdefault(other, []).append(address)
+        return reachable
 
-    async def look(name: str) -> dict[str, str]:
+    async def find_members(name: str) -> dict[str, str]:
         before, others = known[name], [other for other in addresses if other != name]
-        found = await ask(name, others, LOOK_SECONDS)
-        missed = [other for other in before if before[other] not in found.get(other, ())]
-        new = [other for other in others if other not in found and first_meeting(name, other)]
+        reachable = await try_addresses(name, others, CONNECT_TIMEOUT_S)
+        missed = [other for other in before if before[other] not in reachable.get(other, ())]
+        new = [other for other in others if other not in reachable and is_first_contact(name, other)]
         if missed or new:
-            found |= await ask(name, dict.fromkeys((*missed, *new)), PAIR_SECONDS)
-        lost = [other for other in before if other not in found]
+            reachable |= await try_addresses(name, dict.fromkeys((*missed, *new)), PAIR_TIMEOUT_S)
+        lost = [other for other in before if other not in reachable]
         if lost:
-            working = await _working(fleet, name, [peers[name][other] for other in lost])
-            found |= {other: [before[other]] for other in working}
+            working = await _peers_with_handshake(fleet, name, [peers[name][other] for other in lost])
+            reachable |= {other: [before[other]] for other in working}
         return {
-            other: before[other] if before.get(other) in found[other] else found[other][0]
+            other: before[other] if before.get(other) in reachable[other] else reachable[other][0]
             for other in others
-            if other in found
+            if other in reachable
         }
 
-    seen = await fleet.each(facts, look)
+    seen = await fleet.each(facts, find_members)
     return {name: replace(fact, reaches=seen.get(name, known[name])) for name, fact in facts.items()}
 
 
-def _still_there(peers: Mapping[str, Peer], addresses: Mapping[str, list[str]]) -> dict[str, str]:
-    """The addresses at which a host was told to call others, as far as the others still have them."""
-    told = {name: without_port(peer.endpoint) for name, peer in peers.items() if peer.endpoint}
-    return {name: address for name, address in told.items() if address in addresses.get(name, ())}
+def _known_endpoints(peers: Mapping[str, Peer], addresses: Mapping[str, list[str]]) -> dict[str, str]:
+    """The endpoints in a host's configuration that the other members still have."""
+    endpoints = {name: without_port(peer.endpoint) for name, peer in peers.items() if peer.endpoint}
+    return {name: address for name, address in endpoints.items() if address in addresses.get(name, ())}
 
 
-async def _working(fleet: Fleet, name: str, peers: Sequence[Peer]) -> list[str]:
-    """Those of a host's peers with which its WireGuard has spoken of late; all of them where it cannot be asked."""
-    # Something must be sent: who has nothing to say to a peer has no handshake with it, either.
-    await (await fleet.agent(name)).reach([(peer.allowed[0], SLURMD_PORT) for peer in peers], PAIR_SECONDS)
-    asked = await (await fleet.host(name)).run(("sh", "-c", HANDSHAKES), timeout=60)
-    if asked.status != 0:
+async def _peers_with_handshake(fleet: Fleet, name: str, peers: Sequence[Peer]) -> list[str]:
+    """The peers with a recent WireGuard handshake; all of them where WireGuard cannot be queried."""
+    # WireGuard makes no handshake while there is nothing to send.
+    await (await fleet.agent(name)).reach([(peer.allowed[0], SLURMD_PORT) for peer in peers], PAIR_TIMEOUT_S)
+    result = await (await fleet.host(name)).run(("sh", "-c", HANDSHAKES), timeout=60)
+    if result.status != 0:
         return [peer.name for peer in peers]
-    now, *lines = asked.text.splitlines()
+    now, *lines = result.text.splitlines()
     last = {key: int(at) for key, _, at in (line.partition("\t") for line in lines)}
-    return [peer.name for peer in peers if int(now) - last.get(peer.public_key, 0) < HANDSHAKE_SECONDS]
+    return [peer.name for peer in peers if int(now) - last.get(peer.public_key, 0) < HANDSHAKE_MAX_AGE_S]
 
 
-async def unconnected(spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]) -> list[Finding]:
+async def unreachable_findings(
+    spec: Spec, addresses: Mapping[str, str], fleet: Fleet, names: Iterable[str]
+) -> list[Finding]:
     """Every host that others cannot reach on the cluster's network, where Slurm's messages go."""
     present = [name for name in names if name in addresses and name not in fleet.failures]
     targets = slurm_ports(spec, addresses)
-    missing = await _unanswered(spec, fleet, present, targets)
+    missing = await _failed_connections(spec, fleet, present, targets)
     findings = []
     for name in present:
-        why = {asking: said for (asking, asked), said in missing.items() if asked == name}
-        if not why:
+        errors = {source: error for (source, target), error in missing.items() if target == name}
+        if not errors:
             continue
         address, port = targets[name]
-        said = ", ".join(dict.fromkeys("no answer" if text == SILENT else text for text in why.values()))
+        cause = ", ".join(dict.fromkeys("no answer" if error == SILENT else error for error in errors.values()))
         findings.append(
             Finding(
                 "error",
-                f"cannot be reached from {compress(why)}",
-                f"{address} port {port}: {said}",
+                f"cannot be reached from {compress(errors)}",
+                f"{address} port {port}: {cause}",
                 _fix(spec, port),
                 host=name,
             )
@@ -150,51 +159,51 @@ def slurm_ports(spec: Spec, addresses: Mapping[str, str]) -> dict[str, tuple[str
     return {name: (at, SLURMCTLD_PORT if name == controller else SLURMD_PORT) for name, at in addresses.items()}
 
 
-async def _unanswered(
+async def _failed_connections(
     spec: Spec, fleet: Fleet, names: Sequence[str], targets: Mapping[str, tuple[str, int]]
 ) -> dict[tuple[str, str], str]:
-    """Who gets no answer of whom, and what is said instead."""
+    """The pairs of hosts of which the first cannot connect to the second, with the error."""
     if spec.network.kind != "wireguard":
-        return await call(fleet, permutations(names, 2), targets)
-    there, back = list(combinations(names, 2)), list(combinations(reversed(names), 2))
-    # Two who call each other for the first time, in one moment, both drop the other's call for their own. They call
-    # again after 5 s, and where hosts are busy in one moment again: so one of the two calls first.
-    missing = await call(fleet, there, targets) | await call(fleet, back, targets)
-    for turn in (there, back):
+        return await try_connections(fleet, permutations(names, 2), targets)
+    forward, back = list(combinations(names, 2)), list(combinations(reversed(names), 2))
+    # Two hosts that start a handshake with each other at the same time both drop the other's. They repeat it after 5 s,
+    # and on busy hosts again at the same time: so one of the two goes first.
+    missing = await try_connections(fleet, forward, targets) | await try_connections(fleet, back, targets)
+    for turn in (forward, back):
         silent = [pair for pair in turn if missing.get(pair) == SILENT]
-        again = await call(fleet, silent, targets)
-        missing = {pair: said for pair, said in missing.items() if pair not in silent} | again
+        again = await try_connections(fleet, silent, targets)
+        missing = {pair: error for pair, error in missing.items() if pair not in silent} | again
     return missing
 
 
-async def call(
+async def try_connections(
     fleet: Fleet, pairs: Iterable[tuple[str, str]], targets: Mapping[str, tuple[str, int]]
 ) -> dict[tuple[str, str], str]:
-    """Let the first of each pair connect to the second, all at once: those that get no answer, and what is said."""
-    calls: dict[str, list[str]] = {}
-    for asking, asked in pairs:
-        calls.setdefault(asking, []).append(asked)
+    """Connect the first of each pair to the second, all at once. Returns the pairs that fail, with the error."""
+    targets_of: dict[str, list[str]] = {}
+    for source, target in pairs:
+        targets_of.setdefault(source, []).append(target)
 
-    async def one(name: str) -> list[str]:
-        return await (await fleet.agent(name)).reach([targets[asked] for asked in calls[name]], PAIR_SECONDS)
+    async def connect(name: str) -> list[str]:
+        return await (await fleet.agent(name)).reach([targets[target] for target in targets_of[name]], PAIR_TIMEOUT_S)
 
-    answers = await fleet.each(calls, one)
+    answers = await fleet.each(targets_of, connect)
     return {
-        (asking, asked): said
-        for asking, some in answers.items()
-        for asked, said in zip(calls[asking], some, strict=True)
-        if said not in ANSWERS
+        (source, target): error
+        for source, errors in answers.items()
+        for target, error in zip(targets_of[source], errors, strict=True)
+        if error not in ANSWERS
     }
 
 
 def _fix(spec: Spec, port: int) -> str:
     if spec.network.kind == "wireguard":
         return (
-            f"look at `wg show` on the two, and open UDP port {spec.network.port} between the hosts, or forward it "
+            f"run `wg show` on the two, and open UDP port {spec.network.port} between the hosts, or forward it "
             "to one that all others then reach (`hub`)"
         )
     if spec.network.kind == "lan":
         return f"open TCP port {port} between the hosts, or join them by `network: wireguard`"
     if spec.network.kind == "tailscale":
-        return f"look at `tailscale ping` on the two, and let the rules of the tailnet open TCP port {port} to members"
+        return f"run `tailscale ping` on the two, and let the tailnet's rules open TCP port {port} to members"
     return f"open TCP port {port} between the hosts on the network {spec.network.kind}"

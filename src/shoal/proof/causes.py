@@ -1,67 +1,67 @@
-"""Why a run with many processes went another way than the one with a single process: the likely cause, in words.
+"""The likely cause, as text, why a run with many processes differs from the run with one process.
 
-The checks go from the beginning of a run to its end, and the first that finds something is the cause: where ranks read
-other samples, whatever follows differs too, and says nothing.
+The checks follow the order of a run, and the first that matches is the cause: where ranks read other samples, all that
+follows differs too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.proof.compare import Comparison, relative
+from shoal.proof.compare import Comparison, relative, same_samples
 from shoal.proof.records import RunRecord
-from shoal.proof.samples import which_samples
 
-NEAR = 1e-3
-"""A ratio so near to the number of ranks is no accident."""
-ROUNDING = 1e5
-"""Differences up to so many tolerances may have grown from rounding."""
+RATIO_TOLERANCE = 1e-3
+"""How near a ratio must be to the number of ranks to be caused by it."""
+MAX_ROUNDING = 1e5
+"""Differences of up to this many tolerances may come from rounding."""
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Both runs, and how far they are apart."""
+class RunPair:
+    """Both runs and their comparison."""
 
-    one: RunRecord
+    single: RunRecord
     many: RunRecord
-    found: Comparison
+    comparison: Comparison
     tolerance: float
 
-    def differ(self, one: float, many: float) -> bool:
-        return relative(one, many) > self.tolerance
+    def differ(self, single: float, many: float) -> bool:
+        return relative(single, many) > self.tolerance
 
     @property
     def shared_steps(self) -> range:
-        return range(min(self.one.steps, self.many.steps))
+        return range(min(self.single.steps, self.many.steps))
 
     @property
     def first_loss_differs(self) -> bool:
-        return self.differ(self.one.losses[0].value, self.many.losses[0].value)
+        return self.differ(self.single.losses[0].value, self.many.losses[0].value)
 
     @property
     def ratio(self) -> float:
-        """How many times as large as one process's the first gradient is."""
-        return self.many.gradient(0) / self.one.gradient(0) if self.one.gradient(0) else 0.0
+        """The first gradient's norm, relative to that of one process."""
+        return self.many.gradient(0) / self.single.gradient(0) if self.single.gradient(0) else 0.0
 
 
-def likely_cause(one: RunRecord, many: RunRecord, found: Comparison, tolerance: float) -> str:
-    """One or two sentences: what is wrong, and what to do."""
-    runs = Runs(one, many, found, tolerance)
+def likely_cause(single: RunRecord, many: RunRecord, comparison: Comparison, tolerance: float) -> str:
+    """One or two sentences: what is wrong, and the fix."""
+    runs = RunPair(single, many, comparison, tolerance)
     return next(cause for check in CHECKS if (cause := check(runs)))
 
 
-def _start(runs: Runs) -> str:
-    if not runs.found.start:
+def _start(runs: RunPair) -> str:
+    if not runs.comparison.start:
         return ""
     return (
-        f"the parameters differ before the first step ({runs.found.start}): every run starts from another model;"
+        f"the parameters differ before the first step ({runs.comparison.start}): every run starts from another model;"
         " make it after init(), or set torch.manual_seed() before"
     )
 
 
-def _not_finite(runs: Runs) -> str:
-    for loss in runs.one.losses:
+def _not_finite(runs: RunPair) -> str:
+    for loss in runs.single.losses:
         if relative(loss.value, loss.value) > 0:
             return (
                 f"the loss of one process is {loss.value} at step {loss.step}: that training diverges, and cannot be"
@@ -70,50 +70,50 @@ def _not_finite(runs: Runs) -> str:
     return ""
 
 
-def _samples(runs: Runs) -> str:
+def _samples(runs: RunPair) -> str:
     for step in runs.shared_steps:
-        if cause := which_samples(runs.one, runs.many, step):
+        if cause := sample_cause(runs.single, runs.many, step):
             return f"step {step + 1}: {cause}"
     return ""
 
 
-def _steps(runs: Runs) -> str:
-    one, many = runs.found.steps
-    if one == many:
+def _steps(runs: RunPair) -> str:
+    single, many = runs.comparison.steps
+    if single == many:
         return ""
     return (
-        f"one process took {one} steps, {runs.many.world_size} took {many}: the data of an epoch is divided by the"
+        f"one process took {single} steps, {runs.many.world_size} took {many}: the data of an epoch is divided by the"
         " number of ranks once too often, or too seldom; the global batch must be the same"
     )
 
 
-def _losses_told(runs: Runs) -> str:
-    if runs.found.losses_told:
+def _loss_steps(runs: RunPair) -> str:
+    if runs.comparison.losses_told:
         return ""
-    one, many = ([loss.step for loss in run.losses] for run in (runs.one, runs.many))
-    odd = sorted({*one} ^ {*many})
+    single, many = ([loss.step for loss in run.losses] for run in (runs.single, runs.many))
+    odd = sorted({*single} ^ {*many})
     where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
     return (
-        f"one process reported {len(one)} losses, {runs.many.world_size} reported {len(many)} ({where}): what was not "
-        "reported cannot be compared; tell the loss after every step, on every rank"
+        f"one process reported {len(single)} losses, {runs.many.world_size} reported {len(many)} ({where}): what was"
+        " not reported cannot be compared; report the loss after every step, on every rank"
     )
 
 
-def _learning_rate(runs: Runs) -> str:
+def _learning_rate(runs: RunPair) -> str:
     for step in runs.shared_steps:
-        one, many = runs.one.ranks[0].steps[step].lr, runs.many.ranks[0].steps[step].lr
-        if runs.differ(one, many):
+        single, many = runs.single.ranks[0].steps[step].lr, runs.many.ranks[0].steps[step].lr
+        if runs.differ(single, many):
             return (
-                f"step {step + 1}: the learning rate is {many:g} with {runs.many.world_size} processes and {one:g} with"
-                " one; the global batch is the same, so the learning rate must not depend on the number of ranks"
+                f"step {step + 1}: the learning rate is {many:g} with {runs.many.world_size} processes and {single:g}"
+                " with one; the global batch is the same, so the learning rate must not depend on the number of ranks"
             )
     return ""
 
 
-def _unequal_batches(runs: Runs) -> str:
+def _unequal_batches(runs: RunPair) -> str:
     for step in runs.shared_steps:
         sizes = [len(part) for part in runs.many.samples(step)]
-        if len(set(sizes)) > 1 and runs.found.steps[0] == runs.found.steps[1]:
+        if len(set(sizes)) > 1 and runs.comparison.steps[0] == runs.comparison.steps[1]:
             return (
                 f"step {step + 1}: the ranks have {', '.join(map(str, sizes))} samples, and their gradients are"
                 " averaged as if these were equal; weight each rank's loss by its part (Loader.weights), or give"
@@ -122,21 +122,21 @@ def _unequal_batches(runs: Runs) -> str:
     return ""
 
 
-def _told_by_some(runs: Runs) -> str:
-    told, world = runs.many.tellers, runs.many.world_size
-    if len(told) == world or not runs.first_loss_differs or abs(runs.ratio - 1) > runs.tolerance:
+def _loss_on_some_ranks(runs: RunPair) -> str:
+    reporting, world = runs.many.reporting_ranks, runs.many.world_size
+    if len(reporting) == world or not runs.first_loss_differs or abs(runs.ratio - 1) > runs.tolerance:
         return ""
-    ranks = f"rank {told[0]}" if len(told) == 1 else f"ranks {', '.join(map(str, told))}"
+    ranks = f"rank {reporting[0]}" if len(reporting) == 1 else f"ranks {', '.join(map(str, reporting))}"
     return (
-        f"only {ranks} of {world} told a loss, and it is that of its own part of the batch; the gradients agree:"
-        " tell the loss on every rank, not behind `if rank == 0`"
+        f"only {ranks} of {world} reported a loss, and it is that of its own part of the batch; the gradients agree:"
+        " report the loss on every rank, not behind `if rank == 0`"
     )
 
 
-def _drifted(runs: Runs) -> str:
-    if runs.many.apart is None:
+def _diverged_ranks(runs: RunPair) -> str:
+    if runs.many.diverged is None:
         return ""
-    name, rank = runs.many.apart
+    name, rank = runs.many.diverged
     return (
         f"the ranks hold different parameters at the end: {name} of rank {rank} is not that of rank 0, so their"
         " gradients are not averaged; call the model that parallelize() returned, and change no parameter on"
@@ -144,32 +144,32 @@ def _drifted(runs: Runs) -> str:
     )
 
 
-def _layers(runs: Runs) -> str:
+def _layers_by_batch(runs: RunPair) -> str:
     if not runs.first_loss_differs:
         return ""
-    model, told = runs.many.ranks[0], []
+    model, clauses = runs.many.ranks[0], []
     if model.batch_norm:
-        told.append(
-            f"{_some(model.batch_norm)} (BatchNorm) looks at the samples of its own rank only: use SyncBatchNorm on"
+        clauses.append(
+            f"{_shorten(model.batch_norm)} (BatchNorm) looks at the samples of its own rank only: use SyncBatchNorm on"
             " GPUs, or GroupNorm or LayerNorm"
         )
     if model.dropout:
-        told.append(
-            f"{_some(model.dropout)} (Dropout) draws other numbers on each rank: prove the script with dropout 0"
+        clauses.append(
+            f"{_shorten(model.dropout)} (Dropout) draws other numbers on each rank: prove the script with dropout 0"
         )
-    return "the first loss differs, on the same samples: " + "; ".join(told) if told else ""
+    return "the first loss differs, on the same samples: " + "; ".join(clauses) if clauses else ""
 
 
-def _scale(runs: Runs) -> str:
+def _gradient_scale(runs: RunPair) -> str:
     world, ratio = runs.many.world_size, runs.ratio
-    also = ", as is the loss it tells" if runs.first_loss_differs else "; the loss itself agrees"
-    if abs(ratio / world - 1) < NEAR:
+    also = ", as is the reported loss" if runs.first_loss_differs else "; the loss itself agrees"
+    if abs(ratio / world - 1) < RATIO_TOLERANCE:
         return (
             f"the first gradient is {world} times that of one process{also}: gradients are summed over the {world}"
             " ranks instead of averaged; take the mean over the rank's own samples as loss, and do not multiply by the"
             " number of ranks"
         )
-    if abs(ratio * world - 1) < NEAR:
+    if abs(ratio * world - 1) < RATIO_TOLERANCE:
         return (
             f"the first gradient is 1/{world} of that of one process{also}: it is divided by the number of ranks twice;"
             " DDP and FSDP average gradients already, so do not divide the loss or the gradients by it"
@@ -177,15 +177,15 @@ def _scale(runs: Runs) -> str:
     return ""
 
 
-def _first_step(runs: Runs) -> str:
+def _first_step(runs: RunPair) -> str:
     if runs.first_loss_differs:
-        one, many = runs.one.losses[0].value, runs.many.losses[0].value
+        single, many = runs.single.losses[0].value, runs.many.losses[0].value
         return (
-            f"the first loss differs, on the same samples and parameters: {one:.6g} with one process, {many:.6g} with"
-            f" {runs.many.world_size}; it depends on how the batch is split, or on random numbers: take a mean over the"
-            " samples (the ranks' part of it), and draw what is random from each sample's own seed"
+            f"the first loss differs, on the same samples and parameters: {single:.6g} with one process, {many:.6g}"
+            f" with {runs.many.world_size}; it depends on how the batch is split, or on random numbers: take a mean"
+            " over the samples (the ranks' part of it), and draw what is random from each sample's own seed"
         )
-    if runs.differ(runs.one.gradient(0), runs.many.gradient(0)):
+    if runs.differ(runs.single.gradient(0), runs.many.gradient(0)):
         return (
             f"the first loss agrees, and the first gradient is {runs.ratio:.6g} times that of one process: something"
             " changes gradients between backward() and the optimizer's step on each rank by itself, as clipping the"
@@ -194,9 +194,9 @@ def _first_step(runs: Runs) -> str:
     return ""
 
 
-def _rounding(runs: Runs) -> str:
-    worst = max(runs.found.losses.relative, runs.found.parameters.relative)
-    if worst > ROUNDING * runs.tolerance:
+def _rounding(runs: RunPair) -> str:
+    worst = max(runs.comparison.losses.relative, runs.comparison.parameters.relative)
+    if worst > MAX_ROUNDING * runs.tolerance:
         return ""
     return (
         f"all agree at the first step, and differ by {worst:.1e} at most: rounding that grew;"
@@ -204,19 +204,114 @@ def _rounding(runs: Runs) -> str:
     )
 
 
-def _unknown(runs: Runs) -> str:
+def _unknown_cause(runs: RunPair) -> str:
     return (
         "samples, learning rate, first loss and first gradient agree, and then the runs part: look for what depends on"
         " the rank or on the number of ranks in the optimizer, in clipping, or between steps"
     )
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _shorten(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-CHECKS: tuple[Callable[[Runs], str], ...] = (
-    *(_start, _not_finite, _samples, _steps, _losses_told, _learning_rate, _unequal_batches),
-    *(_told_by_some, _drifted, _scale, _layers, _first_step, _rounding, _unknown),
+CHECKS: tuple[Callable[[RunPair], str], ...] = (
+    *(_start, _not_finite, _samples, _steps, _loss_steps, _learning_rate, _unequal_batches),
+    *(_loss_on_some_ranks, _diverged_ranks, _gradient_scale, _layers_by_batch, _first_step, _rounding, _unknown_cause),
 )
 """In the order of a run; the last always finds something."""
+
+
+def sample_cause(single: RunRecord, many: RunRecord, step: int) -> str:
+    """What is wrong with the samples of a step, and what to do; empty where they are the same, or not known.
+
+    Samples are called by their place in the batch of one process, counted from 1.
+    """
+    if same_samples(single, many, step):
+        return ""
+    batch, parts = single.samples(step)[0], many.samples(step)
+    read = Counter(name for part in parts for name in part)
+    ranks, sizes = len(parts), [len(part) for part in parts]
+    if all(Counter(part) == Counter(parts[0]) for part in parts):
+        return _identical_parts(batch, parts[0])
+    if all(size == len(batch) for size in sizes):
+        return (
+            f"each of the {ranks} ranks reads {len(batch)} samples, {sum(sizes)} together, and one process"
+            f" {len(batch)}: the batch is stated for a rank; state it for the job, {len(batch)} // world_size a rank"
+            f" (or Loader(global_batch={len(batch)}))"
+        )
+    if set(read) - set(batch):
+        return _foreign_samples(single, many, step)
+    return _unread_samples(batch, parts, read)
+
+
+def _identical_parts(batch: Sequence[str], part: Sequence[str]) -> str:
+    remedy = "give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does"
+    if Counter(part) == Counter(batch):
+        return f"every rank reads all {len(batch)} samples that one process reads: {remedy}"
+    known = [at for at, name in enumerate(batch, 1) if name in set(part)]
+    if not known:
+        return f"every rank reads the same {len(part)} samples, none of which one process reads then: {remedy}"
+    unread = [at for at, name in enumerate(batch, 1) if name not in set(part)]
+    return (
+        f"every rank reads the same {len(part)} samples, {_numbers(known)} of the {len(batch)} that one process"
+        " reads;"
+        f" no rank reads {_numbers(unread)}: {remedy}"
+    )
+
+
+def _foreign_samples(single: RunRecord, many: RunRecord, step: int) -> str:
+    """Ranks read samples that are not in this batch."""
+    batch = set(single.samples(step)[0])
+    foreign = {rank: [name for name in part if name not in batch] for rank, part in enumerate(many.samples(step))}
+    readers = [rank for rank, names in foreign.items() if names]
+    count = sum(map(len, foreign.values()))
+    sentence = f"{_ranks(readers)} {count} samples that one process does not read then"
+    elsewhere = {name for at in range(single.steps) if at != step for name in single.samples(at)[0]}
+    later = sum(name in elsewhere for names in foreign.values() for name in names)
+    if later:
+        return (
+            f"{sentence}, but at another step ({later} of them): the ranks do not follow one order of the samples, the"
+            " same for any number of them; cut one global order into batches and each batch into parts, as"
+            " shoal.train.data.Loader does"
+        )
+    return (
+        f"{sentence}: their data is shuffled, split or changed at random by each rank for itself;"
+        " draw the order from one seed for all ranks, and what is random in a sample from that sample's own seed"
+    )
+
+
+def _unread_samples(batch: Sequence[str], parts: Sequence[Sequence[str]], read: Counter[str]) -> str:
+    """Every sample is of this batch, but some are read by nobody or more than once."""
+    unread = [at for at, name in enumerate(batch, 1) if not read[name]]
+    twice = [at for at, name in enumerate(batch, 1) if read[name] > batch.count(name)]
+    clauses = []
+    if unread:
+        clauses.append(f"no rank reads {_numbers(unread)} of the {len(batch)} samples that one process reads")
+    if twice:
+        readers = [rank for rank, part in enumerate(parts) if batch[twice[0] - 1] in part]
+        clauses.append(f"{_ranks(readers)} the same: {_numbers(twice)}")
+    sizes = [len(part) for part in parts]
+    fair = max(sizes)
+    short = [rank for rank, size in enumerate(sizes) if size < fair]
+    for rank in short[:1]:
+        clauses.append(f"rank {rank} reads {sizes[rank]}, others {fair}")
+    return "; ".join(clauses) + ": every sample of the batch must be read by one rank, and by one only"
+
+
+def _numbers(places: Sequence[int]) -> str:
+    """Places in a batch as a person writes them: `numbers 1-4, 7`."""
+    runs: list[list[int]] = []
+    for place in sorted(places):
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"number{'s' * (len(places) > 1)} {text}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} reads"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read"

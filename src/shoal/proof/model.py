@@ -1,4 +1,4 @@
-"""What a proof is asked to do, and what came of it."""
+"""The request, the runs and the result of a proof."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shoal import contract
 from shoal.errors import ShoalError
 from shoal.plan.progress import Phase
 from shoal.proof.compare import Comparison
-from shoal.train import contract
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6}
 """How far two runs may be apart by rounding alone, in each precision."""
@@ -17,7 +17,7 @@ PARALLELS = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProofRequest:
     """What to prove."""
 
     script: str
@@ -33,7 +33,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProofRun:
     """One run of the script."""
 
     launcher: str
@@ -44,13 +44,13 @@ class Trial:
     def title(self) -> str:
         return f"{self.launcher} {self.parallel}" if self.processes > 1 else "one process"
 
-    def variables(self, asked: Asked, directory: str) -> dict[str, str]:
-        """What the run is told. One thread: a sum over several may be in another order each time."""
+    def variables(self, request: ProofRequest, directory: str) -> dict[str, str]:
+        """The environment of the run. One thread: sums over several may change their order."""
         return {
             contract.SHOAL_PROOF_DIR: directory,
-            contract.SHOAL_PROOF_DTYPE: asked.dtype,
+            contract.SHOAL_PROOF_DTYPE: request.dtype,
             contract.SHOAL_PROOF_PARALLEL: self.parallel,
-            contract.SHOAL_PROOF_STEPS: str(asked.steps),
+            contract.SHOAL_PROOF_STEPS: str(request.steps),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, sums of cuBLAS differ from run to run
@@ -63,30 +63,30 @@ class Runner(Protocol):
     @property
     def where(self) -> str: ...
 
-    async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
+    async def run(self, run: ProofRun, directory: Path, phase: Phase) -> None:
         """Leave the records of one run in `directory`, an empty one. Raises RunFailed when the script failed."""
 
 
-class RunFailed(ShoalError):
-    """The script ended badly, or not at all."""
+class ScriptFailed(ShoalError):
+    """The script failed, or did not end."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A way of running the script, compared with one process."""
+class ProofRow:
+    """One launcher and parallelism, compared with one process."""
 
     launcher: str
     parallel: str
     passed: bool
     found: Comparison | None = None
-    """None where there is nothing to compare: the script failed, or recorded nothing."""
+    """None if there is nothing to compare: the script failed, or recorded nothing."""
     cause: str = ""
     """Why it did not pass."""
 
 
 @dataclass(frozen=True)
 class ProofResult:
-    """What a proof has found."""
+    """The outcome of a proof. Its fields are keys of `shoal prove --json`."""
 
     script: str
     processes: int
@@ -95,7 +95,7 @@ class ProofResult:
     steps: int
     losses: tuple[float, ...]
     """Those of one process."""
-    rows: tuple[Row, ...]
+    rows: tuple[ProofRow, ...]
 
     @property
     def passed(self) -> bool:

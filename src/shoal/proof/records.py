@@ -1,6 +1,6 @@
 """What the ranks of a run recorded, put together: the job's losses, samples, gradients and parameters.
 
-`shoal.train.proof` says what is in the files. Read with the standard library: whoever compares need not have torch.
+`shoal.train.proof_record` documents the files. Only the standard library: the comparing Python may lack torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 SOURCES = ("progress", "tracker")
-"""Who may have been told the losses. Progress is told of every step, a tracker perhaps of every tenth."""
+"""Where a script may report its loss. Progress gets every step, a tracker perhaps every tenth."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Loss:
     """As the script counts."""
     value: float
     samples: int
-    """How many samples it is the mean of; 0 where that is not known."""
+    """How many samples it is the mean of; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class Step:
 
     lr: float
     whole: float
-    """The sum of the gradients' squares, of those that the rank has whole."""
+    """The sum of the squared gradients that the rank holds whole."""
     sharded: float
-    """The same of the shards it has of the others."""
+    """The same for its shards of the others."""
     samples: tuple[str, ...]
-    """A name for each sample, in the order the model got them."""
+    """A digest of each sample, in the order in which the model received them."""
 
 
 Values: TypeAlias = "Sequence[memoryview[float]]"
-"""The elements of a parameter, in pieces that follow each other."""
+"""The elements of a parameter, in consecutive pieces."""
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredParameter:
     """What a rank holds of a parameter."""
 
     sharded: bool
     digest: str
     values: memoryview[float]
-    """Empty where rank 0 has kept the same."""
+    """Empty where rank 0 has stored the same."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class RankRecord:
     dropout: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     losses: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
-    """By who was told."""
+    """By source: progress or tracker."""
     start: Mapping[str, str] = field(default_factory=dict)
     """The digest of each parameter before the first step, on rank 0."""
-    end: Mapping[str, Held] = field(default_factory=dict)
+    end: Mapping[str, StoredParameter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,22 @@ class RunRecord:
 
     @cached_property
     def source(self) -> str:
-        """Who was told the losses; empty where nobody was."""
+        """Where the losses were reported; empty if nowhere."""
         return next((name for name in SOURCES if any(rank.losses.get(name) for rank in self.ranks)), "")
 
     @property
-    def tellers(self) -> tuple[int, ...]:
-        """The ranks that told their loss."""
+    def reporting_ranks(self) -> tuple[int, ...]:
+        """The ranks that reported a loss."""
         return tuple(rank.rank for rank in self.ranks if rank.losses.get(self.source))
 
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
         """The losses of the whole job: the mean over the ranks, each weighted by its samples.
 
-        As many as the rank with the fewest has told.
+        As many as the rank with the fewest has reported.
         """
-        told = [rank.losses[self.source] for rank in self.ranks if rank.losses.get(self.source)]
-        return tuple(_mean(together) for together in zip(*told, strict=False))
+        reported = [rank.losses[self.source] for rank in self.ranks if rank.losses.get(self.source)]
+        return tuple(_mean(together) for together in zip(*reported, strict=False))
 
     def samples(self, step: int) -> tuple[tuple[str, ...], ...]:
         """The samples of a step, rank by rank. The first step is 0."""
@@ -122,32 +122,32 @@ class RunRecord:
     @cached_property
     def end(self) -> dict[str, Values]:
         """The parameters after the last step."""
-        return _joined([rank.end for rank in self.ranks])
+        return _join_shards([rank.end for rank in self.ranks])
 
     @cached_property
-    def apart(self) -> tuple[str, int] | None:
-        """A parameter that all ranks hold whole, and a rank that ended up with another value of it than rank 0."""
+    def diverged(self) -> tuple[str, int] | None:
+        """A parameter that all ranks hold whole, and a rank whose final value differs from rank 0's."""
         first, *others = self.ranks
-        for name, held in first.end.items():
+        for name, stored in first.end.items():
             for other in others:
                 theirs = other.end.get(name)
-                if theirs and not held.sharded and not theirs.sharded and theirs.digest != held.digest:
+                if theirs and not stored.sharded and not theirs.sharded and theirs.digest != stored.digest:
                     return name, other.rank
         return None
 
 
 def read_run(directory: Path) -> RunRecord:
     """The records in a directory; without any, a run of no ranks."""
-    found = []
+    ranks = []
     for path in directory.glob("rank-*.jsonl"):
         lines = list(_lines(path))
         if lines and lines[0].get("kind") == "start":
-            found.append(_rank(lines, path))
-    return RunRecord(tuple(sorted(found, key=lambda rank: rank.rank)))
+            ranks.append(_rank(lines, path))
+    return RunRecord(tuple(sorted(ranks, key=lambda rank: rank.rank)))
 
 
-def what_is_missing(run: RunRecord, processes: int) -> tuple[str, str] | None:
-    """What a run did not record, and the call that does it; None where all is there."""
+def describe_missing_record(run: RunRecord, processes: int) -> tuple[str, str] | None:
+    """What a run did not record, and the call that records it; None if complete."""
     if not run.ranks:
         return "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"
     if len(run.ranks) != processes:
@@ -155,8 +155,8 @@ def what_is_missing(run: RunRecord, processes: int) -> tuple[str, str] | None:
         return f"of {processes} processes only rank {here} recorded anything", "call shoal.train.init() on every rank"
     if not all(rank.parallel for rank in run.ranks):
         return (
-            "the script has shown no model: it never called shoal.train.parallelize()",
-            'say model = parallelize(model, "ddp"), and make the optimizer from that',
+            "the script recorded no model: it never called shoal.train.parallelize()",
+            'call model = parallelize(model, "ddp"), and make the optimizer from that',
         )
     if not any(rank.steps for rank in run.ranks):
         return (
@@ -167,7 +167,7 @@ def what_is_missing(run: RunRecord, processes: int) -> tuple[str, str] | None:
         return f"rank {', '.join(idle)} took no step: its optimizer never ran", "call optimizer.step() on every rank"
     if not run.source:
         return (
-            "the script told nobody its loss",
+            "the script reported no loss",
             "after each step, on every rank: progress.step(step, loss) with shoal.train.progress.Progress,"
             ' or tracker.log({"loss": loss}, step)',
         )
@@ -181,7 +181,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError:
-            return  # a process that was killed may have left half a line
+            return  # a killed process may leave half a line
         if isinstance(value, dict):
             yield value
 
@@ -192,8 +192,8 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
         of_kind.setdefault(str(line.get("kind")), []).append(line)
     losses: dict[str, tuple[Loss, ...]] = {}
     for line in of_kind.get("loss", []):
-        told = Loss(line["step"], float.fromhex(line["loss"]), line["samples"])
-        losses[line["source"]] = (*losses.get(line["source"], ()), told)
+        reported = Loss(line["step"], float.fromhex(line["loss"]), line["samples"])
+        losses[line["source"]] = (*losses.get(line["source"], ()), reported)
     model = of_kind.get("model", [{}])[0]
     return RankRecord(
         rank=lines[0]["rank"],
@@ -204,7 +204,7 @@ def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
         steps=tuple(_step(line) for line in of_kind.get("step", [])),
         losses=losses,
         start={name: digest for name, (digest,) in _parts(of_kind.get("begins", []))},
-        end=_held(of_kind.get("ends", []), path.with_suffix(".end")),
+        end=_read_parameters(of_kind.get("ends", []), path.with_suffix(".end")),
     )
 
 
@@ -213,35 +213,35 @@ def _step(line: dict[str, Any]) -> Step:
     return Step(float.fromhex(line["lr"]), whole, sharded, tuple(line["samples"]))
 
 
-def _held(lines: list[dict[str, Any]], path: Path) -> dict[str, Held]:
-    found: dict[str, Held] = {}
-    data, at = _mapped(path), 0
+def _read_parameters(lines: list[dict[str, Any]], path: Path) -> dict[str, StoredParameter]:
+    parameters: dict[str, StoredParameter] = {}
+    data, at = _map_file(path), 0
     for name, (digest, sharded, size) in _parts(lines):
-        found[name] = Held(sharded, digest, data[at : at + size].cast(lines[0]["type"]))
+        parameters[name] = StoredParameter(sharded, digest, data[at : at + size].cast(lines[0]["type"]))
         at += size
-    return found
+    return parameters
 
 
 def _parts(lines: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """The parameters of all models that a script trains; those of two may have the same names."""
+    """The parameters of all models that a script trains. Two models may use the same names."""
     for model, line in enumerate(lines, 1):
         for name, *rest in line["parts"]:
             yield (name if model == 1 else f"model {model}: {name}"), rest
 
 
-def _mapped(path: Path) -> memoryview:
-    """The bytes of a file, read when they are looked at: those of all ranks may be more than fits into memory."""
+def _map_file(path: Path) -> memoryview:
+    """The bytes of a file, memory-mapped: those of all ranks may not fit into memory."""
     if not path.exists() or not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _joined(held: list[Mapping[str, Held]]) -> dict[str, Values]:
+def _join_shards(stored: list[Mapping[str, StoredParameter]]) -> dict[str, Values]:
     """The whole parameters: a shard of each rank after that of the rank before, or rank 0's."""
     return {
-        name: [other[name].values for other in held if name in other] if first.sharded else [first.values]
-        for name, first in (held[0].items() if held else ())
+        name: [other[name].values for other in stored if name in other] if first.sharded else [first.values]
+        for name, first in (stored[0].items() if stored else ())
     }
 
 

@@ -1,1 +1,5 @@
-"""What each host should be, as pure functions of the spec and the facts."""
+"""Roles: what each host should be, as documents made from the spec and the facts.
+
+Pure functions, and one `Component` for each part of a cluster beside Slurm; `registry.py` lists them.
+May import jobs, slurm, network, storage, tracking, agent and spec; plan, verbs and the rental service import it.
+"""

@@ -1,4 +1,4 @@
-"""`auth: slurm`: the keys with which Slurm signs, the same on all hosts, in the file that its daemons read."""
+"""`auth: slurm`: the signing keys of Slurm, the same on all hosts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from shoal.agent.document import Directory, Document, File, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.roles.cluster import Cluster
-from shoal.roles.part import How, Kept, Part
-from shoal.roles.stage import Stage
-from shoal.slurm.auth import JWKS, Key, jwks
+from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
+from shoal.slurm.conf import JWKS, SigningKey, jwks
 from shoal.slurm.versions import Version
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -17,59 +16,62 @@ from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 
 KEY = "/etc/shoal/slurm.key"
-NEXT = "/etc/shoal/slurm.key.next"
-"""On the controller, and then on all hosts, while the key is being rotated: what it is to become."""
-DIGITS = 64
+NEXT_KEY = "/etc/shoal/slurm.key.next"
+"""The next key: on the controller, then on all hosts, during a rotation."""
+KEY_DIGITS = 64
 KEY_SECRET, NEXT_SECRET = "slurm-key", "slurm-key-next"
-WORD, NEXT_WORD = "@KEY@", "@NEXT@"
+KEY_PLACEHOLDER, NEXT_KEY_PLACEHOLDER = "@KEY@", "@NEXT@"
 
 
-class Auth(Part):
+class AuthComponent(Component):
     in_containers = True
     services = ("sackd",)
-    files: Mapping[str, How] = {KEY: "hash", NEXT: "hash", JWKS: "there"}
+    files: Mapping[str, FileQuery] = {KEY: "hash", NEXT_KEY: "hash", JWKS: "there"}
 
-    def kept(self, spec: Spec) -> Mapping[str, Kept]:
+    def shared_secrets(self, spec: Spec) -> Mapping[str, SharedSecret]:
         if spec.auth != "slurm":
             return {}
         controller = members_of(spec)[0].name
-        return {KEY_SECRET: Kept(controller, KEY, DIGITS), NEXT_SECRET: Kept(controller, NEXT, DIGITS)}
+        return {
+            KEY_SECRET: SharedSecret(controller, KEY, KEY_DIGITS),
+            NEXT_SECRET: SharedSecret(controller, NEXT_KEY, KEY_DIGITS),
+        }
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         return ("sackd",) if spec.auth == "slurm" and "login" in member.roles else ()
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        """The controller has a key before anything is planned: its name is in the file that all hosts get."""
-        known = facts.files.get(KEY)
-        if spec.auth != "slurm" or "controller" not in member.roles or (known and known.sha256):
+        """The controller needs a key before the plan: its name is in the file that all hosts get."""
+        if spec.auth != "slurm" or "controller" not in member.roles or facts.digest(KEY):
             return ()
-        return (Directory("/etc/shoal"), Secret(KEY, digits=DIGITS))
+        return (Directory("/etc/shoal"), Secret(KEY, digits=KEY_DIGITS))
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
-        there = cluster.facts[member.name].files.get(JWKS)
         if cluster.spec.auth != "slurm":
-            return {Stage.BASE: without_keys()} if there and there.there else {}
-        stages: dict[Stage, Document] = {Stage.BASE: key_files(_digest(cluster, KEY), _digest(cluster, NEXT))}
+            return {Stage.BASE: key_removal()} if cluster.facts[member.name].has_file(JWKS) else {}
+        stages: dict[Stage, Document] = {
+            Stage.BASE: key_files(cluster.controller_facts.digest(KEY), cluster.controller_facts.digest(NEXT_KEY))
+        }
         if "login" in member.roles:
-            # Where no daemon of Slurm's runs, this one signs for the commands.
+            # A host without other Slurm daemons needs sackd to sign for commands.
             stages[Stage.NODES] = (Service("sackd", command=("/usr/sbin/sackd", "-D")),)
         return stages
 
-    def farewell(self) -> Document:
-        return without_keys()
+    def removal(self) -> Document:
+        return key_removal()
 
 
 def key_files(digest: str | None, following: str | None = None, *, flipped: bool = False) -> Document:
-    """The key, and, while it is being rotated, the one to come; `flipped`: that one signs already."""
+    """The key, and during a rotation the next one; `flipped`: the next one signs already."""
     files: Document = (Directory("/etc/shoal"), _secret(KEY, KEY_SECRET, digest))
-    keys = [Key(WORD, digest or "new", signs=not flipped)]
-    fills = [(WORD, KEY)]
+    keys = [SigningKey(KEY_PLACEHOLDER, digest or "new", signs=not flipped)]
+    fills = [(KEY_PLACEHOLDER, KEY)]
     if following is not None:
-        files = (*files, _secret(NEXT, NEXT_SECRET, following))
-        keys.append(Key(NEXT_WORD, following, signs=flipped))
-        fills.append((NEXT_WORD, NEXT))
+        files = (*files, _secret(NEXT_KEY, NEXT_SECRET, following))
+        keys.append(SigningKey(NEXT_KEY_PLACEHOLDER, following, signs=flipped))
+        fills.append((NEXT_KEY_PLACEHOLDER, NEXT_KEY))
     else:
-        files = (*files, File(NEXT))
+        files = (*files, File(NEXT_KEY))
     return (
         *files,
         Directory("/etc/slurm"),
@@ -77,12 +79,12 @@ def key_files(digest: str | None, following: str | None = None, *, flipped: bool
     )
 
 
-def without_keys() -> Document:
-    return (Service("sackd", enabled=False, running=False), File(JWKS), File(NEXT), File(KEY))
+def key_removal() -> Document:
+    return (Service("sackd", enabled=False, running=False), File(JWKS), File(NEXT_KEY), File(KEY))
 
 
 def auth_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding, ...]:
-    """Hosts whose Slurm has no auth/slurm with several keys."""
+    """Hosts whose Slurm does not support auth/slurm with several keys."""
     if spec.auth != "slurm":
         return ()
     return tuple(
@@ -90,18 +92,13 @@ def auth_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding, ...
             "error",
             what="`auth: slurm` needs Slurm 24.05 or later",
             found=f"Slurm {version}",
-            fix="take `auth: slurm` out of the file, or upgrade the host to a distribution with a newer Slurm",
+            fix="delete `auth: slurm` from the file, or upgrade the host to a distribution with a newer Slurm",
             host=name,
         )
         for name, version in versions.items()
-        if not version.knows("auth_slurm")
+        if not version.supports("auth_slurm")
     )
 
 
 def _secret(path: str, name: str, digest: str | None) -> File:
     return File(path, SecretRef(name, digest), mode=0o400)
-
-
-def _digest(cluster: Cluster, path: str) -> str | None:
-    fact = cluster.facts.get(cluster.controller.name)
-    return fact.files[path].sha256 if fact and path in fact.files else None

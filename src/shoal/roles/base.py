@@ -1,4 +1,4 @@
-"""What every member has: the accounts, the packages, the munge key, the names of the others, the firewall."""
+"""What every member has: service users, packages, the munge key, the members' names, the firewall."""
 
 from __future__ import annotations
 
@@ -9,60 +9,54 @@ from shoal.network.tailscale import INTERFACE as TAILSCALE
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE as WIREGUARD
 from shoal.roles.cluster import Cluster
-from shoal.roles.own_name import names
-from shoal.roles.part import Kept
-from shoal.roles.parts import part_packages, part_ports
-from shoal.roles.pmix import pmix_items, pmix_packages
-from shoal.roles.reduced import reduced_names
+from shoal.roles.component import SharedSecret
+from shoal.roles.containers import container_names
+from shoal.roles.host_address import host_name_items
+from shoal.roles.plugins import pmix_items, pmix_packages
+from shoal.roles.registry import component_packages, component_ports
 from shoal.slurm.conf import PORTS
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 INTERFACES = {"wireguard": WIREGUARD, "tailscale": TAILSCALE}
-"""The interface of a network of our own, by its kind."""
+"""The network interface of each kind of network."""
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_NEXT = "/etc/munge/munge.key.next"
-"""On the controller, while the key is being rotated: what it is to become."""
+"""The next key: on the controller, during a rotation."""
 MUNGE_KEY_BYTES = 1024
 MUNGE_SECRET = "munge"
 MUNGED = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "/usr/sbin/munged", "--foreground")
-"""What a plain supervisor runs. It is root's, and munged wants the key to be its own."""
+"""Without systemd. The supervisor runs as root, and munged must own the key."""
 
 
 def base(cluster: Cluster, member: Member) -> Document:
-    """The state that all roles build on."""
+    """What all roles build on."""
     return (
         *_accounts(cluster),
         *_packages(cluster, member),
         *_munge(cluster, member),
-        *([reduced_names(cluster, member)] if member.name in cluster.tunnels else names(cluster, member)),
+        *([container_names(cluster, member)] if member.name in cluster.tunnels else host_name_items(cluster, member)),
         *_firewall(cluster, member),
     )
 
 
 def installation(cluster: Cluster, member: Member) -> Document:
-    """What takes longest to bring about, and depends on no other host: accounts and packages."""
+    """The slowest items, which depend on no other host: service users and packages."""
     return (*_accounts(cluster), *_packages(cluster, member))
 
 
-def neighbours(cluster: Cluster, member: Member) -> Document:
-    """What a host must know of the others, and changes when one comes or goes."""
-    return (*names(cluster, member), *_firewall(cluster, member))
+def neighbour_items(cluster: Cluster, member: Member) -> Document:
+    """Items that change when another host joins or leaves: names and the firewall."""
+    return (*host_name_items(cluster, member), *_firewall(cluster, member))
 
 
-def munge_kept(controller: str) -> dict[str, Kept]:
-    """Where the key that all hosts share is made and kept."""
-    return {MUNGE_SECRET: Kept(controller, MUNGE_KEY, MUNGE_KEY_BYTES, text=False)}
-
-
-def munge_digest(cluster: Cluster) -> str | None:
-    """The digest of the controller's key, by which the others are compared without anybody seeing a key."""
-    fact = cluster.facts.get(cluster.controller.name)
-    return fact.files[MUNGE_KEY].sha256 if fact and MUNGE_KEY in fact.files else None
+def munge_secret(controller: str) -> dict[str, SharedSecret]:
+    """The munge key as a shared secret."""
+    return {MUNGE_SECRET: SharedSecret(controller, MUNGE_KEY, MUNGE_KEY_BYTES, text=False)}
 
 
 def munge_file(digest: str | None) -> File:
-    """The key in its place on a host."""
+    """The key file of a host."""
     secret = SecretRef(MUNGE_SECRET, digest)
     return File(MUNGE_KEY, secret, owner="munge", group="munge", mode=0o400, restarts=("munge",))
 
@@ -104,15 +98,15 @@ def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[st
         names.append("slurmd")
     if spec.firewall and not (facts and needs_tunnel(spec.network.kind, facts)):
         names.append("nftables")
-    return tuple(dict.fromkeys((*names, *part_packages(spec, member, facts))))
+    return tuple(dict.fromkeys((*names, *component_packages(spec, member, facts))))
 
 
 def _munge(cluster: Cluster, member: Member) -> list[Item]:
-    # systemd makes it where there is one.
+    # systemd creates it otherwise.
     run = [Directory("/run/munge", owner="munge", group="munge")] if member.name in cluster.tunnels else []
     return [
         Directory("/etc/munge", owner="munge", group="munge", mode=0o700),
-        munge_file(munge_digest(cluster)),
+        munge_file(cluster.controller_facts.digest(MUNGE_KEY)),
         *run,
         Service("munge", command=MUNGED),
     ]
@@ -120,10 +114,10 @@ def _munge(cluster: Cluster, member: Member) -> list[Item]:
 
 def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     if member.name in cluster.tunnels:
-        return []  # it has no say over packets, and takes none from outside
+        return []  # a container cannot filter packets, and accepts none from outside
     if not cluster.spec.firewall:
-        return without_firewall()
-    ports = (*PORTS, *part_ports(cluster.spec, member))
+        return firewall_removal()
+    ports = (*PORTS, *component_ports(cluster.spec, member))
     rules = firewall_rules(cluster.addresses.values(), ports, INTERFACES.get(cluster.spec.network.kind, ""))
     return [
         Directory("/etc/shoal"),
@@ -133,6 +127,6 @@ def _firewall(cluster: Cluster, member: Member) -> list[Item]:
     ]
 
 
-def without_firewall() -> list[Item]:
-    """Our rules taken away, whether or not they were ever there."""
+def firewall_removal() -> list[Item]:
+    """Removes our rules."""
     return [Service("shoal-firewall", enabled=False, running=False), File(UNIT), File(RULES)]

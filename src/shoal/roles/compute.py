@@ -1,21 +1,25 @@
-"""A compute node: slurmd without a configuration of its own. A login host: the clients and a copy of slurm.conf."""
+"""Compute nodes: slurmd, which fetches its configuration, and NCCL's settings. Login hosts: clients, slurm.conf."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
+from shoal.agent.units import HEADER, render_unit
+from shoal.network.links import LINKS, NCCL, nccl_settings, sockets
 from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, Stage
 from shoal.roles.controller import READ_CONF, advice
-from shoal.roles.in_force import CONF_FILES, SLURM_CONF
-from shoal.roles.own_address import awaits_address
+from shoal.roles.current_conf import CONF_FILES, SLURM_CONF
+from shoal.roles.host_address import address_wait_file
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
 
 DEFAULTS = "/etc/default/slurmd"
 DROP_IN = "/etc/systemd/system/slurmd.service.d/shoal.conf"
-LEFTOVERS = "/etc/tmpfiles.d/shoal-slurmd.conf"
+TMPFILES = "/etc/tmpfiles.d/shoal-slurmd.conf"
 DEVICE_RULE = "90-shoal-nvidia"
 
 
@@ -26,14 +30,14 @@ def compute(cluster: Cluster, member: Member) -> Document:
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Directory(SPOOL_DIRECTORY),
         Directory("/etc/tmpfiles.d"),
-        File(LEFTOVERS, leftovers()),
+        File(TMPFILES, tmpfiles_conf()),
         DeviceRule(DEVICE_RULE, device_rules() if _has_nvidia(cluster, member) else ""),
         Service("slurmd", command=("/usr/sbin/slurmd", "-D", *slurmd_options(cluster, member))),
     )
 
 
 def login(cluster: Cluster) -> Document:
-    """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld, no daemon of their own is needed."""
+    """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld and need no local daemon."""
     text = slurm_conf(cluster.conf)
     return (
         Directory("/etc/slurm"),
@@ -45,15 +49,15 @@ def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
     if "controller" in member.roles:
         return ()
     name = cluster.controller.name
-    # Slurm asked for the node before its kernel started, or so it must seem: containers tell their host's uptime.
+    # Slurm rejects a rented node that booted before the request; a container reports the uptime of its machine.
     rented = ("-b", "-N", member.name) if member.rented else ()
     return ("--conf-server", f"{cluster.addresses.get(name, name)}:{SLURMCTLD_PORT}", *rented)
 
 
 def device_rules() -> str:
-    """Every user may open the cards; Slurm's cgroups decide which of them a job sees."""
+    """Every user may open the GPUs; Slurm's cgroups decide which of them a job sees."""
     return (
-        "# Written by shoal; changes here are lost.\n"
+        f"{HEADER}"
         'KERNEL=="nvidia[0-9]*", MODE="0666"\n'
         'KERNEL=="nvidiactl", MODE="0666"\n'
         'KERNEL=="nvidia-uvm*", MODE="0666"\n'
@@ -62,43 +66,27 @@ def device_rules() -> str:
 
 
 def slurmd_defaults(options: str, conf: ClusterConf) -> str:
-    """slurmd's options, and a mark that changes with those settings that slurmd reads only when it starts."""
+    """slurmd's options, and a mark that changes with the settings that slurmd reads only when it starts."""
     mark = hashlib.sha256((slurm_settings(conf) + cgroup_conf(conf)).encode()).hexdigest()[:16]
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        f"# Settings that slurmd reads when it starts: {mark}\n"
-        f'SLURMD_OPTIONS="{options}"\n'
-    )
+    return f'{HEADER}# Settings that slurmd reads when it starts: {mark}\nSLURMD_OPTIONS="{options}"\n'
 
 
 def slurmd_drop_in() -> str:
-    """Debian's unit wants a local slurm.conf; a node without one starts all the same, and tries until answered."""
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        "[Unit]\n"
-        "ConditionPathExists=\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        "Restart=on-failure\n"
-        "RestartSec=3\n"
-        # A slurmd that is told to end while it reads a new configuration can miss it; jobs do not mind its death.
-        "TimeoutStopSec=10\n"
+    """Debian's unit requires a local slurm.conf; a configless node starts without one, and retries."""
+    return render_unit(
+        Unit={"ConditionPathExists": "", "StartLimitIntervalSec": 0},
+        # slurmd can miss the signal to end while it reads a new configuration; jobs survive its death.
+        Service={"Restart": "on-failure", "RestartSec": 3, "TimeoutStopSec": 10},
     )
 
 
-def leftovers() -> str:
-    """What a node that lost its power forgets when it boots.
+def tmpfiles_conf() -> str:
+    """Files of steps that a node removes when it boots after a power loss.
 
-    Slurm's PMIx plugin does not start a step whose socket or directory is there already: a job that was running would
-    never start here again, as it comes back under its own number.
+    Slurm's PMIx plugin does not start a step whose socket or directory exists: a requeued job keeps its number, and
+    would never start here again.
     """
-    return (
-        "# Written by shoal; changes here are lost.\n"
-        f"r! {SPOOL_DIRECTORY}/stepd.slurm.pmix.*\n"
-        f"R! {SPOOL_DIRECTORY}/pmix.*\n"
-        "R! /tmp/spmix_appdir_*\n"
-    )
+    return f"{HEADER}r! {SPOOL_DIRECTORY}/stepd.slurm.pmix.*\nR! {SPOOL_DIRECTORY}/pmix.*\nR! /tmp/spmix_appdir_*\n"
 
 
 def _configless(cluster: Cluster, member: Member) -> list[Item]:
@@ -107,14 +95,31 @@ def _configless(cluster: Cluster, member: Member) -> list[Item]:
         File(DEFAULTS, slurmd_defaults(options, cluster.conf), restarts=("slurmd",)),
         Directory("/etc/systemd/system/slurmd.service.d"),
         File(DROP_IN, slurmd_drop_in(), restarts=("slurmd",)),
-        awaits_address(cluster, member, "slurmd"),
+        address_wait_file(cluster, member, "slurmd"),
     ]
     if "controller" not in member.roles:
-        # A file left here would be read by srun in place of the one slurmd fetched.
+        # srun would read a file here instead of the one that slurmd fetched.
         items += [File(path, keep=True) for path in CONF_FILES]
     return items
 
 
 def _has_nvidia(cluster: Cluster, member: Member) -> bool:
-    fact = cluster.facts.get(member.name)
-    return bool(fact and fact.gpus)
+    return bool(cluster.facts_of(member.name).gpus)
+
+
+class LinksComponent(Component):
+    """NCCL's settings on nodes whose links `shoal bench links` measured."""
+
+    files: Mapping[str, FileQuery] = {LINKS: "text", NCCL: "there"}
+
+    def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        if "compute" not in member.roles:
+            return {}
+        nodes = [other.name for other in cluster.members if "compute" in other.roles and other.site == member.site]
+        settings = sockets(cluster.controller_facts.text(LINKS), member.name, nodes)
+        if settings is None:
+            return {Stage.NODES: (File(NCCL),)} if cluster.facts[member.name].has_file(NCCL) else {}
+        return {Stage.NODES: (Directory("/etc/shoal"), File(NCCL, nccl_settings(settings)))}
+
+    def removal(self) -> Document:
+        return (File(LINKS), File(NCCL))

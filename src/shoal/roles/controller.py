@@ -1,28 +1,41 @@
-"""The controller: slurmctld and the one copy of the configuration that all nodes fetch."""
+"""The controller: slurmctld, the configuration that nodes fetch, and the service that resumes nodes which return."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.agent.document import Command, Directory, Document, File, Service
+from shoal.agent.units import HEADER, render_unit
 from shoal.roles.cluster import Cluster
-from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
-from shoal.roles.own_address import awaits_address
+from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
+from shoal.roles.host_address import address_wait_file
 from shoal.slurm.accounting import jobcomp_rotation
-from shoal.slurm.change_cost import change_cost
-from shoal.slurm.conf import STATE_DIRECTORY, cgroup_conf, gres_conf, slurm_conf, topology_conf
-from shoal.slurm.spanning import job_submit_lua
+from shoal.slurm.conf import (
+    SLURMD_PORT,
+    STATE_DIRECTORY,
+    cgroup_conf,
+    gres_conf,
+    job_submit_lua,
+    slurm_conf,
+    topology_conf,
+)
+from shoal.slurm.parsed_conf import change_cost
+from shoal.slurm.state import NOT_RESPONDING_REASON
+from shoal.spec.member import Member
 
 RECONFIGURE = "reconfigure"
 ROTATION = "/etc/logrotate.d/shoal-jobcomp"
 
 READ_CONF = ("env", "SLURM_CONF=/dev/stdin", "scontrol", "show", "hostnames", "x")
-"""Reads the whole of a slurm.conf and talks to nobody. slurmctld itself has no such trial."""
+"""Parses a whole slurm.conf without a connection. slurmctld itself has no dry run."""
 
 
 def controller(cluster: Cluster) -> Document:
-    """slurmctld with its configuration. A change that slurmctld can take while it runs costs no restart."""
+    """slurmctld with its configuration. A change that slurmctld can apply while it runs needs no restart."""
     text = slurm_conf(cluster.conf)
-    in_force = _slurm_conf_of(cluster)
-    restart = in_force is None or change_cost(in_force, text) == "restart"
+    current = cluster.controller_facts.text(SLURM_CONF)
+    restart = not current or change_cost(current, text) == "restart"
     restarts = ("slurmctld",) if restart else ()
     reloads = (f"command {RECONFIGURE}",)
     topology = topology_conf(cluster.conf) if cluster.conf.switches else None
@@ -44,21 +57,82 @@ def controller(cluster: Cluster) -> Document:
             accepted_by=READ_CONF,
             advice=advice(cluster),
         ),
-        awaits_address(cluster, cluster.controller, "slurmctld"),
+        address_wait_file(cluster, cluster.controller, "slurmctld"),
         Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
-        # Nodes take the configuration from the controller; this pushes a new one to those that already run.
+        # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
 
 
 def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
-    """What to correct in the spec when Slurm complains of a setting, by the setting's name and the plugin it names."""
+    """The fix in the spec when Slurm rejects a setting, by the setting's name and the plugin in its value."""
     options = cluster.conf.options.items()
     words = [(key, key) for key, _ in options] + [(value, key) for key, value in options if "/" in value]
     return tuple((word, f"correct or delete slurm.options.{key} in the cluster's file") for word, key in words)
 
 
-def _slurm_conf_of(cluster: Cluster) -> str | None:
-    """The slurm.conf that the running slurmctld has read."""
-    fact = cluster.facts.get(cluster.controller.name)
-    return fact.files[SLURM_CONF].text if fact and SLURM_CONF in fact.files else None
+DIRECTORY = "/usr/local/lib/shoal"
+PROGRAM = f"{DIRECTORY}/returning-nodes"
+SERVICE = "shoal-returning-nodes"
+UNIT = f"/etc/systemd/system/{SERVICE}.service"
+CHECK_INTERVAL_S = 20
+
+
+class NodeResumeComponent(Component):
+    """Resumes nodes that Slurm marked DOWN for silence, once they answer."""
+
+    files: Mapping[str, FileQuery] = {UNIT: "there"}
+    services = (SERVICE,)
+
+    def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
+        if "controller" not in member.roles:
+            return {Stage.SERVICES: self.removal()} if cluster.facts[member.name].has_file(UNIT) else {}
+        return {
+            Stage.NODES: (
+                Directory(DIRECTORY),
+                File(PROGRAM, program(), mode=0o755, restarts=(SERVICE,)),
+                File(UNIT, unit(), restarts=(SERVICE,)),
+                Service(SERVICE, command=(PROGRAM,)),
+            )
+        }
+
+    def removal(self) -> Document:
+        return (Service(SERVICE, enabled=False, running=False), File(UNIT), File(PROGRAM))
+
+
+def program() -> str:
+    """The program: it checks the nodes periodically."""
+    return f"#!/bin/bash\n{HEADER}{RESUME_FUNCTION}while sleep {CHECK_INTERVAL_S}; do\n    {RESUME_ALL}done\n"
+
+
+RESUME_FUNCTION = rf"""
+ask() {{
+    [[ $1 =~ ^NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || return
+    local node=${{BASH_REMATCH[1]}} address=${{BASH_REMATCH[2]}} port={SLURMD_PORT}
+    [[ $1 =~ \ Port=([0-9]+) ]] && port=${{BASH_REMATCH[1]}}
+    # slurmd hangs up on what is no message. For one that is stopped the kernel takes the call, and nobody hangs up.
+    timeout 10 bash -c 'exec 3<> "/dev/tcp/$1/$2" && printf "\377\377\377\377" >&3 && {{ read -r -N 1 -u 3 || :; }}' \
+        call "$address" "$port" 2> /dev/null || return
+    echo "$node answers again"
+    timeout 60 scontrol update nodename="$node" state=resume
+}}
+"""
+"""Resumes a node, given by its line of `scontrol -o show nodes`, if its slurmd answers."""
+
+RESUME_ALL = rf"""timeout 60 scontrol -o show nodes 2> /dev/null |
+        grep ' State=DOWN+NOT_RESPONDING .* Reason={NOT_RESPONDING_REASON}' |
+        {{ while read -r line; do ask "$line" & done; wait; }}
+"""
+"""Resumes all silent nodes that answer. Drained and rented nodes have more flags in their state, and are left alone."""
+
+
+def unit() -> str:
+    return render_unit(
+        Unit={
+            "Description": "Has Slurm ask nodes again that it has given up, once they are back",
+            "After": "slurmctld.service",
+            "StartLimitIntervalSec": 0,
+        },
+        Service={"ExecStart": PROGRAM, "Restart": "always", "RestartSec": 5},
+        Install={"WantedBy": "multi-user.target"},
+    )

@@ -1,39 +1,44 @@
-"""From roles to documents: what one host is asked to be, in the order in which the cluster comes up."""
+"""The documents of a host, from all roles and components, in the order in which the cluster comes up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from shoal.agent.document import Block, Command, DeviceRule, Document, File, Service
-from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, neighbours, without_firewall
-from shoal.roles.cluster import FIREWALLD, Cluster
-from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, LEFTOVERS, compute, login
+from shoal.roles.assembly import FIREWALLD
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, firewall_removal, neighbour_items
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import FileQuery, Stage
+from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, compute, login
+from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
-from shoal.roles.in_force import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
-from shoal.roles.own_address import DROP_INS
-from shoal.roles.own_name import CLOUD_INIT, SERVICE, UNIT, names_left, own_name_back
-from shoal.roles.part import How
-from shoal.roles.parts import PARTS, part_files, part_services, parts_of
-from shoal.roles.pmix import pmix_files
-from shoal.roles.reduced import reduced_compute
-from shoal.roles.spanning import spanning_files
-from shoal.roles.stage import Stage
+from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
+from shoal.roles.host_address import (
+    CLOUD_INIT,
+    DROP_INS,
+    NAMES_SERVICE,
+    NAMES_UNIT,
+    host_name_removal,
+    leftover_host_names,
+)
+from shoal.roles.plugins import pmix_files, spanning_files
+from shoal.roles.registry import COMPONENTS, component_files, component_services, components_of
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 
 def fact_services() -> tuple[str, ...]:
-    """All that documents name, so that an agent asks systemd once."""
-    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, SERVICE, *part_services())
+    """All services in documents, so that an agent asks systemd once."""
+    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, NAMES_SERVICE, *component_services())
 
 
-def fact_files(spec: Spec) -> Mapping[str, How]:
-    """The files from which is read what an earlier run did."""
+def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
+    """The files that tell what an earlier run did."""
     return {
         MUNGE_KEY: "hash",
         **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
-        **dict.fromkeys((*pmix_files(), *spanning_files(), CLOUD_INIT, UNIT), "there"),
-        **part_files(spec),
+        **dict.fromkeys((*pmix_files(), *spanning_files(), CLOUD_INIT, NAMES_UNIT), "there"),
+        **component_files(spec),
     }
 
 
@@ -44,40 +49,40 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
         stages[Stage.CONTROLLER] = controller(cluster)
     nodes: Document = login(cluster) if "login" in member.roles else ()
     if "compute" in member.roles:
-        nodes = reduced_compute(cluster, member) if member.name in cluster.tunnels else compute(cluster, member)
+        nodes = container_compute(cluster, member) if member.name in cluster.tunnels else compute(cluster, member)
     elif not any(node.name == member.name for node in cluster.conf.nodes):
-        # A host that computed once does so no more; while it is leaving its slurmd still has jobs.
+        # A former compute node. While it is leaving, its slurmd still has jobs.
         nodes += (Service("slurmd", enabled=False, running=False),)
-    nodes += names_left(cluster, member)
+    nodes += leftover_host_names(cluster, member)
     if nodes:
         stages[Stage.NODES] = nodes
-    for part in parts_of(cluster.spec, cluster.facts[member.name]):
-        for stage, document in part.documents(cluster, member).items():
+    for component in components_of(cluster.spec, cluster.facts[member.name]):
+        for stage, document in component.documents(cluster, member).items():
             stages[stage] = (*stages.get(stage, ()), *document)
     return {stage: document for stage, document in sorted(stages.items()) if document}
 
 
 def membership(cluster: Cluster, member: Member) -> Document:
-    """What changes on a host when others come and go: names, the firewall, the network, who may mount its shares."""
-    parts = (part for part in PARTS if part.by_members)
-    services = [part.documents(cluster, member).get(Stage.SERVICES, ()) for part in parts]
-    return (*neighbours(cluster, member), *(item for document in services for item in document))
+    """What changes on a host when others join or leave: names, the firewall, the network, access to shares."""
+    components = (component for component in COMPONENTS if component.changes_with_members)
+    services = [component.documents(cluster, member).get(Stage.SERVICES, ()) for component in components]
+    return (*neighbour_items(cluster, member), *(item for document in services for item in document))
 
 
-def farewell() -> Document:
-    """What a host is brought to when it leaves: nothing of ours runs or is configured; packages stay."""
+def removal() -> Document:
+    """Removes all of Shoal's services and files from a host that leaves; packages stay."""
     return (
-        *[item for part in reversed(PARTS) for item in part.farewell()],
+        *[item for component in reversed(COMPONENTS) for item in component.removal()],
         Service("slurmd", enabled=False, running=False),
         Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, LEFTOVERS, ROTATION)],
+        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)],
         *[File(DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")],
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
-        *without_firewall(),
+        *firewall_removal(),
         Service("munge", enabled=False, running=False),
         File(MUNGE_KEY),
         File(MUNGE_KEY_NEXT),
         Block(HOSTS, HOSTS_BLOCK, ""),
-        *own_name_back(),
+        *host_name_removal(),
     )

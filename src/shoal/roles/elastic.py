@@ -1,7 +1,7 @@
-"""What rents nodes and gives them back: on the controller, Shoal itself as a service, with the accounts at providers.
+"""The rental service on the controller: Shoal itself, with the provider accounts.
 
-slurmctld starts a small program as its own user, which leaves a note; the service is root's and reads it. Keys of
-accounts are in files that root alone reads: neither jobs nor slurmctld see them.
+slurmctld starts a small program as its own user, which queues a request; the service runs as root and reads it. Keys of
+provider accounts are in files that only root can read: neither jobs nor slurmctld see them.
 """
 
 from __future__ import annotations
@@ -10,50 +10,47 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts
-from shoal.roles.forgotten import ACCOUNTS, STATUS, forgotten, forgotten_finding, machines_on
-from shoal.roles.own_wheel import OWN_WHEEL, own_wheel
-from shoal.roles.part import How, Part
+from shoal.agent.units import render_unit
+from shoal.remote import program_text
+from shoal.remote.ledger_rows import SERVICE
+from shoal.remote.power_request import REQUESTS, VERBS
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals
 from shoal.roles.rented import PROGRAMS
-from shoal.roles.stage import Stage
+from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
+from shoal.spec.members import provider_accounts, rented_sets
 from shoal.spec.model import Spec
-from shoal.spec.rented import account_settings, accounts, rented_sets
+from shoal.spec.rental import account_settings
 
-if TYPE_CHECKING:
-    from shoal.roles.cluster import Cluster
-
-SERVICE = "shoal-elastic"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
 SETTINGS = "/etc/shoal/elastic"
 SPEC = f"{SETTINGS}/spec.json"
 KEYS = f"{SETTINGS}/keys"
 IDENTITY = f"{SETTINGS}/id_ed25519"
-"""With this the controller logs in to machines that it rented."""
-SINCE = f"{SETTINGS}/since"
-"""Since when the service here is in charge: of two for one cluster, the later one is."""
+"""The key with which the controller logs in to rented machines."""
+LEADER_SINCE = f"{SETTINGS}/since"
+"""Since when this service is the leader: of two services for one cluster, the later one leads."""
 STATE = "/var/lib/shoal/elastic"
-SUCCEEDED = f"{STATE}/succeeded"
-"""Where it is, the service has seen that another one is in charge, and touches nothing."""
+SUPERSEDED = f"{STATE}/succeeded"
+"""Exists when the service has seen that another one leads; it then changes nothing."""
 HOLD = f"{STATE}/hold"
-"""While this is there and young, no machine becomes a node: keys are being changed."""
-HOLD_SECONDS = 120
-"""So old it counts no more: whoever made it was killed."""
-REQUESTS = f"{STATE}/requests"
+"""While this file is young, no machine becomes a node: keys are being rotated."""
+HOLD_MAX_AGE_S = 120
+"""An older file is ignored: the command that made it was killed."""
 STARTS = f"{STATE}/starts"
-"""Where jobs wait for nodes that are being woken."""
-START_LOOK_SECONDS = 30
-"""How often such a job looks for its nodes where the service says nothing."""
+"""Where jobs wait for nodes that are being resumed."""
+START_CHECK_INTERVAL_S = 30
+"""How often such a job checks its nodes without a message from the service."""
 INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
 WHEEL_SECRET = "shoal itself"
 OLDEST_PYTHON = (3, 11)
-VERBS = ("resume", "suspend", "resume-fail")
-_HEAD = "# Written by shoal; changes here are lost.\n"
 
 INSTALL = r"""
 set -eu
@@ -64,68 +61,68 @@ python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras" "$@"
 touch "$place/.complete"
 """
-"""A venv counts once its mark is there: what a failed run left without one is made again. No service runs from that."""
+"""A venv without its mark is incomplete, and is created again. The service never runs from it."""
 
-IN_CHARGE = r"""
+TAKE_LEAD = r"""
 now=$(date +%s)
 for before in $(cat "$1" 2>/dev/null) $(sed -n 's/^since //p' "$2" 2>/dev/null); do
     [ "$now" -gt "$before" ] || now=$((before + 1))
 done
 echo "$now" > "$1" && rm -f "$2"
 """
-"""Since now, and in any case later than before and than the one by which the service here was succeeded."""
+"""Leads from now on, or from later than this service did before, and than the service that superseded it."""
 
-FORGET = r"""
+REMOVE_OLD_VERSIONS = r"""
 for old in "$1"/shoal-* "$2"/*; do
     case "$old" in "$3" | "$4") ;; *) rm -rf "$old" ;; esac
 done
 """
-"""What earlier versions left, once the service runs from the new one."""
+"""Removes earlier versions, once the service runs from the new one."""
 
 
-class Elastic(Part):
-    """The service that rents, where the spec has rented nodesets, and nothing of it where it has none."""
+class ElasticComponent(Component):
+    """The rental service, where the spec has rented nodesets."""
 
-    files: Mapping[str, How] = {UNIT: "there", STATUS: "text", ACCOUNTS: "text"}
+    files: Mapping[str, FileQuery] = {UNIT: "there", STATUS: "text", ACCOUNTS: "text"}
     services = (SERVICE,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         return ("python3-venv", "openssh-client") if _rents(spec, member) else ()
 
-    def given(self, spec: Spec) -> Mapping[str, str]:
-        """The accounts' keys; and Shoal itself, which like a secret is sent only where its digest is another."""
+    def user_secrets(self, spec: Spec) -> Mapping[str, str]:
+        """The keys of provider accounts; and Shoal's wheel, which is sent only when its digest changes."""
         if not rented_sets(spec):
             return {}
-        keys = {secret_name(name): account.key for name, account in accounts(spec).items() if account.key}
-        return {**keys, WHEEL_SECRET: OWN_WHEEL}
+        keys = {secret_name(name): account.key for name, account in provider_accounts(spec).items() if account.key}
+        return {**keys, WHEEL_SECRET: SHOAL_WHEEL}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if _rents(cluster.spec, member):
-            return {Stage.SERVICES: _made(cluster.spec), Stage.CONTROLLER: _running(cluster.spec)}
-        # slurmctld runs its programs until it has read that there are none.
-        gone = {Stage.SERVICES: without_service(), Stage.NODES: without_programs()}
-        return gone if has_service(cluster.facts[member.name]) else {}
+            return {Stage.SERVICES: _service_files(cluster.spec), Stage.CONTROLLER: _service_start(cluster.spec)}
+        # slurmctld starts the programs until it has read a configuration without them.
+        removed = {Stage.SERVICES: service_removal(), Stage.NODES: program_removal()}
+        return removed if has_service(cluster.facts[member.name]) else {}
 
-    def farewell(self) -> Document:
-        return (*without_service(), *without_programs())
+    def removal(self) -> Document:
+        return (*service_removal(), *program_removal())
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        """A controller whose Python cannot run Shoal, and machines that nobody would give back any more."""
+        """A controller whose Python is too old for Shoal, and rentals that no service would release any more."""
         name = cluster.controller.name
         facts = cluster.facts.get(name)
-        left = forgotten(cluster.spec, facts)
-        others = [(host, found) for host, found in cluster.facts.items() if host != name and has_service(found)]
-        told = (
-            *((forgotten_finding(cluster.spec, left, name),) if left else ()),
-            *(_moving(host, found, name) for host, found in others),
+        orphans = orphaned_rentals(cluster.spec, facts)
+        others = [(host, fact) for host, fact in cluster.facts.items() if host != name and has_service(fact)]
+        findings = (
+            *((orphan_finding(cluster.spec, orphans, name),) if orphans else ()),
+            *(_move_finding(host, fact, name) for host, fact in others),
         )
         if facts is None or not _rents(cluster.spec, cluster.controller) or _new_enough(facts.python):
-            return told
+            return findings
         return (
-            *told,
+            *findings,
             Finding(
                 "error",
-                "the service that rents nodes needs Python 3.11 or newer",
+                "the rental service needs Python 3.11 or newer",
                 f"Python {facts.python}",
                 "use a controller with Debian 12, Ubuntu 24.04 or newer",
                 host=name,
@@ -134,110 +131,107 @@ class Elastic(Part):
 
 
 def secret_name(account: str) -> str:
-    """The name of an account's key among secrets, as messages about it say it."""
+    """The name of an account's key among secrets, as messages show it."""
     return f"providers.{account}.key"
 
 
 def has_service(facts: Facts) -> bool:
-    """Whether what rents is installed on a host."""
-    unit = facts.files.get(UNIT)
-    return unit is not None and unit.there
+    """Whether the rental service is installed on a host."""
+    return facts.has_file(UNIT)
 
 
-def _moving(host: str, facts: Facts, controller: str) -> Finding:
-    """That another host rented for the cluster so far, and what becomes of that."""
-    what = f"what rents moves from here to {controller}, with its ledger"
-    machines = ", ".join(map(str, machines_on(facts)))
+def _move_finding(host: str, facts: Facts, controller: str) -> Finding:
+    """The rental service moves from another host to the controller."""
+    what = f"the rental service moves from here to {controller}, with its ledger"
+    machines = ", ".join(map(str, reported_rentals(facts)))
     if not machines:
         return Finding("info", what, host=host)
-    fix = "wait until they have gone; `shoal up --allow-job-loss` gives them back at once"
-    return Finding("error", f"{what}; jobs on machines that are rented would end", machines, fix, host=host)
+    fix = "wait until they are released; `shoal up --allow-job-loss` releases them at once"
+    return Finding("error", f"{what}; jobs on rented machines would end", machines, fix, host=host)
 
 
-def prefix(spec: Spec) -> str:
-    """Where this Shoal is installed on the controller, with what the accounts need.
+def install_prefix(spec: Spec) -> str:
+    """Where this version of Shoal is installed on the controller, with the packages that accounts need.
 
-    It is named by all that is in it. So whatever changes is made beside the one that the service runs from, which goes
-    on giving machines back if that fails.
+    Its name depends on everything in it. So a change is installed beside the version that the service runs, which goes
+    on releasing machines if the installation fails.
     """
-    beside = hashlib.sha256("\n".join((_extras(spec), *_packages(spec))).encode()).hexdigest()
-    return f"{INSTALLED}/shoal-{own_wheel().mark}-{beside[:8]}"
+    digest = hashlib.sha256("\n".join((_extras(spec), *_packages(spec))).encode()).hexdigest()
+    return f"{INSTALLED}/shoal-{build_wheel().mark}-{digest[:8]}"
 
 
 def unit(spec: Spec) -> str:
-    """The service. It changes the controller's own files when nodes come and go, so it is not shut away."""
-    return (
-        f"{_HEAD}"
-        "[Unit]\n"
-        "Description=Rents nodes when Slurm asks for them, and gives them back\n"
-        "After=network-online.target munge.service slurmctld.service\n"
-        "Wants=network-online.target\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        f"ExecStart={prefix(spec)}/bin/python -m shoal.elastic\n"
-        # Whatever happens to it, machines bill on while it is not there.
-        "Restart=always\n"
-        "RestartSec=3\n"
-        "UMask=0077\n"
-        f"Environment=HOME=/root XDG_CACHE_HOME={STATE}/cache\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=multi-user.target\n"
+    """The unit. The service changes the controller's files when nodes join or leave, so it is not sandboxed."""
+    return render_unit(
+        Unit={
+            "Description": "Rents nodes when Slurm asks for them, and gives them back",
+            "After": "network-online.target munge.service slurmctld.service",
+            "Wants": "network-online.target",
+            "StartLimitIntervalSec": 0,
+        },
+        Service={
+            "ExecStart": f"{install_prefix(spec)}/bin/python -m shoal.elastic",
+            # Machines bill on while the service is down.
+            "Restart": "always",
+            "RestartSec": 3,
+            "UMask": "0077",
+            "Environment": f"HOME=/root XDG_CACHE_HOME={STATE}/cache",
+        },
+        Install={"WantedBy": "multi-user.target"},
     )
 
 
 def accounts_json(spec: Spec) -> str:
-    """What the service knows of accounts; where their keys are, and not the keys."""
-    told = {
+    """The provider accounts for the service, with the paths of their keys."""
+    data = {
         name: {
             "kind": account.kind or name,
             "url": account.url or "",
             "settings": dict(account_settings(account)),
             "key": f"{KEYS}/{name}" if account.key else "",
         }
-        for name, account in accounts(spec).items()
+        for name, account in provider_accounts(spec).items()
     }
-    return json.dumps(told, indent=1, sort_keys=True) + "\n"
+    return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
 
 def start_program() -> str:
-    """What slurmctld runs before each job, so that it starts when its nodes are there. See shoal.elastic.job_starts."""
-    text = files("shoal").joinpath("elastic/start.sh").read_text(encoding="utf-8")
-    return text.replace("@STARTS@", STARTS).replace("@LOOK@", str(START_LOOK_SECONDS))
+    """The program that slurmctld runs before each job: it waits for the job's nodes."""
+    text = files("shoal.remote").joinpath("job_start.sh").read_text(encoding="utf-8")
+    return text.replace("@STARTS@", STARTS).replace("@LOOK@", str(START_CHECK_INTERVAL_S))
 
 
-def without_service() -> Document:
-    """The service taken away, with its keys. The ledger stays: it says what was rented and what it cost."""
-    away = (SETTINGS, REQUESTS, STATUS, SUCCEEDED)
-    gone = " && ".join(f"! test -e {path}" for path in away)
+def service_removal() -> Document:
+    """Removes the service and its keys. The ledger stays: it records rentals and their cost."""
+    paths = (SETTINGS, REQUESTS, STATUS, SUPERSEDED)
+    absent = " && ".join(f"! test -e {path}" for path in paths)
     return (
         Service(SERVICE, enabled=False, running=False),
         File(UNIT),
         Command(
             "forget accounts at providers",
-            ("sh", "-c", f"rm -rf {' '.join(away)} {INSTALLED}/shoal-* {WHEELS}"),
-            unless=("sh", "-c", gone),
+            ("sh", "-c", f"rm -rf {' '.join(paths)} {INSTALLED}/shoal-* {WHEELS}"),
+            unless=("sh", "-c", absent),
         ),
     )
 
 
-def without_programs() -> Document:
-    """What slurmctld started taken away."""
+def program_removal() -> Document:
+    """Removes the programs that slurmctld starts."""
     away = Command(
         "forget programs that wake nodes", ("rm", "-rf", PROGRAMS, STARTS), unless=("test", "!", "-e", PROGRAMS)
     )
     return (away,)
 
 
-def _made(spec: Spec) -> Document:
-    wheel = f"{WHEELS}/{own_wheel().mark}/{own_wheel().name}"
+def _service_files(spec: Spec) -> Document:
+    wheel = f"{WHEELS}/{build_wheel().mark}/{build_wheel().name}"
     proxies = spec.proxy.variables if spec.proxy else {}
     environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
     restarts = (SERVICE,)
     keys = [
         File(f"{KEYS}/{name}", SecretRef(secret_name(name)), mode=0o600, restarts=restarts)
-        for name, account in accounts(spec).items()
+        for name, account in provider_accounts(spec).items()
         if account.key
     ]
     return (
@@ -248,8 +242,8 @@ def _made(spec: Spec) -> Document:
         Directory(STATE),
         Command(
             "put its service in charge",
-            ("sh", "-c", IN_CHARGE, "sh", SINCE, SUCCEEDED),
-            unless=("sh", "-c", 'test -s "$1" && ! test -e "$2"', "sh", SINCE, SUCCEEDED),
+            ("sh", "-c", TAKE_LEAD, "sh", LEADER_SINCE, SUPERSEDED),
+            unless=("sh", "-c", 'test -s "$1" && ! test -e "$2"', "sh", LEADER_SINCE, SUPERSEDED),
             restarts=restarts,
         ),
         Directory(REQUESTS, owner="slurm", group="slurm", mode=0o700),
@@ -263,16 +257,16 @@ def _made(spec: Spec) -> Document:
             unless=("test", "-s", f"{IDENTITY}.pub"),
         ),
         Directory(INSTALLED),
-        Directory(f"{WHEELS}/{own_wheel().mark}"),
-        File(wheel, SecretRef(WHEEL_SECRET, own_wheel().sha256)),
-        # Before the accounts: a service that starts again after this failed must find none that it has no packages for.
+        Directory(f"{WHEELS}/{build_wheel().mark}"),
+        File(wheel, SecretRef(WHEEL_SECRET, build_wheel().sha256)),
+        # Before the accounts: if this fails, a restarted service must not find accounts without their packages.
         Command(
             "install Shoal",
-            (*environment, "sh", "-c", INSTALL, "sh", prefix(spec), wheel, _extras(spec), *_packages(spec)),
-            unless=("test", "-e", f"{prefix(spec)}/.complete"),
+            (*environment, "sh", "-c", INSTALL, "sh", install_prefix(spec), wheel, _extras(spec), *_packages(spec)),
+            unless=("test", "-e", f"{install_prefix(spec)}/.complete"),
             timeout=1800.0,
             restarts=restarts,
-            fix="see that the host reaches a package index, or set `proxy`",
+            fix="give the host access to a package index, or set `proxy`",
         ),
         *keys,
         File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
@@ -282,30 +276,30 @@ def _made(spec: Spec) -> Document:
 
 
 def _extras(spec: Spec) -> str:
-    return "[gcp]" if any(account.kind == "gcp" for account in accounts(spec).values()) else ""
+    return "[gcp]" if any(account.kind == "gcp" for account in provider_accounts(spec).values()) else ""
 
 
 def _packages(spec: Spec) -> tuple[str, ...]:
-    """Providers of somebody else's."""
-    return tuple(sorted({account.package for account in accounts(spec).values() if account.package}))
+    """Third-party provider packages."""
+    return tuple(sorted({account.package for account in provider_accounts(spec).values() if account.package}))
 
 
-def _running(spec: Spec) -> Document:
-    wheels = f"{WHEELS}/{own_wheel().mark}"
-    kept = (INSTALLED, WHEELS, prefix(spec), wheels)
+def _service_start(spec: Spec) -> Document:
+    wheels = f"{WHEELS}/{build_wheel().mark}"
+    arguments = (INSTALLED, WHEELS, install_prefix(spec), wheels)
     return (
         Service(SERVICE),
         Command(
             "forget older versions of Shoal",
-            ("sh", "-c", FORGET, "sh", *kept),
-            unless=("sh", "-c", 'test "$(ls -d "$1"/shoal-* "$2"/* | wc -l)" -le 2', "sh", *kept),
+            ("sh", "-c", REMOVE_OLD_VERSIONS, "sh", *arguments),
+            unless=("sh", "-c", 'test "$(ls -d "$1"/shoal-* "$2"/* | wc -l)" -le 2', "sh", *arguments),
         ),
     )
 
 
 def _program() -> str:
-    """What slurmctld starts: the same under three names."""
-    return files("shoal").joinpath("elastic/request.py").read_text(encoding="utf-8")
+    """The program that slurmctld starts, the same under three names."""
+    return program_text("power_request")
 
 
 def _rents(spec: Spec, member: Member) -> bool:
@@ -313,5 +307,5 @@ def _rents(spec: Spec, member: Member) -> bool:
 
 
 def _new_enough(python: str) -> bool:
-    found = tuple(int(part) for part in python.split(".")[:2] if part.isdigit())
-    return len(found) < 2 or found >= OLDEST_PYTHON
+    version = tuple(int(number) for number in python.split(".")[:2] if number.isdigit())
+    return len(version) < 2 or version >= OLDEST_PYTHON

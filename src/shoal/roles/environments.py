@@ -1,4 +1,4 @@
-"""What hosts need for Python environments: a way to packages, and where they are built the means to make a venv."""
+"""What hosts need for Python environments: access to packages, and where they are built the means to make a venv."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Document, File
 from shoal.agent.facts import Facts
-from shoal.roles.part import How, Part
+from shoal.agent.units import HEADER
+from shoal.roles.component import Component, FileQuery
 from shoal.spec.environments import SHARED_DIRECTORY, Environment, Proxy
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 from shoal.spec.storage import SharedDirectory
-from shoal.storage.ways import server_of
+from shoal.storage.access import server_of
 
 APT_PROXY = "/etc/apt/apt.conf.d/80shoal-proxy"
 
 
-class Environments(Part):
-    """Environments themselves are made by `shoal env build`, which takes longer than anybody waits for `shoal up`."""
+class EnvironmentsComponent(Component):
+    """Packages and proxy only: `shoal env build` builds the environments, which takes longer than `shoal up` should."""
 
     in_containers = True
-    files: Mapping[str, How] = {APT_PROXY: "text"}
+    files: Mapping[str, FileQuery] = {APT_PROXY: "text"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         builders = {builder_of(spec, entry) for entry in spec.environments.values()}
         return ("python3-venv",) if member.name in builders else ()
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        """apt's proxy, before any package is asked for. Nothing where the host has it, or needs none."""
-        wanted = apt_proxy(spec.proxy) if spec.proxy else None
-        found = facts.files.get(APT_PROXY)
-        return (File(APT_PROXY, wanted),) if (found.text if found else None) != wanted else ()
+        """apt's proxy, before any package is installed."""
+        text = apt_proxy(spec.proxy) if spec.proxy else None
+        return (File(APT_PROXY, text),) if facts.text(APT_PROXY) != (text or "") else ()
 
-    def farewell(self) -> Document:
+    def removal(self) -> Document:
         return (File(APT_PROXY),)
 
 
 def directory_of(spec: Spec, entry: Environment) -> str:
-    """Where an environment is kept."""
-    fit = [path for path, share in spec.storage.items() if share.kind != "stage" and not is_home(path, share)]
-    return entry.directory or (f"{fit[0]}/environments" if fit else SHARED_DIRECTORY)
+    """The directory of an environment."""
+    shared = [path for path, share in spec.storage.items() if share.kind != "stage" and not is_home(path, share)]
+    return entry.directory or (f"{shared[0]}/environments" if shared else SHARED_DIRECTORY)
 
 
 def builder_of(spec: Spec, entry: Environment) -> str:
-    """The member that builds it: who keeps the share it is in, as root of any other may not write there."""
+    """The member that builds it: the server of its share, as root of other hosts may not write there."""
     place, controller = directory_of(spec, entry), members(spec)[0].name
     inside = [path for path in spec.storage if place == path or place.startswith(f"{path}/")]
     return server_of(spec.storage[max(inside, key=len)], controller) if inside else controller
@@ -55,9 +55,9 @@ def is_home(path: str, share: SharedDirectory) -> bool:
 
 
 def apt_proxy(proxy: Proxy) -> str:
-    """The proxies in apt's words. apt has no list of hosts without one: each is named."""
+    """apt's configuration of the proxies. apt has no list of direct hosts, so each has a line."""
     names = proxy.variables
-    lines = ["# Written by shoal; changes here are lost."]
+    lines = [HEADER.rstrip()]
     for scheme in ("http", "https"):
         if f"{scheme}_proxy" in names:
             lines.append(f'Acquire::{scheme}::Proxy "{names[f"{scheme}_proxy"]}";')

@@ -1,39 +1,38 @@
-"""Rented nodes as Slurm is told of them before there is any: what their machines will have, and when they go. Pure."""
+"""Rented nodes in slurm.conf, before any is rented: their minimum shape, and when they are released. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
 from shoal.agent.facts import Facts
-from shoal.providers.prices import Shape, known_types, shape_of
-from shoal.providers.rented import abilities
-from shoal.roles.in_force import InForce
+from shoal.cloud.providers import abilities
+from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
+from shoal.roles.current_conf import CurrentConf
 from shoal.slurm.conf import gpu_type
-from shoal.slurm.model import GpuLine, Node, PowerSaving
-from shoal.spec.finding import Finding
+from shoal.slurm.model import Node, NodeGpu, PowerSaving
+from shoal.spec.finding import Finding, Level, closest
 from shoal.spec.member import Member
-from shoal.spec.members import partitions, rented_members
+from shoal.spec.members import partitions, provider_accounts, rented_members, rented_sets
 from shoal.spec.model import Spec
-from shoal.spec.problem import closest
-from shoal.spec.rented import RentedSet, accounts, rented_sets
+from shoal.spec.rental import RentedSet
 
 PROGRAMS = "/usr/local/lib/shoal/elastic"
-"""Where slurmctld finds what it starts to have nodes made and given back."""
-SMALLEST = Shape(cpus=1, memory_mb=1024)
-"""What is promised of a machine of which nothing is known."""
-LIKE = 0.75
-"""Above this two words are one and the same, spelt differently: `edgegpu` and `megagpu` are not."""
+"""The programs that slurmctld starts to resume and suspend nodes."""
+SMALLEST_SHAPE = InstanceShape(cpus=1, memory_mb=1024)
+"""The shape of a machine of which nothing is known."""
+SIMILARITY = 0.75
+"""Above this ratio two words count as a misspelling of each other: `edgegpu` and `megagpu` do not."""
 
 
 def rented_nodes(spec: Spec) -> tuple[Node, ...]:
-    """Every node that may be rented, the same whether or not it is there: slurmctld keeps its configuration."""
-    found = []
-    for one in rented_sets(spec).values():
-        shape = promised(spec, one)
-        gpus = tuple(GpuLine(shape.gpu, f"/dev/nvidia{number}") for number in range(shape.gpus))
-        for name in one.nodes:
+    """Every node that may be rented; the same whether or not it exists, so that slurmctld's configuration stays."""
+    nodes = []
+    for nodeset in rented_sets(spec).values():
+        shape = minimum_shape(spec, nodeset)
+        gpus = tuple(NodeGpu(shape.gpu, f"/dev/nvidia{number}") for number in range(shape.gpus))
+        for name in nodeset.nodes:
             node = Node(
                 name=name,
                 hostname=name,
@@ -42,53 +41,53 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
                 cores_per_socket=shape.cpus,
                 memory_mb=shape.memory_mb,
                 gpus=gpus,
-                features=(one.name, *one.features),
-                weight=one.weight,
+                features=(nodeset.name, *nodeset.features),
+                weight=nodeset.weight,
                 cloud=True,
             )
-            found.append(node)
-    return tuple(found)
+            nodes.append(node)
+    return tuple(nodes)
 
 
-def promised(spec: Spec, one: RentedSet) -> Shape:
-    """What every machine of a rented nodeset has at least; what the file says goes before what is known of types.
+def minimum_shape(spec: Spec, nodeset: RentedSet) -> InstanceShape:
+    """What every machine of a rented nodeset has at least. The spec's values override what is known of types.
 
-    The GPU is Slurm's type of it, and empty where the offers are of different ones.
+    The GPU is Slurm's type; empty where the offers differ.
     """
-    known = _shapes(spec, one) or [SMALLEST]
+    known = _shapes(spec, nodeset) or [SMALLEST_SHAPE]
     kinds = {gpu_type(shape.gpu) if shape.gpu else "" for shape in known}
-    return Shape(
-        cpus=one.cpus or min(shape.cpus for shape in known),
-        memory_mb=one.memory_mb or min(shape.memory_mb for shape in known),
-        gpus=min(shape.gpus for shape in known) if one.gpus is None else one.gpus,
+    return InstanceShape(
+        cpus=nodeset.cpus or min(shape.cpus for shape in known),
+        memory_mb=nodeset.memory_mb or min(shape.memory_mb for shape in known),
+        gpus=min(shape.gpus for shape in known) if nodeset.gpus is None else nodeset.gpus,
         gpu=kinds.pop() if len(kinds) == 1 else "",
     )
 
 
 def power_saving(spec: Spec) -> PowerSaving | None:
-    """How nodes come and go; None where none do."""
+    """Slurm's power saving; None without rented nodesets."""
     sets = rented_sets(spec)
     if not sets:
         return None
-    kinds = {accounts(spec)[name].kind or name for one in sets.values() for name in one.accounts}
+    kinds = {provider_accounts(spec)[name].kind or name for nodeset in sets.values() for name in nodeset.accounts}
     return PowerSaving(PROGRAMS, max(_boot_seconds(kind) for kind in kinds))
 
 
 def suspend_time(spec: Spec, partition: str) -> int | None:
-    """When idle nodes of a partition are given back: the longest `idle` of its nodesets, as Slurm knows one only."""
+    """When idle nodes of a partition are released: the longest `idle` of its nodesets, as Slurm has one value only."""
     sets, inside = rented_sets(spec), partitions(spec)[partition].nodesets
     return max((sets[name].idle for name in inside if name in sets), default=None)
 
 
-def present(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Member, ...]:
-    """The rented nodes that are there: those that were asked."""
+def present_rentals(spec: Spec, facts: Mapping[str, Facts]) -> tuple[Member, ...]:
+    """The rented nodes that exist: those with facts."""
     return tuple(member for member in rented_members(spec) if member.name in facts)
 
 
-def addressed(spec: Spec, facts: Mapping[str, Facts], before: InForce) -> tuple[str, ...]:
-    """Rented nodes that have an address though nobody asked them now.
+def addressed_rentals(spec: Spec, facts: Mapping[str, Facts], before: CurrentConf) -> tuple[str, ...]:
+    """Rented nodes without facts that have an address.
 
-    On a network of our own each has its address for good, so that members know the way to it before it is there.
+    With WireGuard each node has a permanent address, so that members know it before it is rented.
     """
     own = spec.network.kind == "wireguard"
     absent = [member.name for member in rented_members(spec) if member.name not in facts]
@@ -96,13 +95,14 @@ def addressed(spec: Spec, facts: Mapping[str, Facts], before: InForce) -> tuple[
 
 
 def rented_containers(spec: Spec) -> tuple[str, ...]:
-    """Rented nodes that are containers: reached through a tunnel, at a port that Slurm knows beforehand."""
-    return tuple(name for one in rented_sets(spec).values() if _kinds_of(spec, one) == {True} for name in one.nodes)
+    """Rented nodes that are containers: reached through a tunnel, at a port in slurm.conf."""
+    sets = [nodeset for nodeset in rented_sets(spec).values() if _kinds_of(spec, nodeset) == {True}]
+    return tuple(name for nodeset in sets for name in nodeset.nodes)
 
 
-def _kinds_of(spec: Spec, one: RentedSet) -> set[bool]:
-    """Whether the machines of a nodeset are containers; both, where its offers are of both kinds."""
-    return {_is_container(accounts(spec)[name].kind or name) for name in one.accounts}
+def _kinds_of(spec: Spec, nodeset: RentedSet) -> set[bool]:
+    """Whether the machines of a nodeset are containers; both values where its offers differ."""
+    return {_is_container(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts}
 
 
 def _is_container(kind: str) -> bool:
@@ -113,98 +113,83 @@ def _is_container(kind: str) -> bool:
 
 
 def rented_findings(spec: Spec) -> Iterator[Finding]:
-    """What is worth saying about rented nodesets before anything is rented."""
+    """Problems of rented nodesets, before anything is rented."""
     sets = rented_sets(spec)
-    for one in sets.values():
-        if len(_kinds_of(spec, one)) > 1:
-            yield Finding(
-                "error",
-                f"nodeset `{one.name}`: some of its offers are containers and some whole machines, and Slurm must know "
-                "beforehand where a node answers",
-                ", ".join(one.accounts),
-                "give each kind a nodeset of its own",
-                path=f"nodesets.{one.name}",
-            )
-        elif _kinds_of(spec, one) == {True}:
-            yield Finding(
-                "info",
-                f"nodeset `{one.name}`: because of it Slurm listens on all addresses of all hosts, and not on the "
-                "network's alone",
-                "rented containers, which call slurmctld from the end of a tunnel",
-                path=f"nodesets.{one.name}",
-            )
-        unknown = [
-            f"{offer.type} of {offer.provider}"
-            for offer in one.offers
-            if _shape(spec, offer.provider, offer.type) is None
-        ]
-        if unknown and not (one.cpus and one.memory_mb):
-            yield Finding(
-                "warning",
-                f"nodeset `{one.name}`: what is in this machine is not known, so Slurm counts on very little",
-                ", ".join(unknown),
-                "say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
-                path=f"nodesets.{one.name}",
-            )
-        for account, type in dict.fromkeys((offer.provider, offer.type) for offer in one.offers if offer.type):
-            if like := _meant(_plain(type), known_types(accounts(spec)[account].kind or account)):
-                yield Finding(
-                    "warning",
-                    f"nodeset `{one.name}`: Shoal knows no such machine, and if its name is wrong no order is filled",
-                    f"{type} of {account}",
-                    f"did you mean `{like}`? `shoal offers --provider {account}` shows what there is",
-                    path=f"nodesets.{one.name}",
-                )
+    for nodeset in sets.values():
+        for level, what, found, fix in _nodeset_problems(spec, nodeset):
+            name = nodeset.name
+            yield Finding(level, f"nodeset `{name}`: {what}", found, fix, path=f"nodesets.{name}")
     for name, partition in partitions(spec).items():
         times = {inside: sets[inside].idle for inside in partition.nodesets if inside in sets}
         if len(set(times.values())) > 1:
             longest = max(times, key=lambda inside: times[inside])
             yield Finding(
                 "warning",
-                f"partition `{name}`: Slurm knows one time for idle nodes, so all wait as long as `{longest}`'s",
+                f"partition `{name}`: Slurm has one idle time for a partition, so all nodes wait as long as {longest}",
                 ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items()),
                 "give them the same `idle`, or a partition each",
                 path=f"partitions.{name}",
             )
 
 
-def _plain(type: str) -> str:
-    """A type without how many it has: `8x NVIDIA H200`, and without what is put in: `n1-standard-8+nvidia-t4:2`."""
+def _nodeset_problems(spec: Spec, nodeset: RentedSet) -> Iterator[tuple[Level, str, str, str]]:
+    """The level, the problem, what was found, and the fix."""
+    kinds = _kinds_of(spec, nodeset)
+    if len(kinds) > 1:
+        what = "some of its offers are containers and some are machines, and Slurm must know beforehand which"
+        yield "error", what, ", ".join(nodeset.accounts), "give each kind a nodeset of its own"
+    elif kinds == {True}:
+        what = "because of it Slurm listens on all addresses of all hosts, not only on the network's"
+        yield "info", what, "rented containers, which connect to slurmctld through a tunnel", ""
+    unknown = [f"{o.type} of {o.provider}" for o in nodeset.offers if _shape(spec, o.provider, o.type) is None]
+    if unknown and not (nodeset.cpus and nodeset.memory_mb):
+        what = "the shape of this machine is not known, so Slurm counts on very little"
+        yield "warning", what, ", ".join(unknown), "set its minimum: `cpus: 8`, `memory: 60G`, `gpus: 1`"
+    for account, type in dict.fromkeys((offer.provider, offer.type) for offer in nodeset.offers if offer.type):
+        if like := _likely_type(_base_type(type), known_types(provider_accounts(spec)[account].kind or account)):
+            what = "Shoal does not know this machine type; with a wrong name every order fails"
+            fix = f"did you mean `{like}`? `shoal offers --provider {account}` lists the types"
+            yield "warning", what, f"{type} of {account}", fix
+
+
+def _base_type(type: str) -> str:
+    """A type without its count (`8x NVIDIA H200`) and without added GPUs (`n1-standard-8+nvidia-t4:2`)."""
     return re.sub(r"^[0-9]+x ", "", type).partition("+")[0]
 
 
-def _meant(type: str, known: frozenset[str]) -> str | None:
-    """The type that somebody has probably misspelt.
+def _likely_type(type: str, known: frozenset[str]) -> str | None:
+    """The known type that the user has probably misspelt.
 
-    Providers have more types than we know. They differ from each other by a number or by whole words; what is spelt
-    wrong has the numbers of the right one and words like its.
+    Providers have more types than we know. Types differ by a number or by whole words; a misspelt one has the numbers
+    of the right one and similar words.
     """
     words = _words(type)
-    alike = [one for one in known if len(_words(one)) == len(words) and all(map(_alike, words, _words(one)))]
-    return None if type in known else closest(type, sorted(alike))
+    split = {other: _words(other) for other in known}
+    similar = [other for other, its in split.items() if len(its) == len(words) and all(map(_similar, words, its))]
+    return None if type in known else closest(type, sorted(similar))
 
 
 def _words(type: str) -> list[str]:
-    """Letters and numbers each on their own: `H20O-sxm5` is h 200 sxm 5, for an O after digits is meant to be one."""
+    """Words and numbers: `H20O-sxm5` is h 200 sxm 5, as an O after digits is read as a zero."""
     plain = re.sub(r"(?<=[0-9])o+", lambda found: "0" * len(found[0]), type.lower())
     return re.findall(r"[a-z]+|[0-9]+", plain)
 
 
-def _alike(word: str, other: str) -> bool:
-    return word == other or (not word.isdigit() and SequenceMatcher(None, word, other).ratio() > LIKE)
+def _similar(word: str, other: str) -> bool:
+    return word == other or (not word.isdigit() and SequenceMatcher(None, word, other).ratio() > SIMILARITY)
 
 
-def _shapes(spec: Spec, one: RentedSet) -> list[Shape]:
-    found: Iterable[Shape | None] = (_shape(spec, offer.provider, offer.type) for offer in one.offers)
-    return [shape for shape in found if shape is not None]
+def _shapes(spec: Spec, nodeset: RentedSet) -> list[InstanceShape]:
+    shapes = (_shape(spec, offer.provider, offer.type) for offer in nodeset.offers)
+    return [shape for shape in shapes if shape is not None]
 
 
-def _shape(spec: Spec, account: str, type: str | None) -> Shape | None:
-    return shape_of(accounts(spec)[account].kind or account, type) if type else None
+def _shape(spec: Spec, account: str, type: str | None) -> InstanceShape | None:
+    return shape_of(provider_accounts(spec)[account].kind or account, type) if type else None
 
 
 def _boot_seconds(kind: str) -> int:
     try:
         return abilities(kind).boot_seconds
     except (LookupError, ImportError):
-        return 1800  # somebody else's, and not installed here: the service on the controller tells
+        return 1800  # a third-party provider that is not installed here

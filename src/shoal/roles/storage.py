@@ -1,62 +1,73 @@
-"""Shares: the host that keeps one serves it to the members and nobody else; the others have it as they can."""
+"""Shares: their servers and clients. Clients mount a share by NFS or over SSH, or copy it for each job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cache
 
 from shoal.agent.document import Command, Directory, Document, File, Item, Mount
 from shoal.agent.facts import Facts
-from shoal.roles.part import How, Part
-from shoal.roles.share_client import away, no_copies, using
+from shoal.agent.units import HEADER
+from shoal.remote import program_text
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, Stage
 from shoal.roles.share_server import (
     FOREIGN_EXPORTS,
-    NOT_FOR_US,
+    PACKAGE_SERVICES,
     RPCBIND,
-    foreign_exports,
-    no_nfs_server,
-    no_ssh_server,
-    serving,
+    has_foreign_exports,
+    nfs_server_removal,
+    rpcbind_removal,
+    server_items,
+    ssh_server_removal,
 )
-from shoal.roles.shares import COPIES, KEEPS, RECORD, SERVES_NFS, SERVES_SSH, moved, shares, text_of
-from shoal.roles.stage import Stage
+from shoal.roles.shares import (
+    COPIES,
+    RECORD,
+    SERVED_RECORD,
+    SERVES_NFS,
+    SERVES_SSH,
+    ServedShare,
+    access_kind,
+    bracketed,
+    moved_share_findings,
+    shares,
+    shares_account,
+)
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 from shoal.storage import nfs, sshfs, stage
-from shoal.storage.ways import FILESYSTEMS, served_by_kernel, way
-
-if TYPE_CHECKING:
-    from shoal.roles.cluster import Cluster
+from shoal.storage.access import FILESYSTEMS, choose_access, kernel_serves_nfs
 
 SSHD_CONFIG = "/etc/ssh/sshd_config"
 
 
-class Storage(Part):
-    """What hosts have to be for the shares."""
+class StorageComponent(Component):
+    """Packages, servers, mounts and copies of shares."""
 
     in_containers = True
-    by_members = True
-    files: Mapping[str, How] = {RECORD: "text"}
-    services = (nfs.GANESHA_SERVICE, "nfs-server", *NOT_FOR_US, *RPCBIND)
+    changes_with_members = True
+    files: Mapping[str, FileQuery] = {RECORD: "text"}
+    services = (nfs.GANESHA_SERVICE, "nfs-server", *PACKAGE_SERVICES, *RPCBIND)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if facts is None:
             return ()
         names: list[str] = []
         for share in shares(spec):
-            kind = way(share.share, share.server, member.name, facts).kind
+            kind = choose_access(share.share, share.server, member.name, facts).kind
             if kind == "local" and share.share.kind == "nfs":
-                names += ["nfs-kernel-server"] if served_by_kernel(facts) else ["nfs-ganesha", "nfs-ganesha-vfs"]
+                names += ["nfs-kernel-server"] if kernel_serves_nfs(facts) else ["nfs-ganesha", "nfs-ganesha-vfs"]
             names += {"nfs": ["nfs-common"], "sshfs": ["sshfs"], "stage": ["rsync", "sudo"]}.get(kind, [])
             if kind == "local":
-                names.append("rsync")  # for hosts that can do no better
+                names.append("rsync")  # for clients that can only copy
         return tuple(names)
 
     def filesystems(self, spec: Spec) -> tuple[str, ...]:
         return FILESYSTEMS if spec.storage else ()
 
-    def facts_files(self, spec: Spec) -> Mapping[str, How]:
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         if not spec.storage:
             return {}
         keys = (sshfs.PUBLIC_KEY, sshfs.HOST_KEY, sshfs.KNOWN_HOSTS, f"{sshfs.KEYS}/{sshfs.ACCOUNT}")
@@ -67,11 +78,12 @@ class Storage(Part):
         return (nfs.PORT,) if serves else ()
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        """A key that the servers must know. It is made on the host and stays there."""
+        """A key that the servers must authorize. It never leaves the host."""
         over_ssh = any(
-            way(share.share, share.server, member.name, facts).kind in ("sshfs", "stage") for share in shares(spec)
+            choose_access(share.share, share.server, member.name, facts).kind in ("sshfs", "stage")
+            for share in shares(spec)
         )
-        if not over_ssh or sshfs.plain_key(text_of(facts, sshfs.PUBLIC_KEY)):
+        if not over_ssh or sshfs.strip_comment(facts.text(sshfs.PUBLIC_KEY)):
             return ()
         make = 'rm -f "$1" "$1.pub" && exec ssh-keygen -q -t ed25519 -N "" -C "shoal $2" -f "$1"'
         return (
@@ -85,63 +97,71 @@ class Storage(Part):
         )
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
-        served, used = tuple(serving(cluster, member)), tuple(using(cluster, member))
+        served, used = tuple(server_items(cluster, member)), tuple(client_items(cluster, member))
         keeps = [share for share in shares(cluster.spec) if share.server == member.name]
-        lines = [f"{KEEPS} {share.where} {share.path}" for share in keeps]
-        silent = [share.where for share in away(cluster, member)]
-        clearing = tuple(_clearing(cluster.facts[member.name], (*served, *used), lines, silent))
+        lines = [f"{SERVED_RECORD} {share.where} {share.path}" for share in keeps]
+        silent = [share.where for share in unreachable_shares(cluster, member)]
+        clearing = tuple(_record_items(cluster.facts[member.name], (*served, *used), lines, silent))
         return {Stage.SERVICES: (*clearing, *served), Stage.NODES: used}
 
-    def farewell(self) -> Document:
-        """Nothing of a share stays mounted or served; what is in it stays on the host that keeps it."""
+    def removal(self) -> Document:
+        """Unmounts and stops serving all shares; their files stay on the server."""
         return (
-            Command("take the shares away", ("sh", "-c", _FAREWELL, "sh", RECORD), unless=("test", "!", "-e", RECORD)),
-            *no_nfs_server(),
-            *no_ssh_server(),
-            *no_copies(),
+            Command(
+                "take the shares away", ("sh", "-c", _REMOVE_MOUNTS, "sh", RECORD), unless=("test", "!", "-e", RECORD)
+            ),
+            *nfs_server_removal(),
+            *ssh_server_removal(),
+            *copy_removal(),
             File(sshfs.KEY),
             File(sshfs.PUBLIC_KEY),
             File(sshfs.KNOWN_HOSTS),
-            File(sshfs.TRANSPORT),
+            File(sshfs.PROXY_PROGRAM),
             File(RECORD),
         )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        return (*moved(cluster.spec, cluster.facts), *dict.fromkeys(_findings(cluster)))
+        return (*moved_share_findings(cluster.spec, cluster.facts), *dict.fromkeys(_findings(cluster)))
 
 
-_SIGNS = {SERVES_NFS: (nfs.EXPORTS, nfs.GANESHA_CONF), SERVES_SSH: (sshfs.SSHD_CONF,), COPIES: (stage.LIST,)}
-"""Files by which a host serves or copies."""
+_RECORD_FILES = {SERVES_NFS: (nfs.EXPORTS, nfs.GANESHA_CONF), SERVES_SSH: (sshfs.SSHD_CONF,), COPIES: (stage.LIST,)}
+"""The files of a host that serves or copies, by line of the record."""
 
 
-def _clearing(facts: Facts, items: Document, keeps: Sequence[str], away: Sequence[str]) -> Iterator[Item]:
-    """What an earlier file had asked for and this one does not, taken away; then the record of what is to be there.
+def _record_items(
+    facts: Facts, items: Document, keeps: Sequence[str], unreachable_shares: Sequence[str]
+) -> Iterator[Item]:
+    """Removes what an earlier spec had and this one does not; then the record of what should exist.
 
     What was mounted of shares that are `away` stays.
     """
-    lines = text_of(facts, RECORD).splitlines()
+    lines = facts.text(RECORD).splitlines()
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
-    wanted = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
-    wanted += [(kind, where) for kind, where in before if any(f"{where}/".startswith(f"{share}/") for share in away)]
+    mounts = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
+    mounts += [
+        (kind, where)
+        for kind, where in before
+        if any(f"{where}/".startswith(f"{share}/") for share in unreachable_shares)
+    ]
     files = {item.path for item in items if isinstance(item, File)}
-    kept = [line for line, signs in _SIGNS.items() if not files.isdisjoint(signs)]
-    if not wanted and not lines and not kept and not keeps:
+    kept = [line for line, signs in _RECORD_FILES.items() if not files.isdisjoint(signs)]
+    if not mounts and not lines and not kept and not keeps:
         return
     for kind, where in before:
-        if (kind, where) not in wanted:
+        if (kind, where) not in mounts:
             yield Mount(where, fstype="none", mounted=False, automount=kind == "automount")
     if SERVES_NFS in lines and SERVES_NFS not in kept:
-        yield from no_nfs_server()
+        yield from nfs_server_removal()
     if SERVES_SSH in lines and SERVES_SSH not in kept:
-        yield from no_ssh_server()
+        yield from ssh_server_removal()
     if COPIES in lines and COPIES not in kept:
-        yield from no_copies()
-    text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in wanted), *kept, *keeps))
+        yield from copy_removal()
+    text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in mounts), *kept, *keeps))
     yield Directory("/etc/shoal")
-    yield File(RECORD, f"# Written by shoal; changes here are lost.\n{text}" if text else None)
+    yield File(RECORD, HEADER + text if text else None)
 
 
-_FAREWELL = r"""
+_REMOVE_MOUNTS = r"""
 set -u
 while read -r kind where; do
     case $kind in automount | mount) ;; *) continue ;; esac
@@ -158,21 +178,117 @@ done < "$1"
 def _findings(cluster: Cluster) -> Iterator[Finding]:
     for share in shares(cluster.spec):
         if share.server not in cluster.facts:
-            what = f"the host that keeps {share.where} does not answer; whoever uses the share waits"
-            fix = f"bring {share.server} back; `shoal up` then mounts it where it is not yet"
+            what = f"{share.server}, the server of {share.where}, does not answer; processes that use the share wait"
+            fix = f"start {share.server}; `shoal up` then mounts the share where it is missing"
             yield Finding("warning", what, fix=fix, path=f"storage.{share.where}")
             continue
         facts = cluster.facts[share.server]
-        if share.share.kind == "nfs" and served_by_kernel(facts) and foreign_exports(facts):
+        if share.share.kind == "nfs" and kernel_serves_nfs(facts) and has_foreign_exports(facts):
             yield Finding(
                 "warning",
-                "this host has exports of its own, so its NFS server goes on answering on all addresses",
+                "this host has other exports, so its NFS server listens on all addresses",
                 FOREIGN_EXPORTS,
-                "keep them off this host, or guard port 2049 yourself",
+                "remove them, or close port 2049 to other hosts yourself",
                 host=share.server,
             )
     for name, facts in cluster.facts.items():
-        text = text_of(facts, SSHD_CONFIG)
+        text = facts.text(SSHD_CONFIG)
         if text and "/etc/ssh/sshd_config.d/" not in text:
             fix = f"put `Include /etc/ssh/sshd_config.d/*.conf` at the beginning of {SSHD_CONFIG}"
-            yield Finding("warning", "sshd does not read what Shoal says about shares and users", "", fix, host=name)
+            yield Finding("warning", "sshd does not read Shoal's settings for shares and users", "", fix, host=name)
+
+
+def client_items(cluster: Cluster, member: Member) -> Iterator[Item]:
+    """The mounts and copies of other hosts' shares, without `unreachable_shares`."""
+    facts = cluster.facts[member.name]
+    others = [share for share in shares(cluster.spec) if share.server != member.name]
+    ways = {share: access_kind(cluster, share, member.name) for share in others}
+    if "nfs" in ways.values():
+        yield from rpcbind_removal(facts)
+    servers = sshfs.render_known_hosts(_server_keys(cluster, member))
+    if not {"sshfs", "stage"}.isdisjoint(ways.values()):
+        yield Directory("/etc/shoal")
+        yield Directory(sshfs.DIRECTORY, mode=0o700)
+        yield File(sshfs.KNOWN_HOSTS, servers)
+        yield Directory("/usr/local/lib/shoal")
+    if "sshfs" in ways.values():
+        yield File(sshfs.PROXY_PROGRAM, _transport(), mode=0o755)
+    copies = [share for share, kind in ways.items() if kind == "stage" and not share.homes]
+    if copies:
+        yield from _copies(cluster, copies, servers)
+    for share, kind in ways.items():
+        address = cluster.addresses.get(share.server)
+        if address is None or share in unreachable_shares(cluster, member):
+            continue
+        read_only = share.share.read_only
+        if kind == "nfs":
+            options = nfs.mount_options(share.share.connections, read_only=read_only)
+            yield Mount(share.where, f"{bracketed(address)}:{share.path}", "nfs4", options, automount=True)
+        elif kind == "sshfs" and share.homes:
+            for name, user in cluster.spec.users.items():
+                options = sshfs.mount_options(read_only=False, owner=(user.uid, user.gid or user.uid))
+                place = f"{share.where}/{name}"
+                yield _over_ssh(place, f"{name}@{bracketed(address)}:{share.path}/{name}", options)
+        elif kind == "sshfs":
+            options = sshfs.mount_options(read_only=read_only)
+            yield _over_ssh(share.where, f"{sshfs.ACCOUNT}@{bracketed(address)}:{share.where}", options)
+
+
+def unreachable_shares(cluster: Cluster, member: Member) -> list[ServedShare]:
+    """Shares whose server does not answer: the member keeps its mounts of them, and gets no new ones.
+
+    A rented machine joins with the facts of the controller only, so none counts as unreachable there.
+    """
+    missing = [] if member.rented else [share for share in shares(cluster.spec) if share.server not in cluster.facts]
+    return [share for share in missing if share.server != member.name]
+
+
+def _over_ssh(where: str, what: str, options: str) -> Mount:
+    return Mount(where, what, "fuse.sshfs", options, automount=True, if_known=sshfs.SYMLINK_OPTION)
+
+
+def _copies(cluster: Cluster, copies: list[ServedShare], servers: str) -> Iterator[Item]:
+    """Local directories, and the program that copies to them before a job and back after it."""
+    yield from shares_account(cluster)
+    for share in copies:
+        make = ("install", "-d", "-m", "0777", "-o", sshfs.ACCOUNT, "-g", sshfs.ACCOUNT, share.where)
+        yield Command(f"make {share.where}", make, unless=("test", "-d", share.where))
+    copied = [
+        stage.StagedShare(share.where, cluster.addresses[share.server], share.share.read_only)
+        for share in copies
+        if share.server in cluster.addresses
+    ]
+    yield Directory(stage.DIRECTORY, owner=sshfs.ACCOUNT, group=sshfs.ACCOUNT, mode=0o700)
+    give = ("install", "-o", sshfs.ACCOUNT, "-g", sshfs.ACCOUNT, "-m", "0600", sshfs.KEY, stage.KEY)
+    yield Command("give the key to who copies", give, unless=("cmp", "-s", sshfs.KEY, stage.KEY))
+    yield File(stage.KNOWN_HOSTS, servers)
+    yield File(stage.LIST, stage.render_list(copied))
+    yield File(stage.PROGRAM, stage.render_program(), mode=0o755)
+    yield File(stage.SUDOERS, stage.render_sudoers("shoal-users"), mode=0o440, accepted_by=("visudo", "-c", "-f", "-"))
+
+
+@cache
+def _transport() -> str:
+    return program_text("sftp_proxy")
+
+
+def _server_keys(cluster: Cluster, member: Member) -> dict[str, str]:
+    """The servers' host keys by address. A server that does not answer keeps its known key."""
+    known = dict(
+        line.split(" ", 1)
+        for line in cluster.facts[member.name].text(sshfs.KNOWN_HOSTS).splitlines()
+        if line and not line.startswith("#")
+    )
+    keys = {}
+    for share in shares(cluster.spec):
+        address = cluster.addresses.get(share.server, "")
+        facts = cluster.facts.get(share.server)
+        key = sshfs.strip_comment(facts.text(sshfs.HOST_KEY)) if facts else known.get(address, "")
+        if address and key and share.server != member.name:
+            keys[address] = key
+    return keys
+
+
+def copy_removal() -> list[Item]:
+    """Removes the program. The copies stay: they may hold results that were never copied back."""
+    return [File(path) for path in (stage.PROGRAM, stage.SUDOERS, stage.LIST, stage.KEY, stage.KNOWN_HOSTS)]

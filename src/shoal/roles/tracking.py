@@ -1,34 +1,36 @@
-"""The tracking server on one host, and on the controller what `shoal run` tells jobs about it."""
+"""The tracking server on one host, and its address on the controller, for `shoal run`.
+
+MLflow stores a run's files by their path below one directory, so a server with another directory does not find earlier
+files. The server's host has a record of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
-from shoal.roles.artifacts import OWN_DISK, RECORD, artifacts_findings, artifacts_of
-from shoal.roles.part import How, Kept, Part
-from shoal.roles.shares import Served, shares
-from shoal.roles.stage import Stage
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
+from shoal.roles.shares import ServedShare, shares
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 from shoal.tracking import mlflow
-from shoal.tracking.mlflow import Server
-
-if TYPE_CHECKING:
-    from shoal.roles.cluster import Cluster
+from shoal.tracking.mlflow import MlflowServer
 
 JOBS_SECRET = "mlflow-jobs"
 PASSWORD_DIGITS = 48
+RECORD = f"{mlflow.SETTINGS}/artifacts"
+"""The directory of artifacts; the record stays when the server is removed."""
+OWN_DISK = f"{mlflow.STATE}/artifacts"
 
 
-class TrackingPart(Part):
-    """MLflow where the spec wants it, and nothing of it where it does not."""
+class TrackingComponent(Component):
+    """MLflow, where the spec has `tracking`."""
 
-    files: Mapping[str, How] = {
+    files: Mapping[str, FileQuery] = {
         **dict.fromkeys((mlflow.UNIT, mlflow.ADDRESS, OWN_DISK), "there"),
         mlflow.JOBS_PASSWORD: "hash",
         RECORD: "text",
@@ -36,32 +38,32 @@ class TrackingPart(Part):
     services = (mlflow.SERVICE,)
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
-        return mlflow.packages(spec.tracking.database) if spec.tracking and serves(spec, member) else ()
+        return mlflow.packages(spec.tracking.database) if spec.tracking and is_server(spec, member) else ()
 
     def ports(self, spec: Spec, member: Member) -> tuple[str, ...]:
-        return (str(spec.tracking.port),) if spec.tracking and serves(spec, member) else ()
+        return (str(spec.tracking.port),) if spec.tracking and is_server(spec, member) else ()
 
-    def kept(self, spec: Spec) -> Mapping[str, Kept]:
-        """The password of jobs, which the controller needs too where the server is on another host."""
+    def shared_secrets(self, spec: Spec) -> Mapping[str, SharedSecret]:
+        """The password of jobs, which the controller needs as well."""
         host = server_host(spec)
-        return {JOBS_SECRET: Kept(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)} if host else {}
+        return {JOBS_SECRET: SharedSecret(host, mlflow.JOBS_PASSWORD, PASSWORD_DIGITS)} if host else {}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         items: dict[Stage, tuple[Item, ...]] = {}
         server = server_of(cluster)
-        if server and serves(cluster.spec, member):
+        if server and is_server(cluster.spec, member):
             # Shares of other hosts are mounted with the nodes.
-            stage = Stage.NODES if share_elsewhere(cluster.spec, server) else Stage.SERVICES
-            items[stage] = _serving(cluster.spec, server)
-        elif _there(cluster, member, mlflow.UNIT):
-            items[Stage.SERVICES] = without_server()
+            stage = Stage.NODES if remote_share(cluster.spec, server) else Stage.SERVICES
+            items[stage] = _server_items(cluster.spec, server)
+        elif cluster.facts_of(member.name).has_file(mlflow.UNIT):
+            items[Stage.SERVICES] = server_removal()
         if "controller" in member.roles:
-            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _told(cluster, server)
-        return {stage: some for stage, some in items.items() if some}
+            items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _address_items(cluster, server)
+        return {stage: document for stage, document in items.items() if document}
 
-    def farewell(self) -> Document:
-        """The accounts stay with what was recorded, and so does the password that opens them."""
-        return (*without_server(), File(mlflow.ADDRESS))
+    def removal(self) -> Document:
+        """The records stay, and so do the accounts and their passwords."""
+        return (*server_removal(), File(mlflow.ADDRESS))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         host = server_host(cluster.spec)
@@ -69,37 +71,37 @@ class TrackingPart(Part):
 
 
 def server_host(spec: Spec) -> str:
-    """The member that the server runs on; empty where there is none, or where it is somebody else's."""
+    """The member with the server; empty without one, or with an external server."""
     if spec.tracking is None or spec.tracking.url:
         return ""
     return spec.tracking.host or members(spec)[0].name
 
 
-def serves(spec: Spec, member: Member) -> bool:
+def is_server(spec: Spec, member: Member) -> bool:
     return server_host(spec) == member.name
 
 
-def server_of(cluster: Cluster) -> Server | None:
-    """The server that Shoal sets up, once its host's address is known."""
+def server_of(cluster: Cluster) -> MlflowServer | None:
+    """The server that Shoal sets up; None while its host's address is unknown."""
     host, tracking = server_host(cluster.spec), cluster.spec.tracking
     address = cluster.addresses.get(host)
     if not tracking or not host or not address:
         return None
-    return Server(host, address, tracking.port, tracking.database, artifacts_of(cluster, host))
+    return MlflowServer(host, address, tracking.port, tracking.database, artifacts_directory(cluster, host))
 
 
-def share_elsewhere(spec: Spec, server: Server) -> Served | None:
-    """The share of another host that the artifacts are in."""
+def remote_share(spec: Spec, server: MlflowServer) -> ServedShare | None:
+    """The share of another host that contains the artifacts."""
     inside = [share for share in shares(spec) if f"{server.artifacts}/".startswith(f"{share.where}/")]
     return next((share for share in inside if share.server != server.name), None)
 
 
-def without_server() -> tuple[Item, ...]:
-    """The service taken away. What jobs reported stays."""
+def server_removal() -> tuple[Item, ...]:
+    """Removes the service. What jobs reported stays."""
     return (Service(mlflow.SERVICE, enabled=False, running=False), File(mlflow.UNIT))
 
 
-def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
+def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
     proxies = spec.proxy.variables if spec.proxy else {}
     environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
     requirements = mlflow.requirements(server.database)
@@ -144,16 +146,16 @@ def _serving(spec: Spec, server: Server) -> tuple[Item, ...]:
         Command(
             "make the account that jobs report with",
             (f"{server.prefix}/bin/python", "-I", "-"),
-            unless=mlflow.ACCOUNTS_MADE,
+            unless=mlflow.ACCOUNT_CHECK,
             stdin=mlflow.account_program(server),
             timeout=300.0,
         ),
     )
 
 
-def _artifacts(spec: Spec, server: Server) -> Item:
-    """The directory for files. On a share of another host root is nobody, so there the server's own user makes it."""
-    share = share_elsewhere(spec, server)
+def _artifacts(spec: Spec, server: MlflowServer) -> Item:
+    """The directory of artifacts. On another host's share root is mapped to nobody, so the server's user creates it."""
+    share = remote_share(spec, server)
     if share is None:
         return Directory(server.artifacts, owner=mlflow.USER, group=mlflow.USER, mode=0o700)
     as_server = ("runuser", "-u", mlflow.USER, "--")
@@ -161,37 +163,37 @@ def _artifacts(spec: Spec, server: Server) -> Item:
         f"make {server.artifacts}",
         (*as_server, "mkdir", "-p", "-m", "0700", server.artifacts),
         unless=(*as_server, "test", "-w", server.artifacts),
-        timeout=20.0,  # its host may be away
-        fix=f"let everybody write to {share.path} on {share.server}, or run the server there: `host: {share.server}`",
+        timeout=20.0,  # the server of the share may be down
+        fix=f"make {share.path} on {share.server} writable for all, or run the server there: `host: {share.server}`",
     )
 
 
 def _database() -> tuple[Item, ...]:
-    """PostgreSQL on the same host. The server logs in by its own socket, as the user it is: there is no password."""
+    """PostgreSQL on the same host. The server logs in through a socket as its own user, without a password."""
     as_postgres = ("runuser", "-u", "postgres", "--")
-    asked = (*as_postgres, "psql", "-tAc")
+    query = (*as_postgres, "psql", "-tAc")
     return (
         Service("postgresql"),
         Command(
             "make MLflow's role in PostgreSQL",
             (*as_postgres, "createuser", mlflow.USER),
-            unless=(*asked, f"select 1 / count(*) from pg_roles where rolname = '{mlflow.USER}'"),
+            unless=(*query, f"select 1 / count(*) from pg_roles where rolname = '{mlflow.USER}'"),
             retries=5,
         ),
         Command(
             "make MLflow's database",
             (*as_postgres, "createdb", "--owner", mlflow.USER, "mlflow"),
-            unless=(*asked, "select 1 / count(*) from pg_database where datname = 'mlflow'"),
+            unless=(*query, "select 1 / count(*) from pg_database where datname = 'mlflow'"),
             retries=5,
         ),
     )
 
 
-def _told(cluster: Cluster, server: Server | None) -> tuple[Item, ...]:
-    """On the controller: where jobs report to, and with what password."""
+def _address_items(cluster: Cluster, server: MlflowServer | None) -> tuple[Item, ...]:
+    """On the controller: the server's address, and the password of jobs."""
     tracking = cluster.spec.tracking
     if tracking is None:
-        return (File(mlflow.ADDRESS),) if _there(cluster, cluster.controller, mlflow.ADDRESS) else ()
+        return (File(mlflow.ADDRESS),) if cluster.controller_facts.has_file(mlflow.ADDRESS) else ()
     if tracking.url:
         return (Directory("/etc/shoal"), File(mlflow.ADDRESS, mlflow.address_file(tracking.url, ours=False)))
     if server is None:
@@ -202,12 +204,43 @@ def _told(cluster: Cluster, server: Server | None) -> tuple[Item, ...]:
     )
     if server.name == cluster.controller.name:
         return items
-    kept = cluster.facts.get(server.name)
-    digest = kept.files[mlflow.JOBS_PASSWORD].sha256 if kept and mlflow.JOBS_PASSWORD in kept.files else None
+    digest = cluster.facts_of(server.name).digest(mlflow.JOBS_PASSWORD)
     copy = File(mlflow.JOBS_PASSWORD, SecretRef(JOBS_SECRET, digest), mode=0o400)
     return (*items, Directory(mlflow.SETTINGS, mode=0o750), copy)
 
 
-def _there(cluster: Cluster, member: Member, path: str) -> bool:
-    facts = cluster.facts.get(member.name)
-    return bool(facts and path in facts.files and facts.files[path].there)
+def artifacts_directory(cluster: Cluster, host: str) -> str:
+    """The spec's directory, else the recorded one, else one on a share of the host, else one on its own disk."""
+    specified = cluster.spec.tracking.artifacts if cluster.spec.tracking else None
+    return specified or recorded_directory(cluster.facts_of(host)) or share_directory(cluster.spec, host) or OWN_DISK
+
+
+def recorded_directory(facts: Facts) -> str:
+    """The directory of earlier runs; empty where there was no server."""
+    return facts.text(RECORD).strip() or (OWN_DISK if facts.has_file(OWN_DISK) else "")
+
+
+def share_directory(spec: Spec, host: str) -> str:
+    """A directory on the first writable share that the host serves; empty where it serves none.
+
+    Not on another host's share: the server would stop with that host. Not on a share for SSH only, where every user may
+    move the files of others.
+    """
+    for share in shares(spec):
+        if share.server == host and share.share.kind == "nfs" and not share.homes and not share.share.read_only:
+            return f"{share.path}/shoal-mlflow"
+    return ""
+
+
+def artifacts_findings(cluster: Cluster, host: str) -> Iterator[Finding]:
+    """Files of earlier runs in another directory than the server's, or not on a share."""
+    before, now = recorded_directory(cluster.facts_of(host)), artifacts_directory(cluster, host)
+    share = share_directory(cluster.spec, host)
+    if before and before != now:
+        what = f"files of earlier runs stay in {before}, where the server does not find them"
+        fix = f"copy them: `shoal ssh {host} cp -a {before}/. {now}/`"
+        yield Finding("warning", what, f"`artifacts: {now}`", fix, path="tracking.artifacts", host=host)
+    elif before == now == OWN_DISK and share:
+        what = f"files of runs stay on the disk of {host}: they are older than the share"
+        fix = f"set `artifacts: {share}` to store them on the share"
+        yield Finding("info", what, before, fix, path="tracking", host=host)

@@ -1,48 +1,45 @@
-"""Users: the same names and numbers on all hosts, keys to log in with, homes made once, and who may log in where."""
+"""Users: the same names and ids on all hosts, their keys and homes, and who may log in where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from shoal.agent.document import Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
-from shoal.roles.confinement import confinement
-from shoal.roles.part import How, Part
+from shoal.agent.units import HEADER
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.current_conf import confinement
 from shoal.roles.share_server import host_keys
-from shoal.roles.shares import Served, homes_of, reload_sshd, sshd_file, text_of, way_of
-from shoal.roles.stage import Stage
+from shoal.roles.shares import ServedShare, access_kind, homes_of, reload_sshd, sshd_file
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 from shoal.spec.users import ClusterUser
 from shoal.storage import sshfs
 
-if TYPE_CHECKING:
-    from shoal.roles.cluster import Cluster
-
 RECORD = "/etc/shoal/users"
-"""Whom an earlier run made on a host, so that a later one locks those whom the file no longer names."""
-EVERYBODY = "shoal-users"
-"""The group of all users of the file. What holds for them holds for nobody else who logs in."""
+"""The users of earlier runs on a host, so that a later run locks those that the spec no longer names."""
+USERS_GROUP = "shoal-users"
+"""The group of all users of the spec. The rules of logins apply to this group only."""
 DOCKER = "docker"
 SSHD_CONF = "/etc/ssh/sshd_config.d/10-shoal-users.conf"
 PAM, PAM_BLOCK = "/etc/pam.d/sshd", "jobs"
-FIRST_GROUP, SYSTEM_IDS = 3000, 1000
+FIRST_GROUP, SYSTEM_ID_LIMIT = 3000, 1000
 
 
-class Users(Part):
-    """What hosts have to be for the users."""
+class UsersComponent(Component):
+    """The users of the spec on every host."""
 
     in_containers = True
-    files: Mapping[str, How] = {RECORD: "text"}
+    files: Mapping[str, FileQuery] = {RECORD: "text"}
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
-        if not spec.users or facts is None or not _may_be_guarded(spec, member):
+        if not spec.users or facts is None or not _restricts_logins(spec, member):
             return ()
         return ("libpam-slurm-adopt",) if confinement((facts,), ()).tracked else ()
 
-    def facts_files(self, spec: Spec) -> Mapping[str, How]:
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         return {f"{sshfs.KEYS}/{name}": "text" for name in spec.users if homes_of(spec)}
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
@@ -54,25 +51,25 @@ class Users(Part):
             Stage.BASE: (
                 *_record(before, users),
                 *_accounts(cluster, member),
-                *_locked(before, users),
+                *_locked_users(before, users),
                 *_logins(cluster, member),
             ),
             Stage.SERVICES: tuple(_homes(cluster, member)),
         }
 
-    def farewell(self) -> Document:
-        """The accounts stay, with their files and keys: nobody is locked out of a host because it leaves a cluster."""
+    def removal(self) -> Document:
+        """Users, files and keys stay: a host that leaves the cluster locks nobody out."""
         return (Block(PAM, PAM_BLOCK, ""), File(RECORD))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         users, findings = cluster.spec.users, []
         if users and cluster.conf.nodes and not cluster.conf.proctrack_cgroup:
             what = "every user may log in to every node by SSH, with or without a job there"
-            found = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
-            findings.append(Finding("info", what, found, path="users"))
+            cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
+            findings.append(Finding("info", what, cause, path="users"))
         for name, user in users.items():
             if user.docker and not any(DOCKER in facts.groups for facts in cluster.facts.values()):
-                fix = "install Docker on the hosts that are to have it, then run `shoal up`"
+                fix = "install Docker on the hosts that need it, then run `shoal up`"
                 findings.append(Finding("info", "no host has Docker yet", fix=fix, path=f"users.{name}.docker"))
         return tuple(findings)
 
@@ -83,10 +80,10 @@ def home_of(spec: Spec, name: str) -> str:
 
 
 def _record(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Document:
-    """Who is, or was, a user here: noted before anybody is made, so that a run that fails leaves nobody unknown."""
+    """The record of present and former users, written before any user is created, in case the run fails."""
     lines = {**before, **{name: user.uid for name, user in users.items()}}
     text = "".join(f"{name} {uid}\n" for name, uid in sorted(lines.items()))
-    return (Directory("/etc/shoal"), File(RECORD, f"# Written by shoal; changes here are lost.\n{text}"))
+    return (Directory("/etc/shoal"), File(RECORD, HEADER + text))
 
 
 def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
@@ -97,9 +94,9 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, number in numbers.items():
         if number is not None:
             yield Group(name, number)
-    local = _makes_homes(cluster, member)
+    creates_home = _makes_homes(cluster, member)
     for name, user in users.items():
-        # A group that hosts have for themselves keeps its number, and is joined where it is.
+        # A system group keeps its id, and users join it on hosts that have it.
         groups = [group for group in user.groups if numbers[group] is not None or group in facts.groups]
         docker = user.docker and DOCKER in facts.groups
         home = home_of(cluster.spec, name)
@@ -110,33 +107,33 @@ def _accounts(cluster: Cluster, member: Member) -> Iterator[Item]:
             group=name,
             home=home,
             shell="/bin/bash",
-            groups=(EVERYBODY, *groups, *((DOCKER,) if docker else ())),
+            groups=(USERS_GROUP, *groups, *((DOCKER,) if docker else ())),
             not_in=() if docker else (DOCKER,),
             system=False,
-            owns=(home,) if local else (),
+            owns=(home,) if creates_home else (),
         )
 
 
 def group_ids(cluster: Cluster) -> dict[str, int | None]:
-    """The numbers of the groups that users share, the same on all hosts. None for those of the hosts' own."""
+    """The ids of the users' groups, the same on all hosts. None for system groups."""
     tables = [cluster.facts[name].groups for name in sorted(cluster.facts, key=lambda n: n != cluster.controller.name)]
     users = cluster.spec.users
-    names = [EVERYBODY, *sorted({group for user in users.values() for group in user.groups})]
+    names = [USERS_GROUP, *sorted({group for user in users.values() for group in user.groups})]
     taken = {group.id for table in tables for group in table.values()} | {u.gid or u.uid for u in users.values()}
-    found: dict[str, int | None] = {}
+    ids: dict[str, int | None] = {}
     for name in names:
-        there = [table[name].id for table in tables if name in table]
-        if any(number < SYSTEM_IDS for number in there):
-            found[name] = None
+        existing = [table[name].id for table in tables if name in table]
+        if any(number < SYSTEM_ID_LIMIT for number in existing):
+            ids[name] = None
             continue
-        number = there[0] if there else next(n for n in range(FIRST_GROUP, 60000) if n not in taken)
+        number = existing[0] if existing else next(n for n in range(FIRST_GROUP, 60000) if n not in taken)
         taken.add(number)
-        found[name] = number
-    return found
+        ids[name] = number
+    return ids
 
 
-def _locked(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Iterator[Item]:
-    """Users whom the file no longer names. Their accounts and files stay; a key of theirs opens nothing."""
+def _locked_users(before: Mapping[str, int], users: Mapping[str, ClusterUser]) -> Iterator[Item]:
+    """Users that the spec no longer names. They are locked; their files stay."""
     for name, uid in before.items():
         if name not in users:
             yield User(name, uid, group=name, system=False, locked=True)
@@ -149,42 +146,40 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
     for name, user in users.items():
         yield File(f"{sshfs.KEYS}/{name}", _keys(cluster, member, name, user))
     match = (
-        "# Written by shoal; changes here are lost.\n"
-        f"Match User {','.join(sorted(users))}\n"
-        f"    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys\n"
+        f"{HEADER}Match User {','.join(sorted(users))}\n    AuthorizedKeysFile {sshfs.KEYS}/%u .ssh/authorized_keys\n"
     )
     yield sshd_file(SSHD_CONF, match if users else None)
     yield reload_sshd()
-    guarded = users and cluster.conf.proctrack_cgroup and _may_be_guarded(cluster.spec, member)
+    guarded = users and cluster.conf.proctrack_cgroup and _restricts_logins(cluster.spec, member)
     yield Block(PAM, PAM_BLOCK, pam_block() if guarded else "")
 
 
 def _keys(cluster: Cluster, member: Member, name: str, user: ClusterUser) -> str:
-    """The user's own keys; and on the host that keeps the homes, those by which other hosts mount this user's."""
+    """The user's keys; and on the server of homes, the keys with which other hosts mount this user's home."""
     own = "".join(f"{key}\n" for keys in user.keys for key in keys.splitlines())
     share = homes_of(cluster.spec)
     if share is None or share.server != member.name:
         return own
-    return own + sshfs.authorized(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
+    return own + sshfs.render_authorized_keys(host_keys(cluster, member.name, f"{sshfs.KEYS}/{name}"))
 
 
 def pam_block() -> str:
-    """Who is a user of the cluster may log in to a node where a job of theirs runs, and is then part of that job."""
+    """PAM rules: a user of the cluster may log in to a node only where a job of theirs runs, and joins that job."""
     return (
-        f"account [success=1 default=ignore] pam_succeed_if.so quiet user notingroup {EVERYBODY}\n"
+        f"account [success=1 default=ignore] pam_succeed_if.so quiet user notingroup {USERS_GROUP}\n"
         "account required pam_slurm_adopt.so action_no_jobs=deny\n"
         "account required pam_permit.so\n"
     )
 
 
-def _may_be_guarded(spec: Spec, member: Member) -> bool:
-    """A host that only computes. Where users submit from, or their homes are fetched from, they must get in."""
+def _restricts_logins(spec: Spec, member: Member) -> bool:
+    """Whether users may log in only with a job: on hosts that are compute nodes and nothing else."""
     share = homes_of(spec)
     return member.roles == {"compute"} and (share is None or share.server != member.name)
 
 
 def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
-    """A home is made once, on the host that keeps it; what its user does to it afterwards is the user's own affair."""
+    """Homes are created once, on the host that has them, and never changed afterwards."""
     if not _makes_homes(cluster, member):
         return
     share = homes_of(cluster.spec)
@@ -199,10 +194,10 @@ def _homes(cluster: Cluster, member: Member) -> Iterator[Item]:
 
 
 def _makes_homes(cluster: Cluster, member: Member) -> bool:
-    share: Served | None = homes_of(cluster.spec)
-    return share is None or way_of(cluster, share, member.name) in ("local", "stage")
+    share: ServedShare | None = homes_of(cluster.spec)
+    return share is None or access_kind(cluster, share, member.name) in ("local", "stage")
 
 
 def _recorded(facts: Facts) -> dict[str, int]:
-    pairs = (line.split() for line in text_of(facts, RECORD).splitlines() if not line.startswith("#"))
+    pairs = (line.split() for line in facts.text(RECORD).splitlines() if not line.startswith("#"))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,25 +1,25 @@
-"""What a rented machine has of its own: a look at its GPUs before it takes jobs, and an end of its own accord.
+"""What only rented machines have: a check of their GPUs before they take jobs, and a watchdog.
 
-The watchdog shuts the machine down when nobody else does: the controller is gone, Slurm has let go of the node, or its
-time is over. Where a provider bills machines that are shut down, that alone does not end the bill.
+The watchdog shuts the machine down when the controller is gone, when Slurm has released the node, or when its time is
+over. Some providers still bill a machine that is shut down.
 """
 
 from __future__ import annotations
 
 from shoal.agent.document import Directory, Document, File, Service
+from shoal.agent.units import HEADER, render_unit
 
 DIRECTORY = "/usr/local/lib/shoal"
 WATCHDOG = f"{DIRECTORY}/watchdog"
 TIMER = "shoal-watchdog.timer"
 UNITS = "/etc/systemd/system"
-SILENT_SECONDS = 3600
-"""A controller that does not answer for so long does not come back for this machine."""
-LET_GO_SECONDS = 900
-"""The same for a node that Slurm has put to sleep, or does not know any more."""
+CONTROLLER_TIMEOUT_S = 3600
+"""After this silence of the controller the machine shuts down."""
+RELEASE_TIMEOUT_S = 900
+"""The same for a node that Slurm has suspended, or does not know any more."""
 POWEROFF = "systemctl poweroff"
-CONTAINER_OFF = "kill -TERM 1"
-"""A container without systemd ends with its first process."""
-_HEAD = "# Written by shoal; changes here are lost.\n"
+CONTAINER_POWEROFF = "kill -TERM 1"
+"""A container without systemd stops with its first process."""
 
 HEALTH = r"""
 import subprocess, sys
@@ -74,21 +74,21 @@ for number in range(count.value):
         sys.exit("GPU %d has only %d of %d MiB free" % (number, free.value >> 20, total.value >> 20))
     call("cuCtxDestroy_v2", context)
 """
-"""Whether so many GPUs can be used. Says on one line what is wrong, and nothing when all is well."""
+"""Checks that so many GPUs work. Prints one line for a problem, and nothing otherwise."""
 
 
 def health_command(gpus: int) -> tuple[str, ...]:
-    """Looks at the GPUs of a machine on which this many were promised."""
+    """The command that checks a machine for this many working GPUs."""
     return ("python3", "-I", "-c", HEALTH, str(gpus))
 
 
 def watchdog(node: str, until: int, *, systemd: bool = True) -> Document:
-    """The watchdog of a node. `until` is when its time is over, in seconds since 1970; 0 is never."""
-    off = POWEROFF if systemd else CONTAINER_OFF
+    """The watchdog of a node. `until` is when its time is over, as a Unix time; 0 is never."""
+    off = POWEROFF if systemd else CONTAINER_POWEROFF
     program = (Directory(DIRECTORY), File(WATCHDOG, script(node, until, off), mode=0o755))
     if not systemd:
-        again = f"while :; do sleep 60; {WATCHDOG}; done"
-        return (*program, Service("shoal-watchdog", command=("/bin/sh", "-c", again)))
+        loop = f"while :; do sleep 60; {WATCHDOG}; done"
+        return (*program, Service("shoal-watchdog", command=("/bin/sh", "-c", loop)))
     return (
         *program,
         File(f"{UNITS}/shoal-watchdog.service", _service()),
@@ -98,9 +98,9 @@ def watchdog(node: str, until: int, *, systemd: bool = True) -> Document:
 
 
 def script(node: str, until: int, off: str = POWEROFF, marks: str = "/run/shoal-watchdog") -> str:
-    """Looks once whether the machine is still wanted, and shuts it down by the command `off` when it is not."""
+    """Checks once whether the machine is still needed, and shuts it down with the command `off` when it is not."""
     return rf"""#!/bin/sh
-{_HEAD}now=$(date +%s)
+{HEADER}now=$(date +%s)
 mkdir -p {marks}
 since() {{ cat "{marks}/$1" 2>/dev/null || echo "$now" | tee "{marks}/$1"; }}
 end() {{
@@ -121,22 +121,23 @@ if state=$(timeout 30 scontrol show node {node} -o 2>&1); then
 elif echo "$state" | grep -q "not found"; then
     rm -f {marks}/silent
 else
-    [ $((now - $(since silent))) -lt {SILENT_SECONDS} ] || end "the controller does not answer"
+    [ $((now - $(since silent))) -lt {CONTROLLER_TIMEOUT_S} ] || end "the controller does not answer"
     exit 0
 fi
-[ $((now - $(since let-go))) -lt {LET_GO_SECONDS} ] || end "Slurm has let go of {node}"
+[ $((now - $(since let-go))) -lt {RELEASE_TIMEOUT_S} ] || end "Slurm has let go of {node}"
 """
 
 
 def _service() -> str:
-    return (
-        f"{_HEAD}[Unit]\nDescription=Looks whether this rented machine is still wanted\n\n"
-        f"[Service]\nType=oneshot\nExecStart={WATCHDOG}\n"
+    return render_unit(
+        Unit={"Description": "Looks whether this rented machine is still wanted"},
+        Service={"Type": "oneshot", "ExecStart": WATCHDOG},
     )
 
 
 def _timer() -> str:
-    return (
-        f"{_HEAD}[Unit]\nDescription=Looks every minute whether this rented machine is still wanted\n\n"
-        "[Timer]\nOnActiveSec=60\nOnUnitActiveSec=60\nAccuracySec=5\n\n[Install]\nWantedBy=timers.target\n"
+    return render_unit(
+        Unit={"Description": "Looks every minute whether this rented machine is still wanted"},
+        Timer={"OnActiveSec": 60, "OnUnitActiveSec": 60, "AccuracySec": 5},
+        Install={"WantedBy": "timers.target"},
     )

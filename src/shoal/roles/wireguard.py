@@ -1,19 +1,18 @@
-"""WireGuard between all members: each makes its own key, knows everyone else's public one, and keeps its address."""
+"""WireGuard between all members: each has its own key, the public keys of the others, and a permanent address."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from shoal.agent.document import Command, Directory, Document, File, Packages, Service
 from shoal.agent.facts import Facts
 from shoal.network.addresses import candidates
-from shoal.network.peers import INTERNET_MTU, End, Peer, Place, place
 from shoal.network.wireguard import (
     APPLY,
     FOLDER,
     HUB_RULES,
+    INTERNET_MTU,
     KNOCK,
     KNOCK_SERVICE,
     KNOCK_UNIT,
@@ -28,34 +27,35 @@ from shoal.network.wireguard import (
     SERVICE,
     UNIT,
     UNREACHABLE,
+    MemberConfig,
+    MemberFacts,
+    Peer,
     apply_script,
     hub_rules,
     knock_script,
     knock_unit,
+    member_config,
     peers_conf,
     peers_in,
     unit,
 )
-from shoal.roles.part import How, Part
-from shoal.roles.stage import Stage
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members as members_of
 from shoal.spec.members import rented_members
 from shoal.spec.model import Spec
 
-if TYPE_CHECKING:
-    from shoal.roles.cluster import Cluster
-
 SYNC = "wireguard peers"
 
 
-class WireGuard(Part):
+class WireGuardComponent(Component):
     """The network `wireguard`."""
 
-    files: Mapping[str, How] = {UNIT: "there"}
+    files: Mapping[str, FileQuery] = {UNIT: "there"}
     services = (KNOCK_SERVICE, SERVICE)
-    by_members = True
+    changes_with_members = True
 
     def packages(self, spec: Spec, member: Member, facts: Facts | None) -> tuple[str, ...]:
         if spec.network.kind != "wireguard":
@@ -64,11 +64,11 @@ class WireGuard(Part):
         relays = ("nftables",) if member.name == (spec.network.hub or members_of(spec)[0].name) else ()
         return ("iproute2", "wireguard-tools", *own, *relays)
 
-    def facts_files(self, spec: Spec) -> Mapping[str, How]:
+    def fact_files(self, spec: Spec) -> Mapping[str, FileQuery]:
         return {PUBLIC_KEY: "text", PEERS: "text"} if spec.network.kind == "wireguard" else {}
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
-        if spec.network.kind != "wireguard" or file_text(facts, PUBLIC_KEY):
+        if spec.network.kind != "wireguard" or facts.text(PUBLIC_KEY).strip():
             return ()
         return (
             Packages(self.packages(spec, member, facts)),
@@ -78,28 +78,27 @@ class WireGuard(Part):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if cluster.spec.network.kind != "wireguard":
-            was = cluster.facts[member.name].files.get(UNIT)
-            return {Stage.SERVICES: self.farewell()} if was and was.there else {}
+            return {Stage.SERVICES: self.removal()} if cluster.facts[member.name].has_file(UNIT) else {}
         network = cluster.spec.network
-        found = place_of(cluster, member.name)
+        own_place = config_of(cluster, member.name)
         kernel = MODULE in cluster.facts[member.name].modules
         sync = (f"command {SYNC}",)
         return {
             Stage.SERVICES: (
                 Directory(FOLDER),
-                File(PEERS, peers_conf(found.peers, network.port), reloads=sync),
-                File(HUB_RULES, hub_rules() if found.relays else None, reloads=sync),
-                File(APPLY, apply_script(found, network.subnet), mode=0o755, reloads=sync),
+                File(PEERS, peers_conf(own_place.peers, network.port), reloads=sync),
+                File(HUB_RULES, hub_rules() if own_place.relays else None, reloads=sync),
+                File(APPLY, apply_script(own_place, network.subnet), mode=0o755, reloads=sync),
                 File(UNIT, unit(network.subnet, kernel=kernel), restarts=(SERVICE,)),
                 Service(SERVICE),
                 Command(SYNC, ("systemctl", "reload", SERVICE), on_change=True),
-                File(KNOCK, knock_script(found.peers), mode=0o755, restarts=(KNOCK_SERVICE,)),
+                File(KNOCK, knock_script(own_place.peers), mode=0o755, restarts=(KNOCK_SERVICE,)),
                 File(KNOCK_UNIT, knock_unit(), restarts=(KNOCK_SERVICE,)),
                 Service(KNOCK_SERVICE),
             )
         }
 
-    def farewell(self) -> Document:
+    def removal(self) -> Document:
         keys = (PUBLIC_KEY, PRIVATE_KEY, NEXT_KEY, MARK)
         return (
             *(Service(name, enabled=False, running=False) for name in self.services),
@@ -111,29 +110,28 @@ class WireGuard(Part):
         return tuple(_findings(cluster)) if cluster.spec.network.kind == "wireguard" else ()
 
 
-def place_of(cluster: Cluster, name: str) -> Place:
-    """A member's place in the network."""
+def config_of(cluster: Cluster, name: str) -> MemberConfig:
+    """A member's WireGuard configuration."""
     spec = cluster.spec
-    known = peers_in(file_text(cluster.facts[name], PEERS))
-    return place(name, _ends(cluster, known), _hub(cluster), spec.network.port, known)
+    known = peers_in(cluster.facts[name].text(PEERS))
+    return member_config(name, _member_facts(cluster, known), _hub(cluster), spec.network.port, known)
 
 
 def _hub(cluster: Cluster) -> str:
-    """The member through which go those that cannot reach each other."""
+    """The member that relays between members that cannot reach each other."""
     return cluster.spec.network.hub or cluster.controller.name
 
 
-def _ends(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, End]:
-    """All members as one of them sees them. One that does not answer is known by what was written before."""
-    controller = cluster.facts.get(cluster.controller.name)
-    written = {**peers_in(file_text(controller, PEERS)), **known}
+def _member_facts(cluster: Cluster, known: Mapping[str, Peer]) -> dict[str, MemberFacts]:
+    """All members as one of them sees them. A member that does not answer keeps its configured key."""
+    configured = {**peers_in(cluster.controller_facts.text(PEERS)), **known}
     members = {member.name: member for member in cluster.members}
     rented = {member.name: member for member in rented_members(cluster.spec)}
     ends = {}
     for name, address in cluster.addresses.items():
         member, facts = members.get(name) or rented.get(name), cluster.facts.get(name)
-        key = file_text(facts, PUBLIC_KEY) if facts else written[name].public_key if name in written else ""
-        ends[name] = End(
+        key = facts.text(PUBLIC_KEY).strip() if facts else configured[name].public_key if name in configured else ""
+        ends[name] = MemberFacts(
             name=name,
             address=address,
             public_key=key,
@@ -164,21 +162,15 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
                 "error",
                 f"{network.subnet} is in use on the host",
                 inside[0],
-                "give the network another: `network: {kind: wireguard, subnet: 10.78.0.0/16}`",
+                "set another subnet: `network: {kind: wireguard, subnet: 10.78.0.0/16}`",
                 host=name,
             )
-        linked = {peer.name for peer in place_of(cluster, name).peers}
-        if file_text(cluster.facts.get(hub), PUBLIC_KEY) and hub not in {name, *linked}:
+        linked = {peer.name for peer in config_of(cluster, name).peers}
+        if cluster.facts_of(hub).text(PUBLIC_KEY).strip() and hub not in {name, *linked}:
             yield Finding(
                 "error",
-                f"neither reaches {hub} nor is reached by it, and nobody else passes its packets on",
-                fix=f"forward UDP port {network.port} to {hub} and say where: `endpoint: router.example.org`; or "
+                f"cannot connect to {hub} in either direction, and no other member relays for it",
+                fix=f"forward UDP port {network.port} to {hub} and set `endpoint: router.example.org`; or "
                 "choose a host that all can reach: `network: {kind: wireguard, hub: ...}`",
                 host=name,
             )
-
-
-def file_text(facts: Facts | None, path: str) -> str:
-    """A file of the network as a host had it; empty where there is none. A key comes without the end of its line."""
-    found = facts.files.get(path) if facts else None
-    return ((found and found.text) or "").strip() if path == PUBLIC_KEY else (found and found.text) or ""

@@ -1,6 +1,6 @@
-"""What accounting needs of Slurm and MariaDB, as text: slurmdbd.conf, the server's settings, the accounts wanted.
+"""Files for accounting: slurmdbd.conf, MariaDB's settings, the backup units, and the spec's accounts.
 
-Pure functions. `accounts_program.py` and `database.sh` run on the host that has the database.
+Pure functions. `remote/accounts.py` and `database.sh` run on the host with the database.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
+from shoal.agent.units import HEADER, render_unit, restart_drop_in
+from shoal.remote import program_text
 from shoal.slurm.model import AccountingConf
-from shoal.slurm.read import HEADER
+from shoal.slurm.state import JOBCOMP
 from shoal.spec.accounting import Account, Accounting, Limits, Qos, Share
-from shoal.spec.words import minutes
+from shoal.spec.values import minutes
 
 SLURMDBD_PORT = 6819
 DATABASE = "slurm_acct_db"
-PASSWORD_WORD = "@PASSWORD@"
-"""Stands where the host fills in the password that it made for itself."""
+PASSWORD_PLACEHOLDER = "@PASSWORD@"
+"""The host replaces it with the password that it generated."""
 
-JOBCOMP = "/var/log/slurm/jobcomp.log"
-"""Where slurmctld notes every job that ends, with accounting and without."""
 BACKUPS = "/var/backups/shoal"
 
 GPU = "gres/gpu"
-BUFFER_LEAST, BUFFER_MOST = 256, 8192
+MIN_BUFFER_MB, MAX_BUFFER_MB = 256, 8192
 
 
 def accounting_settings(accounting: AccountingConf | None) -> dict[str, str]:
-    """What slurm.conf says of slurmdbd. Shares among accounts count for something where there are accounts."""
+    """The settings of slurm.conf for slurmdbd. Fair share needs accounts."""
     if accounting is None:
         return {}
     settings = {
@@ -52,9 +52,9 @@ def accounting_settings(accounting: AccountingConf | None) -> dict[str, str]:
 
 
 def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None) -> str:
-    """slurmdbd.conf. It reaches MariaDB through a socket, and MariaDB listens nowhere else.
+    """slurmdbd.conf. slurmdbd reaches MariaDB through a socket; MariaDB listens nowhere else.
 
-    `address` is the one that its host's own name has, where it listens there alone.
+    `address` is where slurmdbd listens; None listens on all addresses.
     """
     other = "" if auth == "munge" else "AuthAltTypes=auth/munge\n"
     words = [] if address is None else ["NoInAddrAny"] if ":" not in address else ["NoInAddrAny", "EnableIPv6"]
@@ -69,27 +69,23 @@ def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None
         "StorageType=accounting_storage/mysql\n"
         "StorageHost=localhost\n"
         "StorageUser=slurm\n"
-        f"StoragePass={PASSWORD_WORD}\n"
+        f"StoragePass={PASSWORD_PLACEHOLDER}\n"
         f"StorageLoc={DATABASE}\n"
     )
 
 
 def slurmdbd_drop_in() -> str:
-    """slurmdbd comes back by itself, also when MariaDB is slow to start."""
-    return _comes_back("Wants=mariadb.service\n")
+    """slurmdbd restarts until MariaDB is up."""
+    return restart_drop_in({"Wants": "mariadb.service"})
 
 
 def slurmctld_drop_in() -> str:
-    """slurmctld comes back by itself, also when slurmdbd is slow to start."""
-    return _comes_back()
-
-
-def _comes_back(wants: str = "") -> str:
-    return f"{HEADER}[Unit]\n{wants}StartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
+    """slurmctld restarts until slurmdbd is up."""
+    return restart_drop_in()
 
 
 def mariadb_conf(memory_mb: int) -> str:
-    """MariaDB's settings: no port at all, and what slurmdbd wants, by the memory of the host."""
+    """MariaDB's settings: no TCP port, and the sizes that slurmdbd needs, by the memory of the host."""
     return (
         f"{HEADER}[mariadbd]\n"
         "skip-networking\n"
@@ -102,29 +98,29 @@ def mariadb_conf(memory_mb: int) -> str:
 
 def buffer_mb(memory_mb: int) -> int:
     """About an eighth of the memory, as a power of two: what a host reports differs a little from boot to boot."""
-    wanted = memory_mb * 110 // 100 // 8
-    return min(max(BUFFER_LEAST, 1 << max(0, wanted.bit_length() - 1)), BUFFER_MOST)
+    eighth = memory_mb * 110 // 100 // 8
+    return min(max(MIN_BUFFER_MB, 1 << max(0, eighth.bit_length() - 1)), MAX_BUFFER_MB)
 
 
 def database_sql() -> str:
-    """The database and its one user, made or given the password that slurmdbd.conf has."""
+    """SQL that creates the database and its user, with the password of slurmdbd.conf."""
     return (
         "-- Written by shoal; changes here are lost.\n"
         f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n"
-        f"CREATE USER IF NOT EXISTS 'slurm'@'localhost' IDENTIFIED BY '{PASSWORD_WORD}';\n"
-        f"ALTER USER 'slurm'@'localhost' IDENTIFIED BY '{PASSWORD_WORD}';\n"
+        f"CREATE USER IF NOT EXISTS 'slurm'@'localhost' IDENTIFIED BY '{PASSWORD_PLACEHOLDER}';\n"
+        f"ALTER USER 'slurm'@'localhost' IDENTIFIED BY '{PASSWORD_PLACEHOLDER}';\n"
         f"GRANT ALL ON {DATABASE}.* TO 'slurm'@'localhost';\n"
         "FLUSH PRIVILEGES;\n"
     )
 
 
 def database_login() -> str:
-    """How the client of MariaDB logs in as slurmdbd does, to see whether that works."""
-    return f"{HEADER}[client]\nuser=slurm\npassword={PASSWORD_WORD}\n"
+    """A client configuration that logs in as slurmdbd does, to test the password."""
+    return f"{HEADER}[client]\nuser=slurm\npassword={PASSWORD_PLACEHOLDER}\n"
 
 
 def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge", address: str | None = None) -> str:
-    """A slurm.conf for sacctmgr alone, on the host of the database: it serves before the cluster has one."""
+    """A slurm.conf for sacctmgr on the host with the database, usable before the cluster has one."""
     return (
         f"{HEADER}ClusterName={cluster}\n"
         f"SlurmctldHost={controller}\n"
@@ -145,42 +141,33 @@ def database_program(cluster: str, keep: int) -> str:
 
 
 def accounts_program() -> str:
-    """The program that brings Slurm's accounts to what is wanted."""
-    return files("shoal.slurm").joinpath("accounts_program.py").read_text()
+    """The program that applies the spec's accounts to Slurm."""
+    return program_text("accounts")
 
 
 def backup_service(program: str) -> str:
-    return (
-        f"{HEADER}[Unit]\n"
-        "Description=Backup of the accounting database\n"
-        "After=mariadb.service\n"
-        "\n"
-        "[Service]\n"
-        "Type=oneshot\n"
-        f"ExecStart={program} backup daily\n"
-        "Nice=10\n"
-        "IOSchedulingClass=idle\n"
+    return render_unit(
+        Unit={"Description": "Backup of the accounting database", "After": "mariadb.service"},
+        Service={
+            "Type": "oneshot",
+            "ExecStart": f"{program} backup daily",
+            "Nice": 10,
+            "IOSchedulingClass": "idle",
+        },
     )
 
 
 def backup_timer() -> str:
     """Every night, or at the next boot when the host was off."""
-    return (
-        f"{HEADER}[Unit]\n"
-        "Description=Daily backup of the accounting database\n"
-        "\n"
-        "[Timer]\n"
-        "OnCalendar=*-*-* 03:00:00\n"
-        "RandomizedDelaySec=1h\n"
-        "Persistent=true\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=timers.target\n"
+    return render_unit(
+        Unit={"Description": "Daily backup of the accounting database"},
+        Timer={"OnCalendar": "*-*-* 03:00:00", "RandomizedDelaySec": "1h", "Persistent": "true"},
+        Install={"WantedBy": "timers.target"},
     )
 
 
 def jobcomp_rotation() -> str:
-    """logrotate's rule for the file of ended jobs. slurmctld keeps it open and appends, so it is copied."""
+    """logrotate's rule for the file of ended jobs. slurmctld keeps the file open, so logrotate copies it."""
     return (
         f"{HEADER}{JOBCOMP} {{\n"
         "  su slurm slurm\n"
@@ -198,16 +185,16 @@ def jobcomp_rotation() -> str:
 # ---- accounts
 
 
-def wanted_accounts(cluster: str, accounting: Accounting) -> str:
-    """The accounts, users and QOS of the spec in sacctmgr's words, for `accounts_program.py` to bring about.
+def accounts_file(cluster: str, accounting: Accounting) -> str:
+    """The accounts, users and QOS of the spec in sacctmgr's terms, as `remote/accounts.py` reads them.
 
-    A setting without a value is one that must not be set.
+    A setting with the value null must not be set.
     """
     users: dict[str, dict[str, dict[str, Any]]] = {}
     for name, account in accounting.accounts.items():
         for user, share in account.users.items():
             users.setdefault(user, {})[name] = _share(share)
-    wanted = {
+    data = {
         "cluster": cluster,
         "qos": {name: _qos(qos) for name, qos in accounting.qos.items()},
         "accounts": {
@@ -220,14 +207,14 @@ def wanted_accounts(cluster: str, accounting: Accounting) -> str:
         },
         "users": {name: {"default": next(iter(inside)), "accounts": inside} for name, inside in users.items()},
     }
-    return json.dumps(wanted, indent=1) + "\n"
+    return json.dumps(data, indent=1) + "\n"
 
 
 def _parents_first(accounting: Accounting) -> Iterator[tuple[str, Account]]:
-    waiting = dict(accounting.accounts)
-    while waiting:
-        for name in [name for name, account in waiting.items() if account.parent not in waiting]:
-            yield name, waiting.pop(name)
+    remaining = dict(accounting.accounts)
+    while remaining:
+        for name in [name for name, account in remaining.items() if account.parent not in remaining]:
+            yield name, remaining.pop(name)
 
 
 def _share(share: Share) -> dict[str, Any]:
@@ -275,5 +262,5 @@ def _minutes(time: str | None) -> str | None:
 
 
 def enforcement(accounting: Accounting) -> str:
-    """AccountingStorageEnforce: what slurmctld refuses. Nothing where the spec does not say who may use the cluster."""
+    """AccountingStorageEnforce: limits that slurmctld enforces. Empty where the spec has no accounts."""
     return "associations,limits,qos" if accounting.accounts else ""

@@ -1,17 +1,19 @@
 """The text of Slurm's configuration files, from pure functions: the same cluster always gives the same bytes.
 
 Every value is checked before it is written. Slurm's files have no safe quoting, so text that could end a line, start a
-comment or smuggle in another key is refused, wherever it came from.
+comment or add another key is rejected.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from shoal.agent.units import HEADER
 from shoal.hostlist import fold
-from shoal.slurm.accounting import JOBCOMP, accounting_settings
-from shoal.slurm.auth import auth_settings
+from shoal.slurm.accounting import accounting_settings
 from shoal.slurm.conf_lines import (
     checked_names,
     checked_value,
@@ -21,16 +23,15 @@ from shoal.slurm.conf_lines import (
     partition_line,
 )
 from shoal.slurm.model import ClusterConf, PowerSaving
-from shoal.slurm.preemption import preemption_settings, slurmctld_words
-from shoal.slurm.read import HEADER
-from shoal.slurm.spanning import ABOVE, FOREVER
-from shoal.slurm.versions import known_to_all
+from shoal.slurm.preemption import preemption_settings, slurmctld_parameters
+from shoal.slurm.state import JOBCOMP
+from shoal.slurm.versions import all_support
 
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 SRUN_PORTS = "60001-63000"
 PORTS = (str(SLURMCTLD_PORT), str(SLURMD_PORT), SRUN_PORTS)
-"""What members must reach on each other."""
+"""Ports that members must reach on each other."""
 
 STATE_DIRECTORY = "/var/lib/slurm/slurmctld"
 SPOOL_DIRECTORY = "/var/lib/slurm/slurmd"
@@ -38,12 +39,21 @@ LOG_DIRECTORY = "/var/log/slurm"
 
 _KEY = re.compile(r"[A-Za-z]+")
 _ENTRIES = frozenset({"nodename", "nodeset", "partitionname", "downnodes", "frontendname", "include"})
-"""Keys that may stand many times in a slurm.conf; all others are settings, of which there is one each."""
-_WORD_LISTS = frozenset({"slurmctldparameters", "communicationparameters", "preemptparameters"})
+"""Keys that may occur many times in a slurm.conf; every other key is a setting."""
+_PARAMETER_LISTS = frozenset({"slurmctldparameters", "communicationparameters", "preemptparameters"})
+JWKS = "/etc/slurm/slurm.jwks"
+"""Where daemons read keys. A slurmd that finds it uses auth/slurm from its first message on."""
+LUA_PLUGIN = "job_submit_lua.so"
+LUA_SCRIPT = "job_submit.lua"
+"""The file beside slurm.conf that slurmctld's plugin reads, and reads again after a change."""
+TOP_SWITCH = "shoal-sites"
+"""The switch above all sites. A site cannot have this name."""
+SWITCH_WAIT_S = 365 * 24 * 3600
+"""How long a job waits for nodes on as many sites as it asked for; Slurm's default is 300 s."""
 
 
 def slurm_conf(c: ClusterConf) -> str:
-    """slurm.conf. All members read it, so it says only what the oldest of them knows."""
+    """slurm.conf. All members read it, so it has only settings that the oldest member supports."""
     lines = [HEADER.rstrip(), slurm_settings(c)]
     lines += node_lines(c.nodes)
     lines.append("")
@@ -58,19 +68,19 @@ def slurm_settings(c: ClusterConf) -> str:
     if c.switches and c.spanning:
         key = next(key for key in settings if key.lower() == "schedulerparameters")
         if "max_switch_wait" not in settings[key]:
-            settings[key] += f",max_switch_wait={FOREVER}"
+            settings[key] += f",max_switch_wait={SWITCH_WAIT_S}"
     return "".join(f"{key}={checked_value(key, value)}\n" for key, value in settings.items())
 
 
 def gres_conf(c: ClusterConf) -> str:
-    """gres.conf: the device file of every GPU. Nodes with the same GPUs share a line."""
-    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    """gres.conf: the device file of every GPU. Nodes with equal GPUs share a line."""
+    nodes_by_gpus: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for node in c.nodes:
         for kind in dict.fromkeys(gpu.type for gpu in node.gpus):
             devices = tuple(gpu.device for gpu in node.gpus if gpu.type == kind)
-            alike.setdefault((kind, devices), []).append(node.name)
+            nodes_by_gpus.setdefault((kind, devices), []).append(node.name)
     lines = [HEADER.rstrip(), "AutoDetect=off"]
-    for (kind, devices), names in sorted(alike.items()):
+    for (kind, devices), names in sorted(nodes_by_gpus.items()):
         files = fold(checked_word("the device of a GPU", device) for device in devices)
         typed = f" Type={checked_word('the type of a GPU', kind)}" if kind else ""
         lines.append(f"NodeName={checked_names(names)} Name=gpu{typed} File={files}")
@@ -78,31 +88,33 @@ def gres_conf(c: ClusterConf) -> str:
 
 
 def cgroup_conf(c: ClusterConf) -> str:
-    """cgroup.conf: what a job may use of a node is held by the kernel, where the nodes' kernels can."""
+    """cgroup.conf: the kernel limits what a job may use of a node, where the nodes' kernels support it."""
     plugin = c.cgroup_plugin
-    if plugin == "disabled" and not known_to_all("cgroup_disabled", c.versions):
+    if plugin == "disabled" and not all_support("cgroup_disabled", c.versions):
         plugin = "cgroup/v1"  # named, an older slurmd does not look for cgroups that are not there
 
-    def held(wanted: bool) -> str:
-        return "yes" if wanted and c.proctrack_cgroup else "no"
+    def yes_no(constrain: bool) -> str:
+        return "yes" if constrain and c.proctrack_cgroup else "no"
 
     return (
         HEADER + f"CgroupPlugin={plugin}\n"
-        f"ConstrainCores={held(c.constrain_cores)}\n"
-        f"ConstrainRAMSpace={held(c.constrain_memory)}\n"
-        f"ConstrainDevices={held(c.constrain_devices)}\n"
+        f"ConstrainCores={yes_no(c.constrain_cores)}\n"
+        f"ConstrainRAMSpace={yes_no(c.constrain_memory)}\n"
+        f"ConstrainDevices={yes_no(c.constrain_devices)}\n"
     )
 
 
 def topology_conf(c: ClusterConf) -> str:
-    """topology.conf: one switch a site. Where nothing connects them no job spans two."""
+    """topology.conf: one switch for each site. Without a switch above them no job spans two sites."""
     lines = [
         f"SwitchName={checked_word('the name of a switch', switch.name)} Nodes={checked_names(switch.nodes)}"
         for switch in c.switches
         if switch.nodes
     ]
     if c.spanning and lines:
-        lines.append(f"SwitchName={ABOVE} Switches={','.join(switch.name for switch in c.switches if switch.nodes)}")
+        lines.append(
+            f"SwitchName={TOP_SWITCH} Switches={','.join(switch.name for switch in c.switches if switch.nodes)}"
+        )
     return "\n".join([HEADER.rstrip(), *lines]) + "\n"
 
 
@@ -124,13 +136,12 @@ _NOT_A_MODEL = re.compile(
 
 
 def _settings(c: ClusterConf) -> dict[str, str]:
-    everyone = c.versions
-    controller = max(everyone)
+    controller = max(c.versions)
     host = c.controller_hostname or c.controller
-    parameters = ["enable_configless", "idle_on_node_suspend", *slurmctld_words(everyone)]
-    if controller.knows("cloud_reg_addrs"):
+    parameters = ["enable_configless", "idle_on_node_suspend", *slurmctld_parameters(c.versions)]
+    if controller.supports("cloud_reg_addrs"):
         parameters.append("cloud_reg_addrs")
-    # Keep-alives hold the connections open through NAT; a message without its hash is a forged one.
+    # Keep-alives hold the connections open through NAT; a message without a hash is forged.
     communication = ["block_null_hash", "keepalivetime=60", "keepaliveinterval=15", "keepaliveprobes=4"]
     if any(":" in address for address in (c.controller_address or "", *(node.address for node in c.nodes))):
         communication.append("EnableIPv6")
@@ -156,29 +167,29 @@ def _settings(c: ClusterConf) -> dict[str, str]:
         "TCPTimeout": "10",
         "SlurmdTimeout": "300",
         "ReturnToService": "2",
-        # Slurm starts a batch job at the next second of its own clock, and by default leaves three of them out.
+        # slurmctld starts batch jobs once a second, and by default skips three of these.
         "SchedulerParameters": "batch_sched_delay=0",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",
         "GresTypes": "gpu",
-        **preemption_settings(everyone),
+        **preemption_settings(c.versions),
         **_tracking(c),
-        # Whoever asks later which jobs there were finds them here, with a database and without one.
+        # A record of ended jobs, with a database and without one.
         "JobCompType": "jobcomp/filetxt",
         "JobCompLoc": JOBCOMP,
         **accounting_settings(c.accounting),
     }
-    # Nobody but the controller reaches a node at the end of a tunnel, so nobody else may pass messages on to it.
-    if not known_to_all("fanout_to_any_node", everyone) or any(node.port for node in c.nodes):
+    # Only the controller reaches a node behind a tunnel, so no other node may forward messages to it.
+    if not all_support("fanout_to_any_node", c.versions) or any(node.port for node in c.nodes):
         settings["TreeWidth"] = "65533"
-    if not controller.knows("cloud_nodes_visible"):
+    if not controller.supports("cloud_nodes_visible"):
         settings["PrivateData"] = "cloud"
     if c.switches:
         settings["TopologyPlugin"] = "topology/tree"
         if c.spanning:
             settings["JobSubmitPlugins"] = "lua"
     else:
-        # Room for nodes that come later. Topology and nodes that are not in the file do not go together.
+        # Room for nodes that are added later. Slurm does not support dynamic nodes with a topology.
         settings["MaxNodeCount"] = str(max(1024, -(-len(c.nodes) // 1024) * 1024))
     if c.pmix:
         settings["MpiDefault"] = "pmix"
@@ -188,7 +199,7 @@ def _settings(c: ClusterConf) -> dict[str, str]:
 
 
 def _tracking(c: ClusterConf) -> dict[str, str]:
-    """How the processes of a job are found and held together."""
+    """How Slurm tracks the processes of a job."""
     if not c.proctrack_cgroup:
         return {"ProctrackType": "proctrack/linuxproc"}
     return {
@@ -199,7 +210,7 @@ def _tracking(c: ClusterConf) -> dict[str, str]:
 
 
 def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
-    """How nodes come and go. SuspendTime is each partition's own, and nodes that are always there are left alone."""
+    """Power saving for rented nodes. SuspendTime is set per partition; permanent nodes are excluded."""
     settings = {
         "ResumeProgram": f"{power.programs}/resume",
         "SuspendProgram": f"{power.programs}/suspend",
@@ -207,25 +218,96 @@ def _power_saving(c: ClusterConf, power: PowerSaving) -> dict[str, str]:
         "PrologSlurmctld": f"{power.programs}/start",
         "ResumeTimeout": str(power.resume_timeout),
         "SuspendTimeout": str(power.suspend_timeout),
-        # All nodes of a job in one request: they must come from one place.
+        # All nodes of a job in one request: they must be rented at one place.
         "ResumeRate": "0",
         "SuspendRate": "0",
     }
-    staying = [node.name for node in c.nodes if not node.cloud]
-    return settings | ({"SuspendExcNodes": checked_names(staying)} if staying else {})
+    permanent = [node.name for node in c.nodes if not node.cloud]
+    return settings | ({"SuspendExcNodes": checked_names(permanent)} if permanent else {})
 
 
 def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Our settings with the user's over them. Lists of words are joined: the nodes stay configless, jobs warned."""
-    spelt = {key.lower(): key for key in settings}
+    """Our settings, overridden by the user's. Parameter lists are merged: nodes stay configless, jobs are warned."""
+    spelling = {key.lower(): key for key in settings}
     for key, value in options.items():
         if not _KEY.fullmatch(key) or key.lower() in _ENTRIES:
             raise ValueError(f"{key!r} is not a setting of slurm.conf")
-        ours = spelt.setdefault(key.lower(), key)
-        if key.lower() in _WORD_LISTS and ours in settings:
-            theirs = value.split(",")
-            said = {word.partition("=")[0].lower() for word in theirs}
-            kept = [word for word in settings[ours].split(",") if word.partition("=")[0].lower() not in said]
-            value = ",".join([*kept, *theirs])
-        settings[ours] = value
+        name = spelling.setdefault(key.lower(), key)
+        if key.lower() in _PARAMETER_LISTS and name in settings:
+            parameters = value.split(",")
+            replaced = {word.partition("=")[0].lower() for word in parameters}
+            kept = [word for word in settings[name].split(",") if word.partition("=")[0].lower() not in replaced]
+            value = ",".join([*kept, *parameters])
+        settings[name] = value
     return settings
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """A key of auth/slurm. Its value is in a file on each host, and the host fills it in."""
+
+    placeholder: str
+    """The host replaces it with the value."""
+    digest: str
+    """The digest of the file with the value; the key's name is derived from it."""
+    signs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"shoal-{self.digest[:12]}"
+
+
+def jwks(*keys: SigningKey) -> str:
+    """slurm.jwks. All keys verify; one signs. The hexadecimal digits are valid base64."""
+    entries = [
+        {
+            "alg": "HS256",
+            "kty": "oct",
+            "kid": key.name,
+            "k": key.placeholder,
+            **({"use": "default"} if key.signs else {}),
+        }
+        for key in keys
+    ]
+    return json.dumps({"keys": entries}, indent=1) + "\n"
+
+
+def auth_settings(auth: str) -> dict[str, str]:
+    """The settings of slurm.conf for it. slurmctld accepts munge as well, for jobs that began with it."""
+    if auth == "munge":
+        return {"AuthType": "auth/munge"}
+    return {"AuthType": "auth/slurm", "AuthAltTypes": "auth/munge", "CredType": "cred/slurm"}
+
+
+def job_submit_lua(c: ClusterConf) -> str:
+    """The script that keeps a job on one site unless it asks for more with `--switches`."""
+    largest = max((len(switch.nodes) for switch in c.switches), default=0)
+    return (
+        "-- Written by shoal; changes here are lost.\n"
+        "-- A job stays on one site unless it says how many it may span: --switches=2.\n"
+        f"local largest_site = {largest}\n"
+        "\n"
+        "local function given(number)\n"
+        "    return number ~= nil and number > 0 and number < 0xfffffff0\n"
+        "end\n"
+        "\n"
+        "function slurm_job_submit(job, partitions, uid)\n"
+        "    if given(job.req_switch) then\n"
+        "        return slurm.SUCCESS\n"
+        "    end\n"
+        "    if given(job.min_nodes) and job.min_nodes > largest_site then\n"
+        '        slurm.log_user("no site has " .. job.min_nodes .. " nodes; "\n'
+        '            .. "a job that may span sites says how many: --switches=2")\n'
+        "        return slurm.ERROR\n"
+        "    end\n"
+        "    job.req_switch = 1\n"
+        f"    job.wait4switch = {SWITCH_WAIT_S}\n"
+        "    return slurm.SUCCESS\n"
+        "end\n"
+        "\n"
+        "function slurm_job_modify(job, record, partitions, uid)\n"
+        "    return slurm.SUCCESS\n"
+        "end\n"
+        "\n"
+        "return slurm.SUCCESS\n"
+    )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.hostlist import compress, expand, fold
-from shoal.slurm.model import GpuLine, Node, Partition
+from shoal.slurm.model import Node, NodeGpu, PartitionConf
 
 _WORD = re.compile(r"[!$-<>-\[\]-~]+")  # printable ASCII without blank, quote, `#`, `=` and `\`
 _VALUE = re.compile(r"[!$-\[\]-~]+")
@@ -30,7 +30,7 @@ def node_lines(nodes: Iterable[Node]) -> Iterator[str]:
         yield _node_line(run, attributes)
 
 
-def partition_line(partition: Partition, memory: Mapping[str, int]) -> str:
+def partition_line(partition: PartitionConf, memory: Mapping[str, int]) -> str:
     parts = [f"PartitionName={checked_word('the name of a partition', partition.name)}"]
     unknown = [name for name in partition.nodes if name not in memory]
     if unknown:
@@ -91,7 +91,7 @@ def _attributes(node: Node) -> str:
     return f"{text} State=CLOUD" if node.cloud else text
 
 
-def _gres(gpus: Iterable[GpuLine]) -> str:
+def _gres(gpus: Iterable[NodeGpu]) -> str:
     counts = Counter(f"gpu:{checked_word('the type of a GPU', gpu.type)}" if gpu.type else "gpu" for gpu in gpus)
     return ",".join(f"{kind}:{count}" for kind, count in counts.items())
 
@@ -116,7 +116,7 @@ def checked_names(names: Iterable[str]) -> str:
 
 
 def checked_word(what: str, text: str) -> str:
-    """A part of a line, refused when it could be read as more than one."""
+    """A part of a line; rejected when Slurm could read it as more than one."""
     if not _WORD.fullmatch(text):
         raise ValueError(f"{what} may not be {text!r}: Slurm's files take no blanks, quotes, `#`, `=` or `\\` there")
     return text

@@ -1,6 +1,6 @@
-"""What Slurm's commands answer, as data: the commands to run, and a parser for each.
+"""The output of Slurm's commands as data: the commands, and a parser for each.
 
-The same text layout holds from 22.05 to 26.05; keys that a release adds or drops are tolerated.
+The layout is the same from 22.05 to 26.05; keys that a release adds or drops are tolerated.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from shoal.hostlist import expand
 NODES_COMMAND = ("scontrol", "-d", "-o", "show", "node")
 PARTITIONS_COMMAND = ("scontrol", "-o", "show", "partition")
 CONFIG_COMMAND = ("scontrol", "show", "config")
+JOBCOMP = "/var/log/slurm/jobcomp.log"
+"""slurmctld records every ended job here, with accounting and without."""
 
 _RECORD, _FIELD = "\x1e", "\x1f"
-"""Separators that ASCII has for this. The job's name, the one field its owner is free to choose, comes last."""
+"""ASCII's separators. The job's name comes last: it is the only field with free text."""
 JOBS_COMMAND = (
     "squeue",
     "-h",
@@ -24,10 +26,10 @@ JOBS_COMMAND = (
 )
 
 ACTIVE_STATES = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING"})
-"""Jobs that hold nodes and have work to lose. One that waits holds none; one that is COMPLETING has done its work."""
+"""Jobs that hold nodes and have work to lose. A pending job holds none; a COMPLETING one has done its work."""
 
-STATE_WORDS = {
-    # sinfo's short and long words, as scontrol has them
+STATE_NAMES = {
+    # sinfo's short and long names, as scontrol has them
     "ALLOC": ("ALLOCATED",),
     "BOOT": ("REBOOT_ISSUED",),
     "COMP": ("COMPLETING",),
@@ -61,8 +63,8 @@ STATE_SUFFIXES = {
 }
 
 
-SILENT_REASON = "Not responding"
-"""What Slurm writes on a node that it has given up, because it was not heard from for SlurmdTimeout."""
+NOT_RESPONDING_REASON = "Not responding"
+"""Slurm's reason for a node that it marked DOWN because it was silent for SlurmdTimeout."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class NodeState:
 
     name: str
     state: tuple[str, ...]
-    """The base state and its flags, as scontrol says them: `("IDLE", "DRAIN")`."""
+    """The base state and its flags, as in scontrol: `("IDLE", "DRAIN")`."""
     reason: str = ""
     reason_by: str = ""
     reason_time: str = ""
@@ -92,7 +94,7 @@ class NodeState:
 
     @property
     def cloud(self) -> bool:
-        """Whether it has a machine only when a job needs one."""
+        """Whether it is rented when a job needs it."""
         return "CLOUD" in self.state
 
 
@@ -101,15 +103,15 @@ class JobState:
     """A job in the queue."""
 
     id: str
-    """`17`, or `17_3` for a task of an array, or `17_[4-9]` for those that wait together."""
+    """`17`, or `17_3` for a task of an array, or `17_[4-9]` for its pending tasks."""
     state: str
-    """As squeue says it: PENDING, RUNNING, COMPLETING …"""
+    """As in squeue: PENDING, RUNNING, COMPLETING …"""
     user: str
     partition: str
     nodes: str
-    """The hostlist of its nodes; empty while it waits."""
+    """The hostlist of its nodes; empty while it is pending."""
     reason: str
-    """Why it waits; `None` when it does not."""
+    """Why it is pending; `None` when it is not."""
     time_used: str
     time_limit: str
     node_count: int
@@ -141,47 +143,47 @@ class PartitionState:
 
 
 def parse_nodes(text: str) -> list[NodeState]:
-    """The answer to NODES_COMMAND."""
+    """Parse the output of NODES_COMMAND."""
     return [_node(record) for record in _records(text, "NodeName=")]
 
 
 def parse_partitions(text: str) -> list[PartitionState]:
-    """The answer to PARTITIONS_COMMAND."""
+    """Parse the output of PARTITIONS_COMMAND."""
     return [_partition(_pairs(record)) for record in _records(text, "PartitionName=")]
 
 
 def parse_jobs(text: str) -> list[JobState]:
-    """The answer to JOBS_COMMAND."""
+    """Parse the output of JOBS_COMMAND."""
     jobs: list[JobState] = []
     for record in text.split(_RECORD)[1:]:
         fields = record.removesuffix("\n").split(_FIELD, 9)
         if len(fields) != 10 or not fields[8].isdecimal():
-            continue  # the rest of a name that has our separator in it
+            continue  # the rest of a name that contains our separator
         job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
         jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
     return jobs
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The answer to CONFIG_COMMAND: the settings in force, by key in lower case."""
+    """Parse the output of CONFIG_COMMAND: the current settings, by key in lower case."""
     settings: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
         if equals and re.fullmatch(r"[A-Za-z]+\s+", key):
-            # What follows the settings of slurm.conf are those of cgroup.conf and of MPI.
+            # The settings of cgroup.conf and of MPI follow those of slurm.conf; the first of a key counts.
             settings.setdefault(key.strip().lower(), "" if value.strip() == "(null)" else value.strip())
     return settings
 
 
 def parse_state(text: str) -> tuple[str, ...]:
-    """A state as scontrol (`IDLE+DRAIN`) or sinfo (`drained*`) writes it, in scontrol's words."""
+    """Parse a state of scontrol (`IDLE+DRAIN`) or sinfo (`drained*`) into scontrol's names."""
     words: list[str] = []
     for word in text.strip().upper().split("+"):
         flags: list[str] = []
         while word and word[-1] in STATE_SUFFIXES:
             flags.insert(0, STATE_SUFFIXES[word[-1]])
             word = word[:-1]
-        words += [*STATE_WORDS.get(word, (word,) if word else ()), *flags]
+        words += [*STATE_NAMES.get(word, (word,) if word else ()), *flags]
     return tuple(dict.fromkeys(words))
 
 
@@ -191,7 +193,7 @@ _REASON_BY = re.compile(r"(.*?)\s\[([^\s@\]]+)@([0-9T:-]+)\]", re.DOTALL)
 
 
 def _records(text: str, start: str) -> list[str]:
-    """One record a line; a line that starts otherwise continues a text with a newline in it."""
+    """One record for each line; a line that starts otherwise continues the record before it."""
     records: list[str] = []
     for line in text.splitlines():
         if line.startswith(start):
@@ -202,12 +204,12 @@ def _records(text: str, start: str) -> list[str]:
 
 
 def _node(record: str) -> NodeState:
-    # The reason is free text and comes after all that we read: nothing in it may be taken for a key.
+    # The reason is free text and comes last: nothing in it may be parsed as a key.
     free = _REASON.search(record)
     values = _pairs(record[: free.start()] if free else record)
     reason, by, when = free[1].strip() if free else "", "", ""
-    if said := _REASON_BY.match(reason):
-        reason, by, when = said[1], said[2], said[3]
+    if match := _REASON_BY.match(reason):
+        reason, by, when = match[1], match[2], match[3]
     return NodeState(
         name=values["NodeName"],
         state=parse_state(values.get("State", "UNKNOWN")),

@@ -1,4 +1,4 @@
-"""What was used, from slurmdbd's records: the question, a parser, and the sums. Pure."""
+"""Usage from slurmdbd's records: the sacct command, its parser, and the sums. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Literal, get_args
 from shoal.hostlist import expand
 from shoal.slurm.accounting import GPU
 
-By = Literal["user", "job", "nodeset", "account"]
-WAYS: tuple[By, ...] = get_args(By)
+Grouping = Literal["user", "job", "nodeset", "account"]
+GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 
 _FIELD = "\x1f"
 _FIELDS = ("JobID", "User", "Account", "Start", "End", "NodeList", "AllocTRES", "JobName")
 
 
 @dataclass(frozen=True)
-class Used:
-    """One run of a job. A job that was queued again has several."""
+class JobUsage:
+    """One run of a job. A job that was requeued has several."""
 
     id: str
     user: str
@@ -26,7 +26,7 @@ class Used:
     name: str
     start: float
     end: float
-    """When it ended; now, while it runs."""
+    """When it ended; now while it runs."""
     nodes: tuple[str, ...]
     cpus: int
     gpus: int
@@ -34,41 +34,41 @@ class Used:
 
 @dataclass(frozen=True)
 class UsageRow:
-    """What one user, job, nodeset or account used."""
+    """The usage of one user, job, nodeset or account."""
 
     name: str
     jobs: int
     cpu_hours: float
     gpu_hours: float
     cost: float | None
-    """None where no price is known for any of it."""
+    """None where no price is known."""
     unpriced: float = 0.0
-    """GPU hours on nodes whose price is not known; they are not in `cost`."""
+    """GPU hours on nodes without a known price; `cost` does not include them."""
     detail: str = ""
-    """Of a job: whose it was, and its name."""
+    """The user and the name of a job."""
 
 
 def usage_command(since: float, until: float) -> tuple[str, ...]:
-    """All runs that touch the period, the earlier ones of jobs that were queued again included."""
+    """The command for all runs in the period, earlier runs of requeued jobs included."""
     period = ("-S", f"uts{since:.0f}", "-E", f"uts{until:.0f}")
     words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", *period, "-o", ",".join(_FIELDS))
     return ("env", "SLURM_TIME_FORMAT=%s", "sacct", *words)
 
 
-def parse_usage(text: str, now: float) -> list[Used]:
-    """The answer to `usage_command`. What never started used nothing."""
-    found = []
+def parse_usage(text: str, now: float) -> list[JobUsage]:
+    """Parse the output of `usage_command`. Jobs that never started are left out."""
+    runs = []
     for line in text.split("\n"):
         if line.count(_FIELD) < len(_FIELDS) - 1:
-            continue  # the rest of a name with a newline in it
+            continue  # the rest of a name that contains a newline
         values = dict(zip(_FIELDS, line.split(_FIELD, len(_FIELDS) - 1), strict=True))
         if not values["Start"].isdecimal() or values["Start"] == "0":
             continue
         tres = dict(part.split("=", 1) for part in values["AllocTRES"].split(",") if "=" in part)
         end = float(values["End"]) if values["End"].isdecimal() and values["End"] != "0" else now
         nodes = () if values["NodeList"] in ("", "None assigned") else tuple(expand(values["NodeList"]))
-        found.append(
-            Used(
+        runs.append(
+            JobUsage(
                 id=values["JobID"],
                 user=values["User"],
                 account=values["Account"],
@@ -80,23 +80,23 @@ def parse_usage(text: str, now: float) -> list[Used]:
                 gpus=_number(tres.get(GPU)),
             )
         )
-    return found
+    return runs
 
 
-def sum_up(
-    runs: Iterable[Used],
-    by: By,
+def summarize_usage(
+    runs: Iterable[JobUsage],
+    by: Grouping,
     since: float,
     until: float,
     nodesets: Mapping[str, str],
     prices: Mapping[str, float],
 ) -> tuple[UsageRow, ...]:
-    """What was used inside the period, most GPU hours first.
+    """The usage inside the period, most GPU hours first.
 
-    `nodesets` has the nodeset of every node, `prices` what a GPU hour costs in a nodeset. The GPUs of a job count as
-    shared out evenly over its nodes.
+    `nodesets` maps nodes to nodesets, `prices` nodesets to the price of a GPU hour. The GPUs of a job count as
+    spread evenly over its nodes.
     """
-    rows: dict[str, list[tuple[Used, float, float, float | None]]] = {}
+    rows: dict[str, list[tuple[JobUsage, float, float, float | None]]] = {}
     for run in runs:
         hours = max(0.0, min(run.end, until) - max(run.start, since)) / 3600
         for node in run.nodes or ("",):
@@ -106,11 +106,11 @@ def sum_up(
             price = prices.get(nodeset)
             part = (run, run.cpus * hours * share, gpu_hours, None if price is None else gpu_hours * price)
             rows.setdefault(_KEYS[by](run, nodeset), []).append(part)
-    found = [_row(name, by, parts) for name, parts in rows.items()]
-    return tuple(sorted(found, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
+    unsorted = [_row(name, by, parts) for name, parts in rows.items()]
+    return tuple(sorted(unsorted, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
 
 
-_KEYS: Mapping[By, Callable[[Used, str], str]] = {
+_KEYS: Mapping[Grouping, Callable[[JobUsage, str], str]] = {
     "user": lambda run, nodeset: run.user,
     "job": lambda run, nodeset: run.id,
     "account": lambda run, nodeset: run.account or "(none)",
@@ -118,8 +118,8 @@ _KEYS: Mapping[By, Callable[[Used, str], str]] = {
 }
 
 
-def total(rows: Sequence[UsageRow], jobs: int) -> UsageRow:
-    """All rows together."""
+def usage_total(rows: Sequence[UsageRow], jobs: int) -> UsageRow:
+    """The sum of all rows."""
     costs = [row.cost for row in rows if row.cost is not None]
     return UsageRow(
         "total",
@@ -131,7 +131,7 @@ def total(rows: Sequence[UsageRow], jobs: int) -> UsageRow:
     )
 
 
-def _row(name: str, by: By, parts: Sequence[tuple[Used, float, float, float | None]]) -> UsageRow:
+def _row(name: str, by: Grouping, parts: Sequence[tuple[JobUsage, float, float, float | None]]) -> UsageRow:
     costs = [cost for _, _, _, cost in parts if cost is not None]
     first = parts[0][0]
     return UsageRow(

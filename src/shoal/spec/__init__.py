@@ -1,1 +1,5 @@
-"""What the user wrote: frozen models, loading with file, line and column, and findings."""
+"""The file `shoal.yaml`: frozen models with their rules, and loading with the line and column of every finding.
+
+Start at `model.py` (Spec) and `loader.py`; `members.py` lists the hosts that a spec stands for. `finding.py` and
+`member.py` need no pydantic. May import `contract`, `errors` and `hostlist` only.
+"""

@@ -1,15 +1,16 @@
-"""Accounting, as the file says it: who may use how much of the cluster, and where the records are kept."""
+"""Accounting in the file: accounts with their limits, QOS, and the database host."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema
 
-from shoal.spec.closed import Closed
-from shoal.spec.words import Between, SlurmTime, UserName, host_name, refusal
+from shoal.spec.finding import Path, Problem, nearest, show
+from shoal.spec.values import Between, SlurmTime, SpecModel, UserName, host_name, refusal, text_schema
 
 ROOT = "root"
 """Slurm's own account, the parent of all others, and its administrator."""
@@ -49,21 +50,17 @@ def unless_false(value: object) -> object:
     return None if value is False else value
 
 
-def _schema(title: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": "string", "title": title})
-
-
-AccountName = Annotated[str, _word("an account", (ROOT, "none", "all")), _schema("name")]
-ParentName = Annotated[str, _word("an account"), _schema("name")]
-QosName = Annotated[str, _word("a QOS", ("none", "all")), _schema("name")]
-MemberName = Annotated[str, BeforeValidator(host_name), _schema("host name")]
-Description = Annotated[str, BeforeValidator(_description), _schema("description")]
+AccountName = Annotated[str, _word("an account", (ROOT, "none", "all")), text_schema("name")]
+ParentName = Annotated[str, _word("an account"), text_schema("name")]
+QosName = Annotated[str, _word("a QOS", ("none", "all")), text_schema("name")]
+MemberName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
+Description = Annotated[str, BeforeValidator(_description), text_schema("description")]
 Price = Annotated[float, BeforeValidator(_price), WithJsonSchema({"type": "number", "title": "price", "minimum": 0})]
 Count = Annotated[int, Between(0, 1_000_000)]
 
 
-class Limits(Closed):
-    """How much may be used. What is not said is not limited here; the limits of accounts above still hold."""
+class Limits(SpecModel):
+    """Limits of use. A missing field sets no limit here; the limits of parent accounts still hold."""
 
     max_jobs: Count | None = None
     """The most jobs that each user may have running (MaxJobs)."""
@@ -84,18 +81,18 @@ class Limits(Closed):
     group_cpus: Count | None = None
     """The most CPUs in use at a time, by all users together (GrpTRES)."""
     gpu_hours: Count | None = None
-    """A budget of GPU hours (GrpTRESMins). Slurm lets past use fade: by half in 7 days, if `slurm` does not say."""
+    """A budget of GPU hours (GrpTRESMins). Slurm halves past use every 7 days, unless `slurm` sets another rate."""
 
 
 class Share(Limits):
-    """What an account, or a user in it, gets of the cluster."""
+    """The share of an account, or of a user in it."""
 
     fairshare: Annotated[int, Between(1, 1_000_000)] = 1
-    """Its share among its neighbours: who has used less than that comes first."""
+    """Its share among its siblings: those that used less of their share come first."""
     qos: tuple[QosName, ...] = ()
-    """The QOS its jobs may ask for. Without any, those of the account above; at the top `normal`."""
+    """The QOS its jobs may ask for. Without any, those of the parent account; at the top `normal`."""
     default_qos: QosName | None = None
-    """The QOS of a job that names none."""
+    """The QOS of a job without `--qos`."""
 
 
 class Account(Share):
@@ -141,16 +138,16 @@ class Qos(Limits):
     """The most GPUs that each user may use at a time (MaxTRESPerUser)."""
 
 
-class Accounting(Closed):
+class Accounting(SpecModel):
     """Job records in a database: MariaDB and slurmdbd, backed up every day.
 
     In the file it is `accounting: true`, or a mapping of the fields below.
     """
 
     host: MemberName | None = None
-    """The member that has the database. Without it, the controller."""
+    """The host of the database. Without it, the controller."""
     accounts: dict[AccountName, Account] = Field(default_factory=dict)
-    """Who may use the cluster. Without any, everybody may, and `sacctmgr` is yours."""
+    """Who may use the cluster. Without accounts, every user may, and you manage `sacctmgr` yourself."""
     qos: dict[QosName, Qos] = Field(default_factory=dict)
     """The qualities of service, by name."""
     backups: Annotated[int, Between(1, 1000)] = 14
@@ -173,3 +170,54 @@ class Accounting(Closed):
 
 def _refuse_account() -> Any:
     raise refusal("not an account", "write {users: [ann, bob]}")
+
+
+def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> Iterator[Problem]:
+    """Every rule about accounting that does not hold. `hosts` are the names of all members."""
+    if accounting is None:
+        return
+    host = accounting.host
+    if host is not None and host not in hosts:
+        yield Problem(("accounting", "host"), "no host of the cluster", show(host), nearest(host, list(hosts)))
+    if accounting.qos and not accounting.is_set("accounts"):
+        what = "`qos` without `accounts`: Slurm holds nobody to a limit whose account it does not know"
+        yield Problem(("accounting", "qos"), what, "", "add `accounts`: {lab: {users: [ann]}}")
+    accounts = {name: account for name, account in accounting.accounts.items() if account is not None}
+    yield from _parent_problems(accounts)
+    known = list(dict.fromkeys((NORMAL, *accounting.qos)))
+    for name, account in accounts.items():
+        path: Path = ("accounting", "accounts", name)
+        yield from _qos_problems(path, account, known)
+        for user, share in account.users.items():
+            if user == ROOT:
+                yield Problem((*path, "users"), "root is Slurm's administrator already", show(user), "delete it")
+            if share is not None:
+                yield from _qos_problems((*path, "users", user), share, known)
+
+
+def _parent_problems(accounts: Mapping[str, Account]) -> Iterator[Problem]:
+    """The parent of an account exists, and no account is part of itself."""
+    parents = {name: account.parent for name, account in accounts.items()}
+    for name, parent in parents.items():
+        path = ("accounting", "accounts", name, "parent")
+        if parent != ROOT and parent not in parents:
+            yield Problem(path, "unknown account", show(parent), nearest(parent, [*parents, ROOT]))
+            continue
+        ancestors, ancestor = {name}, parent
+        while ancestor in parents and ancestor not in ancestors:
+            ancestors.add(ancestor)
+            ancestor = parents[ancestor]
+        if ancestor == name:
+            yield Problem(path, "an account that is part of itself", show(parent), "break the circle")
+
+
+def _qos_problems(path: Path, share: Share, known: list[str]) -> Iterator[Problem]:
+    for name in share.qos:
+        if name is not None and name not in known:
+            yield Problem((*path, "qos"), "unknown QOS", show(name), nearest(name, known))
+    default = share.default_qos
+    if default is not None and default not in known:
+        yield Problem((*path, "default_qos"), "unknown QOS", show(default), nearest(default, known))
+    elif default is not None and share.is_set("qos") and default not in share.qos:
+        fix = f"add {default} to `qos`, or choose one of them"
+        yield Problem((*path, "default_qos"), "not among its `qos`", show(default), fix)

@@ -10,25 +10,16 @@ from typing import Any
 
 from shoal.spec.accounting import Account, Accounting, Qos, Share
 from shoal.spec.environments import Environment, Proxy
-from shoal.spec.model import (
-    Closed,
-    Controller,
-    HostEntry,
-    HostSet,
-    Login,
-    Machine,
-    NodeSet,
-    Partition,
-    Placed,
-    Reach,
-    Spec,
-)
+from shoal.spec.hosts import Controller, HasSite, HostEntry, HostSet, Login, LoginFields, MachineFields, NodeSet
+from shoal.spec.model import Spec
 from shoal.spec.network import Network
-from shoal.spec.rented import Budget, OfferChoice, ProviderAccount
+from shoal.spec.partitions import Partition
+from shoal.spec.rental import Budget, OfferChoice, ProviderAccount
 from shoal.spec.slurm_options import SlurmOptions
 from shoal.spec.storage import SharedDirectory
 from shoal.spec.tracking import Tracking
 from shoal.spec.users import ClusterUser
+from shoal.spec.values import SpecModel
 
 EXAMPLE = """\
 # shoal.yaml
@@ -52,14 +43,14 @@ partitions:
   play: {nodesets: [fish], max_time: 30}
 """
 
-_SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
+_SECTIONS: tuple[tuple[str, type[SpecModel]], ...] = (
     ("The file", Spec),
     ("controller", Controller),
     ("login", Login),
     ("nodesets", NodeSet),
     ("A host", HostEntry),
-    ("Logging in", Reach),
-    ("Made by a provider", Machine),
+    ("Logging in", LoginFields),
+    ("Made by a provider", MachineFields),
     ("partitions", Partition),
     ("providers", ProviderAccount),
     ("Offers", OfferChoice),
@@ -78,7 +69,7 @@ _SECTIONS: tuple[tuple[str, type[Closed]], ...] = (
 )
 
 _INTRODUCTION = f"""\
-<!-- Made from the models in src/shoal/spec/model.py by `python -m shoal.spec.docs > docs/spec.md`. -->
+<!-- Made from the models in src/shoal/spec by `python -m shoal.spec.docs > docs/spec.md`. -->
 
 # shoal.yaml
 
@@ -109,7 +100,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _json_schema(model: type[Closed]) -> Any:
+def _json_schema(model: type[SpecModel]) -> Any:
     """Pydantic's schema, with the text under each field. Reading that takes long, so no other command does it."""
     _describe_fields()
     return _tidy(model.model_json_schema())
@@ -117,31 +108,33 @@ def _json_schema(model: type[Closed]) -> Any:
 
 @cache
 def _describe_fields() -> None:
-    models: list[type[Closed]] = [Placed, HostSet, *(model for _, model in _SECTIONS)]
+    models: list[type[SpecModel]] = [HasSite, HostSet, *(model for _, model in _SECTIONS)]
     for model in models:
         texts: dict[str, str] = {}
-        for parent in reversed(model.__mro__[: model.__mro__.index(Closed)]):
+        for parent in reversed(model.__mro__[: model.__mro__.index(SpecModel)]):
             texts.update(_texts_under_fields(parent))
         for name, field in model.model_fields.items():
             field.description = texts.get(name)
-    # In the order of their file, `model.py` last: a model takes in those above it as they are.
+    # In the order of their definition: a model takes in those above it as they are.
     for model in sorted(models, key=_place):
         model.model_rebuild(force=True)
 
 
-def _place(model: type[Closed]) -> tuple[bool, int]:
-    return model.__module__ == Spec.__module__, inspect.getsourcelines(model)[1]
+def _place(model: type[SpecModel]) -> tuple[int, int]:
+    containers = (NodeSet.__module__, Spec.__module__)  # in the order of their imports; other sections stand alone
+    rank = containers.index(model.__module__) + 1 if model.__module__ in containers else 0
+    return rank, inspect.getsourcelines(model)[1]
 
 
 def _texts_under_fields(model: type) -> dict[str, str]:
     [body] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                found[name] = inspect.cleandoc(said)
-    return found
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(description))):
+                texts[name] = inspect.cleandoc(description)
+    return texts
 
 
 def _tidy(entry: Any) -> Any:
@@ -164,7 +157,7 @@ def _tidy(entry: Any) -> Any:
     return tidy
 
 
-def _section(title: str, model: type[Closed]) -> str:
+def _section(title: str, model: type[SpecModel]) -> str:
     definition = _json_schema(model)
     definition = definition["anyOf"][1] if "anyOf" in definition else definition
     required = definition.get("required", [])
@@ -176,18 +169,20 @@ def _section(title: str, model: type[Closed]) -> str:
         entry = definition["properties"][name]
         default = "required" if name in required else _default(entry.get("default"))
         lines.append(f"| `{name}` | {_type(entry)} | {default} | {entry['description']} |")
-    for base, text in ((Reach, "Logging in"), (Machine, "Made by a provider")):
+    for base, text in ((LoginFields, "Logging in"), (MachineFields, "Made by a provider")):
         if base in model.__mro__[1:]:
             anchor = text.lower().replace(" ", "-")
-            when = "With `provider`" if base is Machine else "Without `provider`"
+            when = "With `provider`" if base is MachineFields else "Without `provider`"
             lines += ["", f"{when}, also the fields of [{text}](#{anchor})."]
     return "\n".join(lines) + "\n"
 
 
-def _own_fields(model: type[Closed]) -> list[str]:
+def _own_fields(model: type[SpecModel]) -> list[str]:
     """The fields of a section; what all sets of hosts share is shown once, in its own section."""
-    shared = {*Reach.model_fields, *Machine.model_fields} if model not in (Reach, Machine) else set()
-    shared = shared - {*model.__annotations__} if issubclass(model, Reach | Machine) else set()
+    shared = (
+        {*LoginFields.model_fields, *MachineFields.model_fields} if model not in (LoginFields, MachineFields) else set()
+    )
+    shared = shared - {*model.__annotations__} if issubclass(model, LoginFields | MachineFields) else set()
     own = [name for name in model.model_fields if name not in shared]
     # `hosts` before what is particular to the kind of set
     return sorted(own, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else own

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from shoal.spec.closed import Closed
-from shoal.spec.problem import Problem
-from shoal.spec.words import FilePath, choice, refusal
+from shoal.spec.finding import Problem
+from shoal.spec.values import FilePath, SpecModel, choice, refusal, text_schema
 
 SOURCES = ("requirements", "lock", "pyproject")
 """The fields that say what is in an environment: each of them has one."""
@@ -67,18 +66,14 @@ def _no_proxy(value: object) -> str:
     return text
 
 
-def _text(title: str, *kinds: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": ["string", *kinds] if kinds else "string", "title": title})
+EnvironmentName = Annotated[str, BeforeValidator(_name), text_schema("name")]
+HostDirectory = Annotated[str, BeforeValidator(directory), text_schema("path")]
+PythonProgram = Annotated[str, BeforeValidator(_python), text_schema("version or program")]
+ProxyUrl = Annotated[str, BeforeValidator(_proxy), text_schema("URL")]
+NoProxy = Annotated[str, BeforeValidator(_no_proxy), WithJsonSchema({"type": ["string", "array"], "title": "hosts"})]
 
 
-EnvironmentName = Annotated[str, BeforeValidator(_name), _text("name")]
-HostDirectory = Annotated[str, BeforeValidator(directory), _text("path")]
-PythonProgram = Annotated[str, BeforeValidator(_python), _text("version or program")]
-ProxyUrl = Annotated[str, BeforeValidator(_proxy), _text("URL")]
-NoProxy = Annotated[str, BeforeValidator(_no_proxy), _text("hosts", "array")]
-
-
-class Environment(Closed):
+class Environment(SpecModel):
     """A Python environment for jobs: `shoal env build` makes it, `shoal run --env NAME` uses it.
 
     One of `requirements`, `lock` and `pyproject` says what is in it. These are files on your machine; their paths are
@@ -99,7 +94,7 @@ class Environment(Closed):
     """Where it is kept. Without it, `environments` in the first share of `storage`, or /shared/environments."""
 
 
-class Proxy(Closed):
+class Proxy(SpecModel):
     """How hosts that have no way to the internet of their own get packages, with apt and with pip."""
 
     http: ProxyUrl | None = None
@@ -112,24 +107,19 @@ class Proxy(Closed):
     @property
     def variables(self) -> dict[str, str]:
         """The variables that programs read. curl and Python take them in lower case."""
-        found = {"http_proxy": self.http, "https_proxy": self.https or self.http, "no_proxy": self.no_proxy}
-        return {name: value for name, value in found.items() if value}
+        variables = {"http_proxy": self.http, "https_proxy": self.https or self.http, "no_proxy": self.no_proxy}
+        return {name: value for name, value in variables.items() if value}
 
 
-def environment_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Every environment says what is in it once."""
-    environments = data.get("environments")
-    for name, entry in environments.items() if isinstance(environments, Mapping) else ():
-        if not isinstance(entry, Mapping):
-            continue
-        given = [key for key in SOURCES if entry.get(key) is not None]
+def environment_problems(environments: Mapping[str, Environment | None], proxy: Proxy | None) -> Iterator[Problem]:
+    """Every environment says what is in it once, and a proxy has an address."""
+    for name, environment in environments.items():
+        given = [key for key in SOURCES if environment.is_set(key)] if environment is not None else list(SOURCES[:1])
         if not given:
             fix = "add one of `requirements`, `lock` and `pyproject`"
             yield Problem(("environments", name), "nothing says what is in it", "", fix)
         for key in given[1:]:
-            yield Problem(
-                ("environments", name, key), f"both `{given[0]}` and `{key}`", "", "keep one, delete the other"
-            )
-    proxy = data.get("proxy")
-    if isinstance(proxy, Mapping) and not any(proxy.get(key) for key in ("http", "https")):
+            fix = "keep one, delete the other"
+            yield Problem(("environments", name, key), f"both `{given[0]}` and `{key}`", "", fix)
+    if proxy is not None and not proxy.is_set("http") and not proxy.is_set("https"):
         yield Problem(("proxy",), "neither `http` nor `https`", "", "name a proxy, or delete this")

@@ -1,4 +1,4 @@
-"""The members of a cluster: every host the spec names, flattened, with its roles."""
+"""A member of the cluster: a host that the spec names, with its roles. Needs no pydantic, which takes 0.3 s to load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 Role = Literal["controller", "login", "compute"]
+WIREGUARD_SUBNET = "10.77.0.0/16"
+WIREGUARD_PORT = 51820
+"""The private network, where the file says nothing else."""
 
 
 @dataclass(frozen=True)

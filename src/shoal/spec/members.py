@@ -1,19 +1,18 @@
-"""The members of a cluster and its partitions, worked out from the spec. Pure."""
+"""The members of a cluster, its rented nodesets and its partitions, worked out from the spec. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-from shoal.spec.member import Member, Role, Shape
-from shoal.spec.model import Controller, HostEntry, HostSet, NodeSet, Partition, Spec
-from shoal.spec.rented import rented_sets
-from shoal.spec.words import size_mb
+from shoal.spec.hosts import Controller, NodeSet, located_members
+from shoal.spec.member import Member, Shape
+from shoal.spec.model import Spec
+from shoal.spec.partitions import Partition
+from shoal.spec.rental import DEFAULT_IDLE_TIME, DISK_GB, LIFETIME, OfferChoice, ProviderAccount, RentedSet
+from shoal.spec.values import seconds, size_mb
 
 
 def members(spec: Spec) -> tuple[Member, ...]:
     """Every host that is always there: the controller, login hosts, then the nodesets in the order of the file."""
-    return tuple(_members(spec))
+    return tuple(member for _, member in located_members(spec.controller, spec.login, spec.nodesets))
 
 
 def rented_members(spec: Spec) -> tuple[Member, ...]:
@@ -22,14 +21,14 @@ def rented_members(spec: Spec) -> tuple[Member, ...]:
         Member(
             name=name,
             roles=frozenset({"compute"}),
-            nodeset=one.name,
-            shape=Shape(cpus=one.cpus, memory_mb=one.memory_mb, gpus=one.gpus or 0, site=one.site),
-            features=one.features,
-            weight=one.weight,
+            nodeset=nodeset.name,
+            shape=Shape(cpus=nodeset.cpus, memory_mb=nodeset.memory_mb, gpus=nodeset.gpus or 0, site=nodeset.site),
+            features=nodeset.features,
+            weight=nodeset.weight,
             rented=True,
         )
-        for one in rented_sets(spec).values()
-        for name in one.nodes
+        for nodeset in rented_sets(spec).values()
+        for name in nodeset.nodes
     )
 
 
@@ -60,60 +59,44 @@ def default_spec(cluster: str = "sandbox", nodes: int = 2, gpus: int = 2) -> Spe
     )
 
 
-def _members(spec: Spec) -> Iterator[Member]:
-    controller = spec.controller
-    roles: frozenset[Role] = frozenset({"controller", "compute"} if controller.compute else {"controller"})
-    if controller.host is not None:
-        yield from _given("controller", roles, controller.host, controller)
-    else:
-        yield _made("controller", "controller", roles, controller)
-    if spec.login is not None:
-        yield from _set("login", frozenset({"login"}), spec.login)
-    for name, nodeset in spec.nodesets.items():
-        yield from _set(name, frozenset({"compute"}), nodeset)
+def rented_sets(spec: Spec) -> dict[str, RentedSet]:
+    """The rented nodesets, by name, in the order of the file."""
+    return {name: _rented_set(name, nodeset) for name, nodeset in spec.nodesets.items() if nodeset.max is not None}
 
 
-def _set(nodeset: str, roles: frozenset[Role], entry: HostSet) -> Iterator[Member]:
-    for host in entry.hosts:
-        yield from _given(nodeset, roles, host, entry)
-    if entry.provider is not None and entry.count is not None:
-        for number in range(1, entry.count + 1):
-            yield _made(f"{nodeset}{number}", nodeset, roles, entry)
+def provider_accounts(spec: Spec) -> dict[str, ProviderAccount]:
+    """The accounts at providers, each with its kind filled in."""
+    return {name: account.model_copy(update={"kind": account.kind or name}) for name, account in spec.providers.items()}
 
 
-def _given(nodeset: str, roles: frozenset[Role], host: HostEntry, reach: Controller | HostSet) -> Iterator[Member]:
-    identity = host.identity or reach.identity
-    for name in host.names:
-        yield Member(
-            name=name,
-            roles=roles,
-            nodeset=nodeset,
-            address=host.address,
-            port=host.port or reach.port,
-            user=host.user or reach.user,
-            identity=Path(identity).expanduser() if identity else None,
-            endpoint=host.endpoint,
-            shape=Shape(site=reach.site),
-            features=reach.features if isinstance(reach, NodeSet) else (),
-            weight=reach.weight if isinstance(reach, NodeSet) else 1,
+def _rented_set(name: str, nodeset: NodeSet) -> RentedSet:
+    assert nodeset.max is not None
+    offers = nodeset.offers
+    if not offers:
+        assert nodeset.provider is not None
+        offers = (
+            OfferChoice(
+                provider=nodeset.provider,
+                type=nodeset.type,
+                region=nodeset.region,
+                zone=nodeset.zone,
+                market=nodeset.market,
+            ),
         )
-
-
-def _made(name: str, nodeset: str, roles: frozenset[Role], machine: Controller | HostSet) -> Member:
-    return Member(
+    return RentedSet(
         name=name,
-        roles=roles,
-        nodeset=nodeset,
-        provider=machine.provider,
-        shape=Shape(
-            image=machine.image,
-            cpus=machine.cpus,
-            memory_mb=size_mb(machine.memory) if machine.memory else None,
-            disk_mb=size_mb(machine.disk) if machine.disk else None,
-            gpus=machine.gpus,
-            site=machine.site,
-            cgroups=machine.cgroups,
-        ),
-        features=machine.features if isinstance(machine, NodeSet) else (),
-        weight=machine.weight if isinstance(machine, NodeSet) else 1,
+        offers=offers,
+        prefer=nodeset.prefer,
+        max=nodeset.max,
+        idle=seconds(nodeset.idle or DEFAULT_IDLE_TIME),
+        lifetime=seconds(nodeset.lifetime or LIFETIME),
+        max_price=nodeset.max_price,
+        budget=nodeset.budget,
+        cpus=nodeset.cpus,
+        memory_mb=size_mb(nodeset.memory) if nodeset.memory else None,
+        gpus=nodeset.gpus or None,
+        disk_gb=-(-size_mb(nodeset.disk) // 1024) if nodeset.disk else DISK_GB,
+        features=nodeset.features,
+        weight=nodeset.weight,
+        site=nodeset.site,
     )

@@ -1,19 +1,21 @@
-"""The private network between the hosts, as the file says it: one word, or a mapping with what else is to be said."""
+"""The private network between the hosts, as in the file: one word or a mapping."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from shoal.spec.closed import Closed
-from shoal.spec.defaults import WIREGUARD_PORT, WIREGUARD_SUBNET
-from shoal.spec.secret import SecretReference
-from shoal.spec.words import Port, address, choice, host_name, refusal
+from shoal.spec.finding import Problem, nearest, show
+from shoal.spec.member import WIREGUARD_PORT, WIREGUARD_SUBNET
+from shoal.spec.values import Port, SecretReference, SpecModel, address, choice, host_name, refusal, text_schema
 
 KINDS = ("lan", "wireguard", "tailscale")
+_OWN_FIELDS = {"wireguard": ("subnet", "port", "hub"), "tailscale": ("auth_key", "login_server", "tags")}
+"""The fields that only one kind of network has."""
 
 
 def _subnet(value: object) -> str:
@@ -21,14 +23,14 @@ def _subnet(value: object) -> str:
     if not isinstance(value, str):
         raise refusal("not a subnet", fix)
     try:
-        found = ipaddress.IPv4Network(value)
+        subnet = ipaddress.IPv4Network(value)
     except ValueError:
         raise refusal("not a subnet", fix) from None
-    if not 8 <= found.prefixlen <= 28:
+    if not 8 <= subnet.prefixlen <= 28:
         raise refusal("a subnet of that size does not serve", fix)
-    if not found.is_private or found.is_loopback or found.is_link_local:
+    if not subnet.is_private or subnet.is_loopback or subnet.is_link_local:
         raise refusal("not a private subnet", fix)
-    return str(found)
+    return str(subnet)
 
 
 def _endpoint(value: object) -> str:
@@ -61,18 +63,14 @@ def _tag(value: object) -> str:
     return f"tag:{bare}"
 
 
-def _text(title: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": "string", "title": title})
+Subnet = Annotated[str, BeforeValidator(_subnet), text_schema("subnet")]
+Endpoint = Annotated[str, BeforeValidator(_endpoint), text_schema("address or address:port")]
+HubName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
+ServerUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
+Tag = Annotated[str, BeforeValidator(_tag), text_schema("tag")]
 
 
-Subnet = Annotated[str, BeforeValidator(_subnet), _text("subnet")]
-Endpoint = Annotated[str, BeforeValidator(_endpoint), _text("address or address:port")]
-HubName = Annotated[str, BeforeValidator(host_name), _text("host name")]
-ServerUrl = Annotated[str, BeforeValidator(_url), _text("URL")]
-Tag = Annotated[str, BeforeValidator(_tag), _text("tag")]
-
-
-class Network(Closed):
+class Network(SpecModel):
     """How the hosts reach each other.
 
     In the file it is a word (`network: wireguard`) or a mapping of the fields below: `{kind: wireguard, port: 51821}`.
@@ -81,11 +79,11 @@ class Network(Closed):
     kind: Annotated[Literal["lan", "wireguard", "tailscale"], BeforeValidator(choice("network", KINDS))]
     """`lan`: the addresses they have. `wireguard`: an encrypted network of their own. `tailscale`: a tailnet."""
     subnet: Subnet = WIREGUARD_SUBNET
-    """WireGuard: where its addresses come from. One that no host uses for anything else."""
+    """WireGuard: the range of its addresses. No host may use it for anything else."""
     port: Port = WIREGUARD_PORT
     """WireGuard: the UDP port that every host listens on."""
     hub: HubName | None = None
-    """WireGuard: the host through which go those that cannot reach each other. Without it, the controller."""
+    """WireGuard: the host that relays for hosts without a direct path. Without it, the controller."""
     auth_key: SecretReference | None = None
     """Tailscale: the auth key, or the secret of an OAuth client, that lets hosts join."""
     login_server: ServerUrl | None = None
@@ -104,3 +102,21 @@ class Network(Closed):
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         mapping = handler.resolve_ref_schema(handler(schema))
         return {"anyOf": [{"type": "string", "enum": [*KINDS]}, {**mapping}], "description": mapping["description"]}
+
+
+def network_problems(network: Network, hosts: Sequence[str], *, rentals: int = 0) -> Iterator[Problem]:
+    """Every rule about the network that does not hold.
+
+    `hosts` are the names of all members; `rentals` is how many nodes may be rented beside them.
+    """
+    for kind, fields in _OWN_FIELDS.items():
+        for field in fields if kind != network.kind else ():
+            if network.is_set(field):
+                yield Problem(("network", field), f"`{field}` is of {kind} alone", "", f"delete it, or use {kind}")
+    hub = network.hub
+    if hub is not None and hub not in hosts:
+        yield Problem(("network", "hub"), "the hub is not a host of the cluster", show(hub), nearest(hub, list(hosts)))
+    addresses, count = ipaddress.IPv4Network(network.subnet).num_addresses - 2, len(hosts) + rentals
+    if network.kind == "wireguard" and count > addresses:
+        found = f"{count} hosts, and room for {addresses}"
+        yield Problem(("network", "subnet"), "more hosts than the subnet has addresses", found, "give a larger one")

@@ -29,9 +29,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 
 from shoal.errors import SpecError
-from shoal.spec.finding import Finding, Level
-from shoal.spec.problem import Path, path_text
-from shoal.spec.words import printable, show
+from shoal.spec.finding import Finding, Level, Path, path_text, printable, show
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 16
@@ -100,21 +98,23 @@ class Tree:
 def read(text: str, file: str) -> Tree:
     """The tree of a text that is YAML. Raises SpecError when it is not; what else is wrong is in its `findings`."""
     if len(text) > MAX_BYTES:
-        raise _stop(Finding("error", "the file is too large", fix="a spec has at most 1 MiB", file=file, line=1, col=1))
+        raise _spec_error(
+            Finding("error", "the file is too large", fix="a spec has at most 1 MiB", file=file, line=1, col=1)
+        )
     tree = Tree(file)
     try:
         _Builder(tree, YAML(pure=True).parse(text)).build()
     except ReaderError as error:
         line, col = position(text, error.position)
         found = f"character U+{error.character:04X}" if isinstance(error.character, int) else ""
-        raise _stop(Finding("error", "not text", found, "delete it", file=file, line=line, col=col)) from None
+        raise _spec_error(Finding("error", "not text", found, "delete it", file=file, line=line, col=col)) from None
     except YAMLError as error:
-        raise _stop(_syntax(error, file)) from None
+        raise _spec_error(_syntax(error, file)) from None
     except (SpecError, KeyboardInterrupt):
         raise
     except Exception as error:  # the parser has bugs of its own; for the user each of them is "not YAML"
         what = f"not YAML: {show(f'{type(error).__name__}: {error}')}"
-        raise _stop(Finding("error", what, "", _SYNTAX[-1][2], file=file, line=1, col=1)) from None
+        raise _spec_error(Finding("error", what, "", _SYNTAX[-1][2], file=file, line=1, col=1)) from None
     return tree
 
 
@@ -235,7 +235,7 @@ class _Builder:
         return Unreadable()
 
     def _fatal(self, place: tuple[int, int], what: str, found: str, fix: str, path: Path = ()) -> SpecError:
-        return _stop(self._tree.finding(path, what, found, fix, place=place), *self._tree.findings)
+        return _spec_error(self._tree.finding(path, what, found, fix, place=place), *self._tree.findings)
 
 
 def _skip(event: Event, events: Iterator[Event]) -> None:
@@ -262,10 +262,10 @@ def _syntax(error: YAMLError, file: str) -> Finding:
         mark = error.problem_mark or error.context_mark
     line, col = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what, fix = next((what, fix) for pattern, what, fix in _SYNTAX if re.search(pattern, problem))
-    told = what if what == "a tab" or not problem else f"{what}: {printable(problem)}"
-    return Finding("error", told, "", fix, file=file, line=line, col=col)
+    text = what if what == "a tab" or not problem else f"{what}: {printable(problem)}"
+    return Finding("error", text, "", fix, file=file, line=line, col=col)
 
 
-def _stop(*findings: Finding) -> SpecError:
+def _spec_error(*findings: Finding) -> SpecError:
     ordered: list[Finding] = sorted(findings, key=by_place)
     return SpecError(tuple(ordered))

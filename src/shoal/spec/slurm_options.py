@@ -1,14 +1,15 @@
-"""More of slurm.conf, as the file says it: keys that Shoal does not write itself."""
+"""Further keys of slurm.conf that Shoal does not write itself."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.closed import Closed
-from shoal.spec.words import refusal
+from shoal.spec.finding import Problem, show
+from shoal.spec.values import SpecModel, refusal
 
 MANAGED_SLURM_KEYS = (
     "AuthInfo",
@@ -63,6 +64,12 @@ MANAGED_SLURM_KEYS = (
 )
 """The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
 
+ACCOUNTING_KEYS = (
+    *("accountingstoragetype", "accountingstoragehost", "accountingstorageport", "accountingstorageenforce"),
+    *("accountingstoragetres", "accountingstoragebackuphost", "accountingstoragepass", "accountingstorageuser"),
+)
+"""The keys that Shoal writes with `accounting`, in lower case."""
+
 _MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
 
 
@@ -82,7 +89,7 @@ def _option_value(value: object) -> str:
     return text
 
 
-class SlurmOptions(Closed):
+class SlurmOptions(SpecModel):
     """More of slurm.conf."""
 
     options: dict[
@@ -90,3 +97,15 @@ class SlurmOptions(Closed):
         Annotated[str, BeforeValidator(_option_value), WithJsonSchema({"type": ["string", "integer"]})],
     ] = Field(default_factory=dict)
     """Keys of slurm.conf with their values: `{KillWait: 60}`. Some keys are Shoal's alone."""
+
+
+def option_problems(options: Iterable[str], *, accounting: bool) -> Iterator[Problem]:
+    """Keys that are there twice, as slurm.conf ignores their case, and keys that `accounting` writes."""
+    seen: dict[str, str] = {}
+    for key in options:
+        first = seen.setdefault(key.lower(), key)
+        if first != key:
+            fix = f"`{first}` is the same key to Slurm; delete one"
+            yield Problem(("slurm", "options", key), "duplicate key", show(key), fix)
+        if accounting and key.lower() in ACCOUNTING_KEYS:
+            yield Problem(("slurm", "options", key), "`accounting` writes this key itself", "", "delete it here")

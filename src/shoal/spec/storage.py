@@ -1,22 +1,26 @@
-"""Shares: directories of one host that all hosts of the cluster have, as the file says them."""
+"""Shares in the file: directories of one host that all hosts mount."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, StrictBool, WithJsonSchema
+from pydantic import BeforeValidator, StrictBool
 
-from shoal.spec.closed import Closed
-from shoal.spec.words import Between, choice, host_name, refusal
+from shoal.spec.finding import Problem, nearest, show
+from shoal.spec.values import Between, SpecModel, choice, host_name, refusal, text_schema
 
 KINDS = ("nfs", "sshfs", "stage")
 CONTROLLER = "controller"
 """The word for the cluster's controller, whatever its name is."""
 
+SANDBOX_SHARED = "/shared"
+"""A directory that all sandbox hosts share without a `storage` entry."""
+
 _PATH = re.compile(r"(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+")
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "root", "run", "sbin", "sys", "tmp")
-_HALF = ("usr", "var")
+_REFUSED_AT_TOP_LEVEL = ("usr", "var")
 """A directory below one of these may be shared, the whole may not."""
 
 
@@ -31,17 +35,17 @@ def share_path(value: object) -> str:
     """Where a share is mounted: nothing that a host needs to run."""
     path = absolute_path(value)
     first, _, rest = path[1:].partition("/")
-    if first in _SYSTEM or (first in _HALF and not rest):
+    if first in _SYSTEM or (first in _REFUSED_AT_TOP_LEVEL and not rest):
         raise refusal("a host needs this directory for itself", "choose another, such as /data or /srv/data")
     return path
 
 
-_PATH_SCHEMA = WithJsonSchema({"type": "string", "title": "path", "pattern": f"^{_PATH.pattern}$"})
+_PATH_SCHEMA = text_schema("path", pattern=f"^{_PATH.pattern}$")
 SharePath = Annotated[str, BeforeValidator(share_path), _PATH_SCHEMA]
-ServerName = Annotated[str, BeforeValidator(host_name), WithJsonSchema({"type": "string", "title": "host name"})]
+ServerName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 
 
-class SharedDirectory(Closed):
+class SharedDirectory(SpecModel):
     """A directory that all hosts have, by the path under which they have it. One of them keeps it and serves it."""
 
     kind: Annotated[Literal["nfs", "sshfs", "stage"], BeforeValidator(choice("kind of share", KINDS))] = "nfs"
@@ -56,3 +60,58 @@ class SharedDirectory(Closed):
     """The users' homes are in it. A share at `/home` says so by its name."""
     connections: Annotated[int, Between(1, 16)] = 4
     """NFS: how many TCP connections a host opens to the server (`nconnect`)."""
+
+    def server(self, controller: str) -> str:
+        """The name of the host that keeps it."""
+        return controller if self.host == CONTROLLER else self.host
+
+
+Shares = Mapping[str, SharedDirectory | None]
+"""None stands for an entry of the file that is not a share."""
+
+
+def storage_problems(shares: Shares, hosts: Sequence[str], *, has_sandbox: bool) -> Iterator[Problem]:
+    """Every rule about shares that does not hold. `hosts` are the names of all members, the controller first."""
+    homes: list[str] = []
+    for path, share in shares.items():
+        if share is None:
+            continue
+        place = ("storage", path)
+        if share.host not in (CONTROLLER, *hosts):
+            fix = nearest(share.host, [CONTROLLER, *hosts])
+            yield Problem((*place, "host"), "no host of the cluster", show(share.host), fix)
+        if has_sandbox and _is_inside(path, SANDBOX_SHARED):
+            fix = "delete it, or choose another path"
+            yield Problem(place, "sandbox hosts have this directory in common already", show(path), fix)
+        yield from _overlaps(path, share, shares, hosts[0] if hosts else CONTROLLER)
+        outer = next((other for other in shares if other != path and _is_inside(path, other)), None)
+        if outer:
+            yield Problem(place, "a share inside another", show(outer), "give it a path beside that one")
+        if path == "/home" or share.homes:
+            if homes:
+                fix = f"`{homes[0]}` has them already; delete `homes` in one"
+                yield Problem(place, "two shares for the users' homes", show(path), fix)
+            homes.append(path)
+            if share.read_only:
+                yield Problem((*place, "read_only"), "homes that nobody can write to", "true", "delete it")
+
+
+def _overlaps(mount: str, share: SharedDirectory, shares: Shares, controller: str) -> Iterator[Problem]:
+    """A directory is served once, and on its host nothing is mounted over it."""
+    if share.path is None:
+        return
+    place = ("storage", mount, "path")
+    for other_mount, other in shares.items():
+        if other_mount == mount or other is None:
+            continue
+        if other.server(controller) == share.server(controller):
+            if share.path == (other.path or other_mount):
+                what = f"the share {show(other_mount)} is this directory already"
+                yield Problem(place, what, show(share.path), "choose another, or delete one of the two shares")
+        elif _is_inside(share.path, other_mount) or _is_inside(other_mount, share.path):
+            what = f"the share {show(other_mount)} is mounted there, and would hide what is in it"
+            yield Problem(place, what, show(share.path), "choose a directory beside that one")
+
+
+def _is_inside(path: str, directory: str) -> bool:
+    return f"{path}/".startswith(f"{directory}/")

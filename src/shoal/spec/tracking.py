@@ -1,25 +1,23 @@
-"""The server that keeps what training jobs report, as the file says it: one word, or a mapping."""
+"""The tracking server in the file: one word or a mapping."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema
 
-from shoal.spec.closed import Closed
 from shoal.spec.environments import HostDirectory
-from shoal.spec.problem import Problem, nearest
-from shoal.spec.storage import CONTROLLER
-from shoal.spec.words import Port, choice, host_name, refusal, show
+from shoal.spec.finding import Problem, nearest, show
+from shoal.spec.storage import Shares
+from shoal.spec.values import Port, SpecModel, choice, host_name, refusal
 
 KINDS = ("mlflow",)
 DATABASES = ("sqlite", "postgresql")
 MLFLOW_PORT = 5000
-_OURS = ("host", "database", "artifacts", "port")
-_DEFAULTS: Mapping[str, object] = {"database": "sqlite", "port": MLFLOW_PORT}
+_OWN_SERVER_FIELDS = ("host", "database", "artifacts", "port")
 
 
 def _url(value: object) -> str:
@@ -36,7 +34,7 @@ MemberName = Annotated[str, BeforeValidator(host_name), WithJsonSchema({"type": 
 TrackingUrl = Annotated[str, BeforeValidator(_url), WithJsonSchema({"type": "string", "title": "URL"})]
 
 
-class Tracking(Closed):
+class Tracking(SpecModel):
     """Where training jobs report to.
 
     In the file it is a word (`tracking: mlflow`) or a mapping of the fields below: `{kind: mlflow, host: gpu01}` for a
@@ -69,36 +67,29 @@ class Tracking(Closed):
         return {"anyOf": [{"type": "string", "enum": [*KINDS]}, {**mapping}], "description": mapping["description"]}
 
 
-def tracking_problems(data: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Problem]:
-    """Every rule about the tracking server that does not hold. `hosts` are the names of all members."""
-    tracking = data.get("tracking")
-    if not isinstance(tracking, Mapping):
+def tracking_problems(tracking: Tracking | None, shares: Shares, hosts: Sequence[str]) -> Iterator[Problem]:
+    """Every rule about the tracking server that does not hold. `hosts` are all members, the controller first."""
+    if tracking is None:
         return
-    if tracking.get("url") is not None:
-        for key in _OURS:
-            if tracking.get(key) not in (None, _DEFAULTS.get(key)):
-                yield Problem(
-                    ("tracking", key), f"`{key}` for a server that is there already", "", "delete it, or `url`"
-                )
-    host = tracking.get("host")
-    if isinstance(host, str) and hosts and host not in hosts:
-        fix = nearest(host, list(hosts))
-        yield Problem(("tracking", "host"), "the server's host is none of the cluster", show(host), fix)
-    elif hosts:
-        yield from _artifacts(tracking, data.get("storage"), hosts[0])
+    if tracking.is_set("url"):
+        for key in _OWN_SERVER_FIELDS:
+            if tracking.is_set(key):
+                what = f"`{key}` for a server that is there already"
+                yield Problem(("tracking", key), what, "", "delete it, or `url`")
+    if tracking.host is not None and hosts and tracking.host not in hosts:
+        fix = nearest(tracking.host, list(hosts))
+        yield Problem(("tracking", "host"), "the server's host is none of the cluster", show(tracking.host), fix)
+    elif hosts and tracking.artifacts is not None:
+        yield from _artifact_problems(tracking.artifacts, tracking.host or hosts[0], shares, hosts[0])
 
 
-def _artifacts(tracking: Mapping[str, Any], shares: object, controller: str) -> Iterator[Problem]:
-    """The server can write to where its files go."""
-    artifacts, runs_on = tracking.get("artifacts"), tracking.get("host") or controller
-    if not isinstance(artifacts, str) or not isinstance(shares, Mapping):
-        return
-    for where, share in shares.items():
-        if not isinstance(share, Mapping) or not f"{artifacts}/".startswith(f"{where}/"):
+def _artifact_problems(artifacts: str, runs_on: str, shares: Shares, controller: str) -> Iterator[Problem]:
+    """The server can write to its directory."""
+    for mount, share in shares.items():
+        if share is None or not f"{artifacts}/".startswith(f"{mount}/"):
             continue
-        keeper = share.get("host", CONTROLLER)
-        keeper = controller if keeper == CONTROLLER else keeper
-        why = "read-only" if share.get("read_only") is True else "a copy" if share.get("kind") == "stage" else ""
-        if why and keeper != runs_on:
-            fix = f"name another directory, or `host: {keeper}`, which keeps it"
-            yield Problem(("tracking", "artifacts"), f"{where} is {why} on the server's host", show(artifacts), fix)
+        server = share.server(controller)
+        state = "read-only" if share.read_only else "a copy" if share.kind == "stage" else ""
+        if state and server != runs_on:
+            fix = f"name another directory, or `host: {server}`, which keeps it"
+            yield Problem(("tracking", "artifacts"), f"{mount} is {state} on the server's host", show(artifacts), fix)

@@ -1,29 +1,42 @@
-"""Users of the cluster, the same on all hosts, as the file says them."""
+"""Users of the cluster in the file: the same on all hosts."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, StrictBool, WithJsonSchema
+from pydantic import BeforeValidator, StrictBool
 
-from shoal.spec.closed import Closed
-from shoal.spec.words import Between, refusal
+from shoal.spec.finding import Problem, show
+from shoal.spec.values import Between, SpecModel, refusal, text_schema
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521",
               "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
-TAKEN = ("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd", "shoal-share", "shoal-copy", "shoal-users")
+RESERVED_NAMES = (
+    "root",
+    "daemon",
+    "bin",
+    "sys",
+    "nobody",
+    "munge",
+    "slurm",
+    "sshd",
+    "shoal-share",
+    "shoal-copy",
+    "shoal-users",
+)
 """Accounts that hosts or Shoal have for themselves."""
 
 
 def _account(value: object) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise refusal("not a user name", "use a lower-case letter, then lower-case letters, digits, `_` and `-`")
-    if value in TAKEN:
+    if value in RESERVED_NAMES:
         raise refusal("this account is not a person's", "give the user another name")
     return value
 
@@ -73,18 +86,12 @@ def _is_base64(text: str) -> bool:
         return False
 
 
-AccountName = Annotated[
-    str, BeforeValidator(_account), WithJsonSchema({"type": "string", "title": "name", "pattern": f"^{_NAME.pattern}$"})
-]
-GroupName = Annotated[
-    str, BeforeValidator(_group), WithJsonSchema({"type": "string", "title": "group", "pattern": f"^{_NAME.pattern}$"})
-]
-PublicKey = Annotated[
-    str, BeforeValidator(_key), WithJsonSchema({"type": "string", "title": "public key or file:PATH"})
-]
+AccountName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_NAME.pattern}$")]
+GroupName = Annotated[str, BeforeValidator(_group), text_schema("group", pattern=f"^{_NAME.pattern}$")]
+PublicKey = Annotated[str, BeforeValidator(_key), text_schema("public key or file:PATH")]
 
 
-class ClusterUser(Closed):
+class ClusterUser(SpecModel):
     """A person who logs in and has jobs run, with the same ids on all hosts."""
 
     uid: Annotated[int, Between(1000, 59999)]
@@ -97,3 +104,24 @@ class ClusterUser(Closed):
     """SSH keys to log in with: a public key, or `file:PATH` on your machine."""
     docker: StrictBool = False
     """May use Docker where a host has it, which is as much as root may."""
+
+
+def user_problems(users: Mapping[str, ClusterUser | None]) -> Iterator[Problem]:
+    """Two users have two numbers, and so have their groups."""
+    readable = {name: user for name, user in users.items() if user is not None}
+    for key in ("uid", "gid"):
+        owners: dict[int, str] = {}
+        for name, user in readable.items():
+            number = user.uid if key == "uid" or user.gid is None else user.gid
+            if number is None or ("gid" in user.invalid and key == "gid"):
+                continue
+            if number in owners:
+                field = key if key == "uid" or user.gid is not None else "uid"
+                fix = f"`{owners[number]}` has it"
+                yield Problem(("users", name, field), f"two users with one {key}", str(number), fix)
+            owners.setdefault(number, name)
+    for name, user in readable.items():
+        for index, group in enumerate(user.groups):
+            if group in users:
+                fix = "a user's own group is that user's alone; make one of another name"
+                yield Problem(("users", name, "groups", index), "the group of a user", show(group), fix)

@@ -1,1 +1,4 @@
-"""Shares: how they are served, and how hosts get at them."""
+"""Shared directories: which access each host uses, and the text of NFS, sshfs and rsync configuration.
+
+Pure functions over text and facts; `roles` applies it. Imports spec, agent's facts and what lies below.
+"""

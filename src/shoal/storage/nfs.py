@@ -1,13 +1,15 @@
-"""The text of NFS: exports, the kernel server's and nfs-ganesha's settings, mount options. From pure functions.
+"""The text of NFS: exports, the settings of the kernel's server and of nfs-ganesha, mount options. Pure functions.
 
-A share is exported to each member's address alone, and root on a member is nobody on it. Whoever asks for more, as the
-usual `10.0.0.0/8(no_root_squash)` does, makes root on any one machine root over everybody's files.
+A share is exported to each member's address only, with root_squash. The usual `10.0.0.0/8(no_root_squash)` would make
+root on any one machine root over all users' files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from shoal.agent.units import HEADER, render_unit, restart_drop_in
 
 PORT = "2049"
 EXPORTS = "/etc/exports.d/shoal.exports"
@@ -16,15 +18,13 @@ GANESHA_CONF = "/etc/shoal/ganesha.conf"
 GANESHA_UNIT = "/etc/systemd/system/shoal-nfs.service"
 GANESHA_SERVICE = "shoal-nfs"
 SERVER_DROP_IN = "/etc/systemd/system/nfs-server.service.d/shoal.conf"
-NOT_NEEDED = ("rpcbind.socket", "rpcbind.service", "rpc-statd.service")
-"""What the package's own unit starts beside the kernel's server, and only versions before 4 have a use for."""
-
-_HEADER = "# Written by shoal; changes here are lost.\n"
+UNNEEDED_UNITS = ("rpcbind.socket", "rpcbind.service", "rpc-statd.service")
+"""Units that the package starts with the kernel's server; only versions before 4 need them."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A directory and who may mount it."""
+    """A directory and the members that may mount it."""
 
     path: str
     clients: tuple[str, ...]
@@ -32,43 +32,43 @@ class Export:
     read_only: bool = False
 
 
-def exports(some: Iterable[Export]) -> str:
+def render_exports(exports: Iterable[Export]) -> str:
     """A file of /etc/exports.d for the kernel's server."""
     lines = []
-    for export in some:
+    for export in exports:
         options = f"{'ro' if export.read_only else 'rw'},sync,no_subtree_check,root_squash,sec=sys"
-        clients = " ".join(f"{address}({options})" for address in sorted(export.clients, key=_order))
+        clients = " ".join(f"{address}({options})" for address in sorted(export.clients, key=_address_key))
         if clients:
             lines.append(f"{export.path} {clients}\n")
-    return _HEADER + "".join(lines)
+    return HEADER + "".join(lines)
 
 
 def nfs_conf(address: str) -> str:
-    """A file of /etc/nfs.conf.d: version 4.2 alone, on the network's address alone."""
+    """A file of /etc/nfs.conf.d: only version 4.2, only on the cluster network's address."""
     return (
-        f"{_HEADER}[nfsd]\nhost={address}\nvers2=n\nvers3=n\nvers4=y\nvers4.0=n\nvers4.1=n\nvers4.2=y\n"
+        f"{HEADER}[nfsd]\nhost={address}\nvers2=n\nvers3=n\nvers4=y\nvers4.0=n\nvers4.1=n\nvers4.2=y\n"
         "udp=n\ntcp=y\nrdma=n\n"
     )
 
 
 def server_drop_in() -> str:
-    """The kernel's server is started again until the host has its address: a VPN may take longer than the boot."""
-    return f"{_HEADER}[Unit]\nStartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
+    """Restart the kernel's server until the host has its address: a VPN may take longer than the boot."""
+    return restart_drop_in()
 
 
-def not_needed_drop_in(unit: str) -> tuple[str, str]:
-    """Where it is said of a unit that it stays off while NFS is version 4 alone, and how: whoever wants it started."""
-    return f"/etc/systemd/system/{unit}.d/shoal.conf", f"{_HEADER}[Unit]\nConditionPathExists=!{NFS_CONF}\n"
+def unneeded_unit_drop_in(unit: str) -> tuple[str, str]:
+    """A drop-in, as path and text, that keeps a unit off while only NFS 4 is served, whatever starts it."""
+    return f"/etc/systemd/system/{unit}.d/shoal.conf", render_unit(Unit={"ConditionPathExists": f"!{NFS_CONF}"})
 
 
-def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = False) -> str:
-    """The same for nfs-ganesha. Clients without a kernel's NFS (libnfs) speak 4.0, so that is served here too.
+def ganesha_conf(address: str, exports: Sequence[Export], *, io_flusher: bool = False) -> str:
+    """Settings of nfs-ganesha. Clients without the kernel's NFS (libnfs) speak 4.0, so that is served here too.
 
-    `io_flusher`: a release that does not start where it may not become one, as in a container, unless it is told to.
+    `io_flusher`: set what newer releases need to start in a container, where they cannot become an I/O flusher.
     """
     flusher = "    Allow_Set_Io_Flusher_Fail = true;\n" if io_flusher else ""
     blocks = [
-        f"{_HEADER}NFS_CORE_PARAM {{\n"
+        f"{HEADER}NFS_CORE_PARAM {{\n"
         f"    Bind_addr = {address};\n"
         f"    NFS_Port = {PORT};\n"
         "    Protocols = 4;\n"
@@ -80,11 +80,11 @@ def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = Fal
         "NFSv4 {\n"
         "    Minor_Versions = 0, 1, 2;\n"
         "    Only_Numeric_Owners = true;\n"
-        # As the kernel's server has them; a client that was away for longer asks for its locks again.
+        # As with the kernel's server; a client away for longer requests its locks again.
         "    Lease_Lifetime = 60;\n"
         "    Grace_Period = 60;\n"
         "}\n"
-        # Without an Access_Type here: it would hold for the way to the exports too. An export lets in its clients only.
+        # No Access_Type here: it would apply to the path to the exports too. An export admits only its clients.
         "EXPORT_DEFAULTS {\n"
         "    Squash = Root_Squash;\n"
         "    Anonymous_Uid = 65534;\n"
@@ -94,8 +94,8 @@ def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = Fal
         "    Transports = TCP;\n"
         "}\n"
     ]
-    for number, export in enumerate(some, start=1):
-        clients = ", ".join(sorted(export.clients, key=_order))
+    for number, export in enumerate(exports, start=1):
+        clients = ", ".join(sorted(export.clients, key=_address_key))
         blocks.append(
             "EXPORT {\n"
             f"    Export_Id = {number};\n"
@@ -113,40 +113,39 @@ def ganesha_conf(address: str, some: Sequence[Export], *, io_flusher: bool = Fal
     return "".join(blocks)
 
 
-def knows_io_flusher(os_id: str, os_version: str) -> bool:
-    """Whether the host's ganesha is of release 5 or later. An older one refuses a setting that it does not know."""
+def supports_io_flusher(os_id: str, os_version: str) -> bool:
+    """Whether the host's ganesha is release 5 or later. An older one rejects the setting."""
     first = {"debian": 13.0, "ubuntu": 25.0}.get(os_id, 0.0)
     try:
         return float(os_version) >= first
     except ValueError:
-        return True  # a release that has no number yet
+        return True  # a release without a number yet
 
 
 def ganesha_unit() -> str:
-    """A unit of our own: the package's wants rpcbind and rpc.statd, which version 4 has no use for."""
-    return (
-        f"{_HEADER}[Unit]\n"
-        "Description=NFS server of the cluster's shares (nfs-ganesha)\n"
-        "Wants=network-online.target\n"
-        "After=network-online.target dbus.service\n"
-        "Conflicts=nfs-ganesha.service nfs-server.service\n"
-        # Until the host has its address, for as long as that takes.
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        "RuntimeDirectory=ganesha\n"
-        f"ExecStart=/usr/bin/ganesha.nfsd -F -L STDERR -N NIV_WARN -p /run/ganesha/shoal.pid -f {GANESHA_CONF}\n"
-        "Restart=always\n"
-        "RestartSec=2\n"
-        "LimitNOFILE=1048576\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=multi-user.target\n"
+    """Our own unit: the package's starts rpcbind and rpc.statd, which version 4 does not need."""
+    return render_unit(
+        Unit={
+            "Description": "NFS server of the cluster's shares (nfs-ganesha)",
+            "Wants": "network-online.target",
+            "After": "network-online.target dbus.service",
+            "Conflicts": "nfs-ganesha.service nfs-server.service",
+            # Retry until the host has its address.
+            "StartLimitIntervalSec": 0,
+        },
+        Service={
+            "RuntimeDirectory": "ganesha",
+            "ExecStart": f"/usr/bin/ganesha.nfsd -F -L STDERR -N NIV_WARN -p /run/ganesha/shoal.pid -f {GANESHA_CONF}",
+            "Restart": "always",
+            "RestartSec": 2,
+            "LimitNOFILE": 1048576,
+        },
+        Install={"WantedBy": "multi-user.target"},
     )
 
 
 def mount_options(connections: int, *, read_only: bool) -> str:
-    """`hard`: a job waits for a server that is away, and goes on when it returns."""
+    """`hard`: a job waits for a server that is down, and continues when it is back."""
     mode = "ro" if read_only else "rw"
     return (
         f"{mode},vers=4.2,proto=tcp,hard,noatime,nosuid,nodev,nconnect={connections},rsize=1048576,wsize=1048576,"
@@ -154,5 +153,5 @@ def mount_options(connections: int, *, read_only: bool) -> str:
     )
 
 
-def _order(address: str) -> tuple[int, list[int] | list[str]]:
+def _address_key(address: str) -> tuple[int, list[int] | list[str]]:
     return (1, [address]) if ":" in address else (0, [int(part) for part in address.split(".")])

@@ -1,7 +1,7 @@
-"""The text of shares that are copied: for hosts that can mount neither NFS nor FUSE. From pure functions.
+"""The text of shares that are copied: for hosts that can mount neither NFS nor FUSE. Pure functions.
 
-Before a job what the server has newer comes to the node, after it what the node has newer goes back. A copy is
-everybody's, as a share over SSH is.
+Before a job, newer files of the server come to the node; after it, newer files of the node go back. A copy is open to
+all users, as a share over SSH is.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal.agent.units import HEADER
 from shoal.storage import sshfs
 
 ACCOUNT = "shoal-copy"
-"""Another name of the shares' account, by which sshd knows who comes to copy."""
+"""Another name of the account of shares, for which sshd starts rsync."""
 PROGRAM = "/usr/local/lib/shoal/stage"
 DIRECTORY = "/etc/shoal/copying"
-"""What the account needs to get to the servers: the host's key, which only root can read elsewhere, and theirs."""
+"""What the account needs to reach the servers: a copy of the host's key, and the servers' host keys."""
 KEY, KNOWN_HOSTS = f"{DIRECTORY}/key", f"{DIRECTORY}/known_hosts"
 LIST = "/etc/shoal/stage"
 SUDOERS = "/etc/sudoers.d/shoal-stage"
 SERVER_PROGRAM = "/usr/bin/rrsync"
-"""Of the package rsync: lets who comes by SSH use rsync below one directory, and nothing else."""
+"""Of the package rsync: restricts an SSH login to rsync below one directory."""
 
-_HEADER = "# Written by shoal; changes here are lost.\n"
 _SSH = (
     f"ssh -i {KEY} -o UserKnownHostsFile={KNOWN_HOSTS} -o GlobalKnownHostsFile=/dev/null "
     "-o StrictHostKeyChecking=yes -o IdentitiesOnly=yes -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
@@ -30,7 +30,7 @@ _SSH = (
 
 
 @dataclass(frozen=True)
-class Copied:
+class StagedShare:
     """A share of which the host has a copy."""
 
     where: str
@@ -39,21 +39,20 @@ class Copied:
     read_only: bool = False
 
 
-def copied(some: Iterable[Copied]) -> str:
-    """The list that the program goes through."""
-    return _HEADER + "".join(f"{one.where} {one.address} {'ro' if one.read_only else 'rw'}\n" for one in some)
+def render_list(shares: Iterable[StagedShare]) -> str:
+    """The list that the program reads."""
+    return HEADER + "".join(f"{share.where} {share.address} {'ro' if share.read_only else 'rw'}\n" for share in shares)
 
 
-def program() -> str:
-    """`stage in` before a job, `stage out` after it. Whoever runs it, the shares' account copies, as on servers:
-    what users put in the way of root's rsync could lead it anywhere.
+def render_program() -> str:
+    """`stage in` before a job, `stage out` after it. It copies as the account of shares, whoever runs it:
+    links that users create could lead root's rsync anywhere.
 
-    A copy may be written to where the share may not. What Python compiles there on its own is no result, and does not
-    fail to go back.
+    A copy is writable even where the share is not. Files that Python compiles there do not go back.
     """
     return f"""\
 #!/bin/sh
-{_HEADER}set -u
+{HEADER}set -u
 case ${{1-}} in in | out) ;; *) echo "usage: $0 in|out" >&2; exit 2 ;; esac
 [ "$(id -u)" = 0 ] || exec sudo -n "$0" "$1"
 exec 9> /run/shoal-stage.lock
@@ -73,18 +72,18 @@ exit "$status"
 """
 
 
-def sudoers(group: str) -> str:
-    """Users may have the shares copied, and nothing more."""
-    return f"{_HEADER}%{group} ALL=(root) NOPASSWD: {PROGRAM} in, {PROGRAM} out\n"
+def render_sudoers(group: str) -> str:
+    """Allow users to run the copy, and nothing else, as root."""
+    return f"{HEADER}%{group} ALL=(root) NOPASSWD: {PROGRAM} in, {PROGRAM} out\n"
 
 
 def sshd_block() -> str:
-    """What sshd lets those do that come to copy."""
+    """What sshd allows logins that copy."""
     return (
         f"Match User {ACCOUNT}\n"
         f"    AuthorizedKeysFile {sshfs.KEYS}/{sshfs.ACCOUNT}\n"
         "    AuthenticationMethods publickey\n"
-        # Several hosts come at a time; rsync puts a file in place when it is whole.
+        # Several hosts copy at a time; rsync renames each file when it is complete.
         f"    ForceCommand {SERVER_PROGRAM} -no-lock {sshfs.ROOT}\n"
         "    DisableForwarding yes\n"
         "    PermitTTY no\n"

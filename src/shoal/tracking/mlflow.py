@@ -1,12 +1,14 @@
-"""MLflow as a service: where it is, what it reads, and the programs that install it and make its accounts. All pure."""
+"""MLflow as a service: its paths, unit and settings, and the programs that install it and create its accounts. Pure."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 
+from shoal.agent.units import HEADER, render_unit
+
 VERSION = "3.17.2"
-"""The release that is installed; the training library speaks to any from 2.0 on."""
+"""The release that Shoal installs; the training library works with any from 2.0 on."""
 USER = "shoal-mlflow"
 SERVICE = "shoal-mlflow"
 STATE = "/var/lib/shoal-mlflow"
@@ -17,19 +19,18 @@ ADMIN_PASSWORD, JOBS_PASSWORD, SESSION_KEY = (
 )
 AUTH, VARIABLES = f"{SETTINGS}/basic_auth.ini", f"{SETTINGS}/environment"
 ADDRESS = "/etc/shoal/tracking.json"
-"""On the controller: where jobs report to, for `shoal run`."""
+"""On the controller: the server's address, for `shoal run`."""
 ADMIN, JOBS = "admin", "jobs"
-"""A person logs in as the first; jobs report as the second, who may not change accounts."""
+"""People log in as the first; jobs report as the second, which may not change accounts."""
 ACCOUNTS = f"{STATE}/.accounts"
-_HEAD = "# Written by shoal; changes here are lost.\n"
 
 
 @dataclass(frozen=True)
-class Server:
+class MlflowServer:
     """A server that Shoal sets up."""
 
     name: str
-    """Its host's name, by which members know it too."""
+    """The name of its host."""
     address: str
     port: int
     database: str
@@ -46,7 +47,7 @@ class Server:
 
     @property
     def allowed_hosts(self) -> str:
-        """What a browser or a job may call it by: its address, its name, and the near end of a tunnel."""
+        """Host names that the server accepts: its address, its name, and the local end of a tunnel."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"{host}:{self.port},{self.name}:{self.port},localhost:*,127.0.0.1:*"
 
@@ -56,7 +57,7 @@ def uri_of(address: str, port: int) -> str:
 
 
 def packages(database: str) -> tuple[str, ...]:
-    """What the host's package manager brings."""
+    """Packages of the distribution."""
     return ("python3-venv", "postgresql") if database == "postgresql" else ("python3-venv",)
 
 
@@ -74,107 +75,104 @@ python3 -m venv "$place"
 "$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
 touch "$place/.complete"
 """
-"""A venv counts once its mark is there: what a killed run left without one is made again."""
+"""A venv without its mark is incomplete, and is created again."""
 
 
-def unit(server: Server) -> str:
-    """The service. It may write to its own directory and to that of the artifacts, and see no home."""
+def unit(server: MlflowServer) -> str:
+    """The service. It may write to its own directory and to the artifacts, and sees no home directory."""
     store = (
         "postgresql+psycopg2:///mlflow?host=/var/run/postgresql"
         if server.database == "postgresql"
         else f"sqlite:///{STATE}/mlflow.db"
     )
     after = "network-online.target" + (" postgresql.service" if server.database == "postgresql" else "")
-    home = "" if server.artifacts.startswith(("/home/", "/root/")) else "ProtectHome=yes\n"
-    return (
-        f"{_HEAD}"
-        "[Unit]\n"
-        "Description=MLflow, which keeps what training jobs report\n"
-        f"After={after}\n"
-        "Wants=network-online.target\n"
-        f"RequiresMountsFor={server.artifacts}\n"
-        "StartLimitIntervalSec=0\n"
-        "\n"
-        "[Service]\n"
-        f"User={USER}\n"
-        f"Group={USER}\n"
-        f"WorkingDirectory={STATE}\n"
-        f"EnvironmentFile={VARIABLES}\n"
-        f"ExecStart={server.prefix}/bin/mlflow server --app-name basic-auth "
-        f"--host {server.address} --port {server.port} --workers 2 "
-        f"--backend-store-uri {store} --artifacts-destination {server.artifacts} "
-        f"--allowed-hosts {server.allowed_hosts}\n"
-        "Restart=on-failure\n"
-        "RestartSec=3\n"
-        "UMask=0077\n"
-        "NoNewPrivileges=yes\n"
-        "PrivateTmp=yes\n"
-        "ProtectSystem=strict\n"
-        f"{home}"
-        f"ReadWritePaths={STATE} {server.artifacts}\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=multi-user.target\n"
+    return render_unit(
+        Unit={
+            "Description": "MLflow, which keeps what training jobs report",
+            "After": after,
+            "Wants": "network-online.target",
+            "RequiresMountsFor": server.artifacts,
+            "StartLimitIntervalSec": 0,
+        },
+        Service={
+            "User": USER,
+            "Group": USER,
+            "WorkingDirectory": STATE,
+            "EnvironmentFile": VARIABLES,
+            "ExecStart": f"{server.prefix}/bin/mlflow server --app-name basic-auth "
+            f"--host {server.address} --port {server.port} --workers 2 "
+            f"--backend-store-uri {store} --artifacts-destination {server.artifacts} "
+            f"--allowed-hosts {server.allowed_hosts}",
+            "Restart": "on-failure",
+            "RestartSec": 3,
+            "UMask": "0077",
+            "NoNewPrivileges": "yes",
+            "PrivateTmp": "yes",
+            "ProtectSystem": "strict",
+            "ProtectHome": None if server.artifacts.startswith(("/home/", "/root/")) else "yes",
+            "ReadWritePaths": f"{STATE} {server.artifacts}",
+        },
+        Install={"WantedBy": "multi-user.target"},
     )
 
 
 def auth_settings() -> str:
-    """The accounts' settings; the host fills in the password that it made."""
+    """The settings of accounts; the host fills in the password that it generated."""
     return (
-        f"{_HEAD}"
+        f"{HEADER}"
         "[mlflow]\n"
         "default_permission = EDIT\n"
         f"database_uri = sqlite:///{STATE}/accounts.db\n"
         f"admin_username = {ADMIN}\n"
         "admin_password = @PASSWORD@\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-        # Checking a password takes long on purpose, and a job reports often.
+        # Password checks are slow by design, and jobs report often.
         "auth_cache_ttl_seconds = 60\n"
     )
 
 
 def variables() -> str:
-    """The service's environment; the host fills in the key that it made."""
+    """The service's environment; the host fills in the key that it generated."""
     settings = {
         "MLFLOW_AUTH_CONFIG_PATH": AUTH,
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "@KEY@",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        # Seven processes of 240 MB each, for work with language models that training jobs do not have.
+        # It costs seven processes of 240 MB each, and training jobs do not use it.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    return _HEAD + "".join(f"{name}={value}\n" for name, value in settings.items())
+    return HEADER + "".join(f"{name}={value}\n" for name, value in settings.items())
 
 
 def address_file(uri: str, *, ours: bool) -> str:
-    """What `shoal run` reads on the controller. No secret is in it."""
+    """The file that `shoal run` reads on the controller. It holds no secret."""
     return json.dumps({"uri": uri, **({"username": JOBS} if ours else {})}) + "\n"
 
 
-TOLD = ("cat", ADDRESS, JOBS_PASSWORD)
-"""On the controller, as root: where jobs report to, and the password they do it with."""
+ADDRESS_COMMAND = ("cat", ADDRESS, JOBS_PASSWORD)
+"""On the controller, as root: prints the server's address and the password of jobs."""
 
 
-def job_variables(told: str) -> dict[str, str]:
-    """What MLflow's client and Shoal's tracker read, from the answer to TOLD. Empty where there is no server."""
-    address, _, password = told.partition("\n")
+def job_variables(output: str) -> dict[str, str]:
+    """The variables of MLflow's client and Shoal's tracker, from ADDRESS_COMMAND's output. Empty without a server."""
+    address, _, password = output.partition("\n")
     try:
-        found = json.loads(address)
+        data = json.loads(address)
     except ValueError:
         return {}
-    variables = {"MLFLOW_TRACKING_URI": str(found["uri"])}
-    if "username" in found:
-        variables |= {"MLFLOW_TRACKING_USERNAME": found["username"], "MLFLOW_TRACKING_PASSWORD": password.strip()}
+    variables = {"MLFLOW_TRACKING_URI": str(data["uri"])}
+    if "username" in data:
+        variables |= {"MLFLOW_TRACKING_USERNAME": data["username"], "MLFLOW_TRACKING_PASSWORD": password.strip()}
     return variables
 
 
-ACCOUNTS_MADE = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {ACCOUNTS} 2> /dev/null)"')
-"""Whether the account of jobs has the password that is kept for it."""
+ACCOUNT_CHECK = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {ACCOUNTS} 2> /dev/null)"')
+"""Tests whether the account of jobs has its current password."""
 
 
-def account_program(server: Server) -> str:
-    """Waits for the server and makes the account that jobs use, or gives it the password that is kept for it.
+def account_program(server: MlflowServer) -> str:
+    """A program that waits for the server and creates the account of jobs, or sets its password.
 
-    Passwords are read from files that only root reads.
+    It reads passwords from files that only root can read.
     """
     return f"""
 import base64, hashlib, json, sys, time, urllib.error, urllib.request
@@ -222,5 +220,5 @@ except Exception as error:
 
 
 def health_command(uri: str, *, ours: bool) -> tuple[str, ...]:
-    """Asks a server whether it is well; prints 200, or what is wrong."""
+    """A command that prints 200 for a healthy server, or the error."""
     return ("python3", "-I", "-c", _HEALTH, uri, "ours" if ours else "other")

@@ -1,8 +1,10 @@
 """Which rank has which GPU, proved before the first step.
 
-A rank takes the only GPU it sees, or the one with the number of its local rank; CUDA_VISIBLE_DEVICES is never changed.
-Then the ranks compare the GPUs' UUIDs. Two ranks on one GPU train at half the speed or run out of memory, a rank on a
-GPU that Slurm gave to another job disturbs that job: both are refused, with the flags that set it right.
+A rank takes the only GPU it sees, or the one whose index is its local rank; CUDA_VISIBLE_DEVICES is never changed.
+Then the ranks compare the GPUs' UUIDs. Two ranks on one GPU train at half the speed or run out of memory, and a rank on
+a GPU of another job disturbs that job: both are errors, with the flags that correct them.
+
+Without CUDA the GPUs are found by their device files: sandbox hosts have those and an nvidia-smi.
 """
 
 from __future__ import annotations
@@ -10,24 +12,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoal.train.env import Env
 from shoal.train.errors import BindingError
-from shoal.train.gpus import Gpu, visible_gpus
-from shoal.train.launchers import in_a_step
+from shoal.train.launchers import in_slurm_step
 
-_FAREWELL_SECONDS = 10.0
+VERDICT_READ_TIMEOUT_S = 10.0
 
-NOTHING_TO_PROVE = "No rank has a GPU: there is no binding to prove."
+NO_GPU_NOTE = "No rank has a GPU: there is no binding to prove."
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankGpu:
     """One rank and its GPU."""
 
     rank: int
@@ -36,23 +42,23 @@ class Seat:
     index: int
     """The GPU's index in this process: what torch.device("cuda", index) takes."""
     visible: int
-    """How many GPUs this process sees."""
+    """The number of GPUs that this process sees."""
     uuid: str = ""
     minor: int | None = None
     allocated: tuple[int, ...] = ()
-    """The device numbers Slurm gave this step or job on this node; empty where it does not say."""
+    """The device numbers that Slurm allocated on this node; empty if unknown."""
     granted: int = 0
-    """How many GPUs Slurm gave on this node; 0 where it does not say."""
+    """The number of GPUs that Slurm allocated on this node; 0 if unknown."""
 
     @property
     def gpu(self) -> str:
-        """The GPU in one word, the same for everyone who uses it."""
+        """Identifies the GPU: the same for all processes that use it."""
         if self.uuid:
             return self.uuid
         return f"{self.node}:/dev/nvidia{self.minor}" if self.minor is not None else ""
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         device = f" (/dev/nvidia{self.minor})" if self.uuid and self.minor is not None else ""
         return self.gpu + device or "none"
 
@@ -61,78 +67,80 @@ class Seat:
 class Binding:
     """All ranks and their GPUs; str() is the table."""
 
-    seats: tuple[Seat, ...]
+    ranks: tuple[RankGpu, ...]
 
     @property
     def proved(self) -> bool:
-        """False for a job without GPUs: nothing was there to prove."""
-        return any(seat.gpu for seat in self.seats)
+        """False for a job without GPUs: there is nothing to prove."""
+        return any(rank_gpu.gpu for rank_gpu in self.ranks)
 
     def __str__(self) -> str:
         rows = [("rank", "node", "local rank", "GPU")]
-        rows += [(str(seat.rank), seat.node, str(seat.local_rank), seat.shown) for seat in self.seats]
+        rows += [
+            (str(rank_gpu.rank), rank_gpu.node, str(rank_gpu.local_rank), rank_gpu.label) for rank_gpu in self.ranks
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines if self.proved else [*lines, NOTHING_TO_PROVE])
+        return "\n".join(lines if self.proved else [*lines, NO_GPU_NOTE])
 
 
 def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ, timeout: float = 60.0) -> Binding:
     """Compare the GPUs of all ranks over the job's store. Every rank gets the same table, or the same BindingError."""
-    seat = take_seat(env, visible_gpus(environ), environ)
-    store.set(f"binding/{env.rank}", json.dumps(asdict(seat)))
+    rank_gpu = choose_gpu(env, visible_gpus(environ), environ)
+    store.set(f"binding/{env.rank}", json.dumps(asdict(rank_gpu)))
     if env.rank == 0:
         keys = [f"binding/{rank}" for rank in range(env.world_size)]
-        _wait(store, keys, timeout)
-        seats = tuple(_seat(store.get(key)) for key in keys)
-        error = find_fault(seats, env)
+        _wait_for_keys(store, keys, timeout)
+        ranks = tuple(_parse_rank_gpu(store.get(key)) for key in keys)
+        error = check_binding(ranks, env)
         verdict = {
             "error": [error.what, error.found, error.fix] if error else None,
-            "seats": [asdict(s) for s in seats],
+            "seats": [asdict(s) for s in ranks],
         }
         store.set("binding/verdict", json.dumps(verdict))
-    _wait(store, ["binding/verdict"], 2 * timeout)
+    _wait_for_keys(store, ["binding/verdict"], 2 * timeout)
     verdict = json.loads(store.get("binding/verdict"))
     read = store.add("binding/read", 1)
     if verdict["error"]:
-        end = time.monotonic() + _FAREWELL_SECONDS
+        end = time.monotonic() + VERDICT_READ_TIMEOUT_S
         while env.rank == 0 and read < env.world_size and time.monotonic() < end:
-            time.sleep(0.01)  # the store ends with rank 0: the others must have read why before
+            time.sleep(0.01)  # the store ends with rank 0: the others must read the error first
             read = store.add("binding/read", 0)
         what, found, fix = verdict["error"]
         raise BindingError(what, found=found, fix=fix)
-    return Binding(tuple(_seat(json.dumps(row)) for row in verdict["seats"]))
+    return Binding(tuple(_parse_rank_gpu(json.dumps(row)) for row in verdict["seats"]))
 
 
-def _wait(store: Any, keys: Sequence[str], timeout: float) -> None:
+def _wait_for_keys(store: Any, keys: Sequence[str], timeout: float) -> None:
     try:
         store.wait(list(keys), timedelta(seconds=timeout))
     except RuntimeError:
         if "binding/verdict" in keys:
-            raise BindingError("rank 0 did not compare the GPUs of the ranks", fix="look at rank 0's log") from None
+            raise BindingError("rank 0 did not compare the GPUs of the ranks", fix="read rank 0's log") from None
         absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
         raise BindingError(
-            f"{len(absent)} of {len(keys)} ranks did not say which GPU they have within {timeout:g} s",
+            f"{len(absent)} of {len(keys)} ranks did not report their GPU within {timeout:g} s",
             found=f"nothing from rank {', '.join(absent[:8])}",
-            fix="look at the logs of these ranks; nvidia-smi on their nodes may hang",
+            fix="read the logs of these ranks; nvidia-smi on their nodes may hang",
         ) from None
 
 
-def take_seat(env: Env, gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Seat:
-    """The GPU this rank takes: the only one it sees, else the one with the number of its local rank."""
+def choose_gpu(env: Env, gpus: Sequence[GpuDevice], environ: Mapping[str, str]) -> RankGpu:
+    """The GPU of this rank: the only one it sees, else the one whose index is its local rank."""
     index = 0 if len(gpus) == 1 else env.local_rank
-    taken = gpus[index] if index < len(gpus) else Gpu("", None)
+    taken = gpus[index] if index < len(gpus) else GpuDevice("", None)
     allocated = device_numbers(allocated_gpus(environ))
     granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
-    return Seat(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated, granted)
+    return RankGpu(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated, granted)
 
 
 def allocated_gpus(environ: Mapping[str, str]) -> str:
-    """The GPUs that Slurm gave on this node. In a step the job's list is that of the batch host, not of this one."""
-    return environ.get("SLURM_STEP_GPUS" if in_a_step(environ) else "SLURM_JOB_GPUS", "")
+    """The GPUs that Slurm allocated on this node. Within a step the job's list is that of the batch host."""
+    return environ.get("SLURM_STEP_GPUS" if in_slurm_step(environ) else "SLURM_JOB_GPUS", "")
 
 
 def device_numbers(text: str) -> tuple[int, ...]:
-    """SLURM_STEP_GPUS as numbers: `0,2-3` is 0, 2, 3. Empty where it holds something else."""
+    """SLURM_STEP_GPUS as numbers: `0,2-3` is 0, 2, 3. Empty for other text."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -142,58 +150,148 @@ def device_numbers(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def find_fault(seats: Sequence[Seat], env: Env) -> BindingError | None:
-    """What is wrong with this layout, None when nothing is."""
-    if not any(seat.visible for seat in seats):
+def check_binding(ranks: Sequence[RankGpu], env: Env) -> BindingError | None:
+    """The error in this layout; None if it is correct."""
+    if not any(rank_gpu.visible for rank_gpu in ranks):
         return None
-    table = str(Binding(tuple(seats)))
-    fix = right_flags(env, max(seat.local_rank for seat in seats) + 1)
-    blind = [seat for seat in seats if not seat.gpu]
-    if blind:
-        seat = blind[0]
-        sees = f"sees {seat.visible} GPU{'' if seat.visible == 1 else 's'}" if seat.visible else "sees no GPU"
+    table = str(Binding(tuple(ranks)))
+    fix = suggest_flags(env, max(rank_gpu.local_rank for rank_gpu in ranks) + 1)
+    without_gpu = [rank_gpu for rank_gpu in ranks if not rank_gpu.gpu]
+    if without_gpu:
+        rank_gpu = without_gpu[0]
+        sees = (
+            f"sees {rank_gpu.visible} GPU{'' if rank_gpu.visible == 1 else 's'}" if rank_gpu.visible else "sees no GPU"
+        )
         return BindingError(
-            f"rank {seat.rank} has no GPU: it is local rank {seat.local_rank} on {seat.node} and {sees}",
+            f"rank {rank_gpu.rank} has no GPU: it is local rank {rank_gpu.local_rank} on {rank_gpu.node} and {sees}",
             found=table,
             fix=fix,
         )
-    owners: dict[str, Seat] = {}
-    for seat in seats:
-        owner = owners.setdefault(seat.gpu, seat)
-        if owner is not seat:
+    owners: dict[str, RankGpu] = {}
+    for rank_gpu in ranks:
+        owner = owners.setdefault(rank_gpu.gpu, rank_gpu)
+        if owner is not rank_gpu:
             return BindingError(
-                f"ranks {owner.rank} and {seat.rank} are on the same GPU of {seat.node}: {seat.shown}",
+                f"ranks {owner.rank} and {rank_gpu.rank} are on the same GPU of {rank_gpu.node}: {rank_gpu.label}",
                 found=table,
                 fix=fix,
             )
-    for seat in seats:
-        if seat.allocated and seat.minor is not None and seat.minor not in seat.allocated:
-            given = ", ".join(f"/dev/nvidia{number}" for number in seat.allocated)
+    for rank_gpu in ranks:
+        if rank_gpu.allocated and rank_gpu.minor is not None and rank_gpu.minor not in rank_gpu.allocated:
+            allocated = ", ".join(f"/dev/nvidia{number}" for number in rank_gpu.allocated)
             return BindingError(
-                f"rank {seat.rank} is on /dev/nvidia{seat.minor} of {seat.node}, which Slurm did not give to this job",
-                found=f"Slurm gave it {given}\n{table}",
+                f"rank {rank_gpu.rank} is on /dev/nvidia{rank_gpu.minor} of {rank_gpu.node},"
+                " which Slurm did not allocate to this job",
+                found=f"Slurm allocated {allocated}\n{table}",
                 fix=f"remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n{fix}",
             )
-        if not seat.allocated and 0 < seat.granted < seat.visible:
+        if not rank_gpu.allocated and 0 < rank_gpu.granted < rank_gpu.visible:
             return BindingError(
-                f"rank {seat.rank} sees {seat.visible} GPUs on {seat.node}, and Slurm gave it {seat.granted},"
-                " not saying which",
-                found=f"SLURM_GPUS_ON_NODE={seat.granted}, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n{table}",
+                f"rank {rank_gpu.rank} sees {rank_gpu.visible} GPUs on {rank_gpu.node}, and Slurm allocated"
+                f" {rank_gpu.granted}, without naming them",
+                found=f"SLURM_GPUS_ON_NODE={rank_gpu.granted}, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n{table}",
                 fix=f"remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n{fix}",
             )
     return None
 
 
-def right_flags(env: Env, ranks: int) -> str:
-    """The sbatch flags that give each of so many ranks on a node a GPU of its own."""
+def suggest_flags(env: Env, ranks: int) -> str:
+    """The sbatch flags that give each of this many ranks per node its own GPU."""
     if env.launcher in ("torchrun", "spawn"):
         start = f"torchrun --nproc-per-node={ranks}" if env.launcher == "torchrun" else f"spawn(nprocs={ranks})"
         return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node=1, and {start}"
-    # All ranks of a node then see all its GPUs, which NCCL needs to copy between them directly. Without --gpu-bind:
-    # --gpus-per-task hides the others' GPUs, and `none` makes Slurm 22.05 leave CUDA_VISIBLE_DEVICES out.
+    # All ranks of a node then see all its GPUs, which NCCL needs for direct copies. Not --gpus-per-task, which hides
+    # the others' GPUs, nor --gpu-bind=none, with which Slurm 22.05 does not set CUDA_VISIBLE_DEVICES.
     return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node={ranks}"
 
 
-def _seat(text: str | bytes) -> Seat:
+def _parse_rank_gpu(text: str | bytes) -> RankGpu:
     row = json.loads(text)
-    return Seat(**{**row, "allocated": tuple(row["allocated"])})
+    return RankGpu(**{**row, "allocated": tuple(row["allocated"])})
+
+
+@dataclass(frozen=True)
+class GpuDevice:
+    """One GPU, independent of the indexes in a process."""
+
+    uuid: str
+    """Empty if unknown."""
+    minor: int | None
+    """The number of its device file /dev/nvidiaN, which is also Slurm's number for it."""
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[GpuDevice, ...]:
+    """The GPUs this process may use, in the order of their index in it."""
+    return cuda_gpus() if torch.cuda.is_available() else device_file_gpus(environ)
+
+
+def cuda_gpus() -> tuple[GpuDevice, ...]:
+    minors = uuid_minors()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        gpus.append(GpuDevice(uuid, minors.get(uuid)))
+    return tuple(gpus)
+
+
+def device_file_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[GpuDevice, ...]:
+    """What CUDA would see: it numbers the device files it can open, then selects those of CUDA_VISIBLE_DEVICES."""
+    if "CUDA_VISIBLE_DEVICES" not in environ and "SLURM_GPUS_ON_NODE" not in environ:
+        return ()  # device files alone do not mean that this process may use them
+    usable = usable_minors(devices)
+    all_indexes = ",".join(str(index) for index in range(len(usable)))
+    selected = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", all_indexes).split(",") if part.strip()]
+    uuids = smi_uuids() if usable and selected else {}
+    by_uuid = {uuid: minor for minor, uuid in uuids.items()}
+    gpus = []
+    for part in selected:
+        if part in by_uuid:
+            gpus.append(GpuDevice(part, by_uuid[part]))
+        elif part.isdigit() and int(part) < len(usable):
+            minor = usable[int(part)]
+            gpus.append(GpuDevice(uuids.get(minor, ""), minor))
+        else:
+            break  # CUDA stops at the first unknown one
+    return tuple(gpus)
+
+
+def usable_minors(devices: Path) -> list[int]:
+    """The numbers of the device files that this process may open: Slurm's cgroup denies the others."""
+    minors = []
+    for path in devices.glob("nvidia*"):
+        match = re.fullmatch(r"nvidia(\d+)", path.name)
+        if match is None:
+            continue
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            continue
+        minors.append(int(match[1]))
+    return sorted(minors)
+
+
+def smi_uuids() -> dict[int, str]:
+    """The UUID of each device file, from nvidia-smi. Empty if that is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return {}
+    query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    minors = uuid_minors()
+    rows = (line.split(", ") for line in text.splitlines() if ", " in line)
+    return {minors.get(uuid.strip(), int(index)): uuid.strip() for index, uuid in rows}
+
+
+def uuid_minors(table: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, int]:
+    """The device file's number of each GPU by UUID: nvidia-smi and CUDA use other orders."""
+    minors = {}
+    for path in table.glob("*/information"):
+        pairs = (line.partition(":") for line in path.read_text().splitlines())
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
+        if "GPU UUID" in fields and fields.get("Device Minor", "").isdigit():
+            minors[fields["GPU UUID"]] = int(fields["Device Minor"])
+    return minors

@@ -1,7 +1,7 @@
-"""Brings the ranks together: `init()` at the start of a script, `shutdown()` at its end.
+"""Starts and ends the distributed job: `init()` at the start of a script, `shutdown()` at its end.
 
-The steps, each explained when it fails: read the launcher's variables (env), meet (rendezvous), choose the interface
-that leads to rank 0, prove that every rank has a GPU of its own (binding), start torch's process group.
+The steps, each with its own error: read the launcher's variables (env), connect the ranks (rendezvous), choose the
+network interface towards rank 0, check that every rank has its own GPU (binding), start torch's process group.
 """
 
 from __future__ import annotations
@@ -22,30 +22,37 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from shoal.train.addresses import master_addresses, own_addresses
+from shoal.contract import SHOAL_INTERFACE, SHOAL_STORE_DIR
+from shoal.train.address_exchange import (
+    AddressExchange,
+    FileExchange,
+    PortExchange,
+    StoreExchange,
+    master_addresses,
+    own_addresses,
+)
 from shoal.train.binding import Binding, prove_binding
-from shoal.train.boards import Board, FileBoard, PortBoard, StoreBoard
-from shoal.train.contract import SHOAL_INTERFACE, SHOAL_STORE_DIR
 from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError, RendezvousError
-from shoal.train.explain import reachability
-from shoal.train.interfaces import interface_of, local_addresses, settings_for
-from shoal.train.proving import begin as begin_proof
-from shoal.train.rendezvous import Meeting, Patience, meet
+from shoal.train.interfaces import interface_of, local_addresses, nccl_gloo_variables
+from shoal.train.proof_watch import begin_proof
+from shoal.train.rendezvous import Rendezvous, RendezvousTimer, join_rendezvous
+from shoal.train.rendezvous_errors import check_reachability
 
 log = logging.getLogger("shoal.train")
 
-EXPLAIN_AFTER = 8.0
-"""Seconds of waiting before a rank says what it waits for. What it then looks up takes a few more."""
-
+REPORT_AFTER_S = 8.0
+"""How long a rank waits before it reports what it waits for. The probes for that report take up to 6 s more."""
+SHUTDOWN_TIMEOUT_S = 10.0
+GLOO_IDLE_TIMEOUT_S = 1.0
 
 GLOO_THREAD = "pt_gloo_runloop"
-"""What torch calls the threads that do Gloo's collectives."""
+"""The name of torch's threads for Gloo's collectives."""
 
 
 @dataclass(frozen=True)
 class Dist:
-    """The job, once all ranks have met."""
+    """The job, once all ranks are connected."""
 
     env: Env
     device: torch.device
@@ -53,7 +60,7 @@ class Dist:
     interface: str
     """The network interface that NCCL and Gloo use; empty for a single process."""
     binding: Binding | None
-    """Which rank has which GPU; None where the proof was not wanted."""
+    """Which rank has which GPU; None with `prove=False`."""
     store: Any = dataclasses.field(repr=False, default=None)
     """torch's key-value store of the job."""
 
@@ -61,34 +68,34 @@ class Dist:
 _current: Dist | None = None
 
 _group: Any = None
-"""The process group, held beyond its end. Where a DDP model is the last to hold it, freeing the model waits for Gloo's
-threads with Python's lock held, and one of them may be waiting for that lock: a job that is done would never end."""
+"""Keeps the process group alive after its end. If a DDP model held the last reference, freeing it would wait for Gloo's
+threads while holding the GIL, and a thread that waits for the GIL would then hang the finished job."""
 
 
 def init(
     timeout: float = 180.0,
     *,
-    explain_after: float = EXPLAIN_AFTER,
+    explain_after: float = REPORT_AFTER_S,
     collective_timeout: float = 600.0,
     backend: str = "",
     prove: bool = True,
     environ: MutableMapping[str, str] = os.environ,
 ) -> Dist:
-    """Bring all ranks of the job together, under whatever launcher started them. A second call returns the first's.
+    """Connect all ranks of the job, under any launcher. A second call returns the result of the first.
 
-    Ranks may come late (a cold import over the network takes a minute), so `timeout` is long; but after
-    `explain_after` seconds it is said who is missing and why. `collective_timeout` is torch's, for each collective.
+    Ranks may start late (a cold import over the network takes a minute), so `timeout` is long; after `explain_after`
+    seconds the missing ranks are named, with the reason. `collective_timeout` is torch's, for each collective.
     """
     global _current, _group
     if _current is not None:
         return _current
     env = read_env(environ)
-    patience = Patience(timeout, explain_after)
+    timer = RendezvousTimer(timeout, explain_after)
     set_threads(env, environ)
     begin_proof(environ)
-    meeting = _meet(env, environ, patience)
-    store = _open_store(env, meeting, patience)
-    interface = use_interface(env, meeting, environ)
+    rendezvous = _join(env, environ, timer)
+    store = _open_store(env, rendezvous, timer)
+    interface = use_interface(env, rendezvous, environ)
     binding = prove_binding(env, torch_dist.PrefixStore("shoal", store), environ) if prove else None
     if binding and env.rank == 0:
         print(binding, file=sys.stderr, flush=True)
@@ -103,37 +110,37 @@ def init(
         device_id=device if device.type == "cuda" else None,
     )
     _group = torch_dist.group.WORLD
-    atexit.register(let_threads_rest)
-    if meeting:
-        env = dataclasses.replace(env, master_address=meeting.store_address, master_port=meeting.store_port)
+    atexit.register(wait_for_gloo_threads)
+    if rendezvous:
+        env = dataclasses.replace(env, master_address=rendezvous.store_address, master_port=rendezvous.store_port)
     _current = Dist(env, device, backend, interface, binding, store)
     return _current
 
 
-def shutdown(patience: float = 10.0) -> None:
-    """End the process group. Rank 0 holds the store, so it waits a moment for the others to be done with it."""
+def shutdown(timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
+    """End the process group. Rank 0 serves the store, so it waits for the other ranks, up to `timeout` seconds."""
     global _current
     dist, _current = _current, None
     if dist is None:
         return
     torch_dist.destroy_process_group()
-    gone = dist.store.add("shoal/gone", 1)
-    end = time.monotonic() + patience
-    while dist.env.rank == 0 and gone < dist.env.world_size and time.monotonic() < end:
+    finished = dist.store.add("shoal/gone", 1)
+    end = time.monotonic() + timeout
+    while dist.env.rank == 0 and finished < dist.env.world_size and time.monotonic() < end:
         time.sleep(0.01)
-        gone = dist.store.add("shoal/gone", 0)
+        finished = dist.store.add("shoal/gone", 0)
 
 
-def let_threads_rest(patience: float = 1.0) -> None:
-    """Wait until Gloo's threads have put their last collective away. For the end of a process.
+def wait_for_gloo_threads(timeout: float = GLOO_IDLE_TIMEOUT_S) -> None:
+    """Wait at the end of a process until Gloo's threads are idle.
 
-    A thread that frees a tensor of Python's while Python ends is stopped where C++ does not allow that, and the process
-    aborts. On a busy machine it may not have had its turn since the collective was done.
+    A thread that frees a Python tensor while the interpreter ends is stopped where C++ does not allow it, and the
+    process aborts. On a busy machine a thread may not have run since its last collective.
     """
-    end, calm = time.monotonic() + patience, 0
-    while calm < 2 and time.monotonic() < end:
-        calm = 0 if _gloo_is_busy() else calm + 1
-        time.sleep(0.002)  # lets go of Python's lock, for which one of them may be waiting
+    end, idle = time.monotonic() + timeout, 0
+    while idle < 2 and time.monotonic() < end:
+        idle = 0 if _gloo_is_busy() else idle + 1
+        time.sleep(0.002)  # releases the GIL, for which a thread may be waiting
 
 
 def _gloo_is_busy() -> bool:
@@ -146,7 +153,7 @@ def _gloo_is_busy() -> bool:
 
 
 def choose_device(env: Env) -> torch.device:
-    """This rank's device: the only GPU it sees, else the one with the number of its local rank, else the CPU."""
+    """This rank's device: the only visible GPU, else the GPU whose index is the local rank, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else env.local_rank)
@@ -155,7 +162,7 @@ def choose_device(env: Env) -> torch.device:
 
 
 def set_threads(env: Env, environ: MutableMapping[str, str]) -> None:
-    """Share the CPUs among the ranks of the node: torch alone takes all of them in every rank."""
+    """Divide the CPUs among the ranks of the node: by default torch uses all of them in every rank."""
     cpus = len(os.sched_getaffinity(0))
     mine = environ.get("SLURM_CPUS_PER_TASK", "") if env.launcher == "srun" else ""
     share = min(int(mine), cpus) if mine.isdigit() else cpus // env.local_world_size
@@ -164,74 +171,75 @@ def set_threads(env: Env, environ: MutableMapping[str, str]) -> None:
     on_node = environ.get("SLURM_CPUS_ON_NODE", "")
     if env.launcher == "srun" and cpus == 1 and on_node.isdigit() and int(on_node) >= 2 * env.local_world_size:
         log.warning(
-            "rank %d may use 1 of the %s CPUs that the job has on %s: from 22.05 on srun does not take --cpus-per-task"
-            " from sbatch; export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it",
+            "rank %d can use 1 of the job's %s CPUs on %s: since Slurm 22.05 srun ignores sbatch's --cpus-per-task;"
+            " export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
             env.rank,
             on_node,
             env.node,
         )
 
 
-def use_interface(env: Env, meeting: Meeting | None, environ: MutableMapping[str, str]) -> str:
-    """Set the variables of NCCL and Gloo to the interface that leads to rank 0. What the user set stays."""
-    if meeting is None:
+def use_interface(env: Env, rendezvous: Rendezvous | None, environ: MutableMapping[str, str]) -> str:
+    """Set the variables of NCCL and Gloo to the interface towards rank 0. What the user set stays."""
+    if rendezvous is None:
         return ""
     names = {name for name, _ in local_addresses()}
     for variable in (SHOAL_INTERFACE, "GLOO_SOCKET_IFNAME"):
-        wanted = environ.get(variable, "")
-        if wanted and wanted not in names:
+        name = environ.get(variable, "")
+        if name and name not in names:
             raise EnvError(
                 f"{variable} names an interface that {env.node} does not have, or that has no address",
-                found=f"{variable}={wanted}; this host has {', '.join(sorted(names))}",
+                found=f"{variable}={name}; this host has {', '.join(sorted(names))}",
                 fix=f"unset {variable}: the interface is then chosen by the route to rank 0",
             )
-    interface = environ.get(SHOAL_INTERFACE) or interface_of(meeting.own_address)
+    interface = environ.get(SHOAL_INTERFACE) or interface_of(rendezvous.own_address)
     if interface:
-        for name, value in settings_for(interface).items():
+        for name, value in nccl_gloo_variables(interface).items():
             environ.setdefault(name, value)
     return environ.get("GLOO_SOCKET_IFNAME", interface)
 
 
-def _meet(env: Env, environ: MutableMapping[str, str], patience: Patience) -> Meeting | None:
-    """Meet the other ranks; None for a process that is alone."""
+def _join(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -> Rendezvous | None:
+    """Connect to the other ranks; None for a single process."""
     if env.world_size == 1:
         return None
     interface = environ.get(SHOAL_INTERFACE, "")
-    return meet(env, choose_board(env, environ, patience), lambda: own_addresses(env, interface), patience)
+    exchange = choose_exchange(env, environ, timer)
+    return join_rendezvous(env, exchange, lambda: own_addresses(env, interface), timer)
 
 
-def choose_board(env: Env, environ: MutableMapping[str, str], patience: Patience) -> Board:
-    """Where rank 0 says where it listens: torchrun's store, a shared directory, or a row of ports."""
+def choose_exchange(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -> AddressExchange:
+    """Where rank 0 publishes its address: torchrun's store, a shared directory, or a list of ports."""
     if env.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return StoreBoard(_agents_store(env, patience), env.key, env.world_size)
+        return StoreExchange(_connect_agent_store(env, timer), env.key, env.world_size)
     directory = environ.get(SHOAL_STORE_DIR, "")
     if directory:
-        return FileBoard(Path(directory), env.key)
-    return PortBoard(lambda: master_addresses(env), env.key, env.master_port)
+        return FileExchange(Path(directory), env.key)
+    return PortExchange(lambda: master_addresses(env), env.key, env.master_port)
 
 
-def _agents_store(env: Env, patience: Patience) -> Any:
+def _connect_agent_store(env: Env, timer: RendezvousTimer) -> Any:
     address, port = env.master_address, env.master_port
     try:
-        return torch_dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience.explain_after))
+        return torch_dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timer.report_after))
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {env.rank} on {env.node} does not reach the store of torchrun's agents",
-            found=f"{address} port {port}: {str(error).splitlines()[0]}{reachability([address], env)[address]}",
+            f"rank {env.rank} on {env.node} cannot reach the store of torchrun's agents",
+            found=f"{address} port {port}: {str(error).splitlines()[0]}{check_reachability([address], env)[address]}",
             fix="give torchrun an address that all nodes can reach: --rdzv-endpoint, and --local-addr on each node",
         ) from error
 
 
-def _open_store(env: Env, meeting: Meeting | None, patience: Patience) -> Any:
-    """torch's store, on the socket that rank 0 has been listening on since before it gave the address away."""
-    if meeting is None:
+def _open_store(env: Env, rendezvous: Rendezvous | None, timer: RendezvousTimer) -> Any:
+    """torch's store, on the socket that rank 0 opened before it published the address."""
+    if rendezvous is None:
         return torch_dist.HashStore()
     return torch_dist.TCPStore(
-        meeting.store_address,
-        meeting.store_port,
+        rendezvous.store_address,
+        rendezvous.store_port,
         env.world_size,
         is_master=env.rank == 0,
-        timeout=timedelta(seconds=patience.timeout),
+        timeout=timedelta(seconds=timer.timeout),
         wait_for_workers=False,
-        master_listen_fd=meeting.listener.detach() if meeting.listener else None,
+        master_listen_fd=rendezvous.listener.detach() if rendezvous.listener else None,
     )

@@ -1,6 +1,6 @@
-"""Where this process stands in the job: rank, node, world size, whoever launched it.
+"""The place of this process in the job: rank, node, world size, under any launcher.
 
-`read_env` only reads variables. It asks no name server and opens no port, so it can be called before anything else.
+`read_env` only reads variables. It resolves no names and opens no port, so it can be called before anything else.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.train.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
-from shoal.train.contradictions import (
-    check_alone,
+from shoal.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
+from shoal.train.env_checks import (
     check_bounds,
     check_mpirun,
     check_node_rank,
+    check_single_process,
     check_torch_names,
     check_torchrun,
 )
 from shoal.train.errors import EnvError
 from shoal.train.interfaces import is_address, is_loopback, resolve
-from shoal.train.launchers import Launcher, LauncherName, Variables, find_launcher
-from shoal.train.nodes import expand_nodelist, place_tasks, tasks_per_node
+from shoal.train.launchers import (
+    LauncherName,
+    LauncherVariables,
+    VariableReader,
+    expand_nodelist,
+    find_launcher,
+    place_tasks,
+    tasks_per_node,
+)
 
 log = logging.getLogger("shoal.train")
 
 
 @dataclass(frozen=True)
 class Env:
-    """One process's place in the job, in torchrun's words."""
+    """The place of one process in the job, in torchrun's terms."""
 
     rank: int
     local_rank: int
@@ -38,32 +45,32 @@ class Env:
     world_size: int
     local_world_size: int
     nodes: tuple[str, ...]
-    """The names of the job's nodes, in the order of node ranks. Empty where the launcher does not name them."""
+    """The names of the job's nodes, in the order of node ranks. Empty if the launcher does not name them."""
     master_address: str
-    """Where rank 0 is: an address, or the name of its node. `init` puts the address in that was found to work."""
+    """Where rank 0 is: an address, or the name of its node. `init` replaces it by the address that works."""
     master_port: int
-    """0: rank 0 lets the kernel choose, and tells the others."""
+    """0: the kernel chooses, and rank 0 publishes the port."""
     launcher: LauncherName
     job_id: str
     restart_count: int
     """Slurm's requeues and torchrun's restarts together."""
     step_id: str = ""
     key: str = ""
-    """Names this start of this job: the same for all its ranks, another one after a requeue."""
+    """Identifies this start of the job: the same for all ranks, and different after a requeue."""
     node: str = ""
     """This process's node."""
     placement: tuple[int, ...] = ()
-    """The node rank of every rank, where the launcher lets us know it."""
+    """The node rank of every rank, if the launcher's variables give it."""
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """The nodes' addresses, where `shoal run` told them."""
+    """The nodes' addresses, if `shoal run` has set them."""
 
     @property
     def node_count(self) -> int:
-        """How many nodes the job runs on; a launcher that does not say is taken to fill every node alike."""
+        """The number of the job's nodes. If the launcher does not give it, all nodes have equally many ranks."""
         return len(self.nodes) or -(-self.world_size // self.local_world_size)
 
     def node_of(self, rank: int) -> str:
-        """The name of the node a rank is on, empty where only its launcher knows."""
+        """The name of a rank's node; empty if the launcher does not give it."""
         if len(self.nodes) == 1:
             return self.nodes[0]
         if rank < len(self.placement) and self.placement[rank] < len(self.nodes):
@@ -71,40 +78,40 @@ class Env:
         return ""
 
     def addresses_of(self, node: str) -> list[str]:
-        """A node's addresses on the cluster's network: as told, else as its name resolves. Never loopback."""
-        told = self.addresses.get(node, node)  # Slurm's NodeAddr may be a name again
-        return [told] if is_address(told) else resolve(told)
+        """A node's addresses on the cluster's network: configured, else resolved from its name. Never loopback."""
+        address = self.addresses.get(node, node)  # Slurm's NodeAddr may be a name again
+        return [address] if is_address(address) else resolve(address)
 
 
 def read_env(environ: Mapping[str, str] = os.environ) -> Env:
-    """This process's place in the job, from its launcher's variables. EnvError where they contradict each other."""
+    """This process's place in the job, from its launcher's variables. EnvError if they contradict each other."""
     launcher = find_launcher(environ)
     if launcher is None:
-        return _alone(environ)
-    read = Variables(environ, launcher)
+        return _single_process_env(environ)
+    read = VariableReader(environ, launcher)
     rank = read.number("rank", launcher.rank)
     world_size = read.number("world_size", launcher.world_size)
-    nodes, placement = _slurm_places(read, world_size)
+    nodes, placement = _slurm_placement(read, world_size)
     node_rank = read.number("node_rank", launcher.node_rank, _node_rank(environ, nodes, placement, rank))
     if launcher.name == "srun":
         check_node_rank(read, node_rank, nodes)
     on_this_node = placement.count(node_rank) if placement else None
     local_world_size = read.number(
-        "local_world_size", launcher.local_world_size, on_this_node or _all_here(read, world_size)
+        "local_world_size", launcher.local_world_size, on_this_node or _single_node_size(read, world_size)
     )
     local_rank = read.number("local_rank", launcher.local_rank, rank % max(local_world_size, 1))
-    if not read.source(launcher.node_rank) and not placement and environ.get("SLURMD_NODENAME") not in nodes:
+    if not read.first_set(launcher.node_rank) and not placement and environ.get("SLURMD_NODENAME") not in nodes:
         node_rank = rank // local_world_size if local_world_size else 0
     check_bounds(read, rank, world_size, local_rank, local_world_size)
     check_torch_names(read, {"rank": rank, "world_size": world_size, "local_rank": local_rank})
     if launcher.name == "torchrun":
         check_torchrun(environ, world_size, local_world_size)
-        placement = ()  # torchrun gives out node ranks as its agents arrive, in no order that Slurm knows
+        placement = ()  # torchrun assigns node ranks in the order in which its agents arrive
     if launcher.name == "mpirun":
         check_mpirun(environ, rank, world_size)
     node = environ.get("SLURMD_NODENAME") or (nodes[node_rank] if node_rank < len(nodes) else socket.gethostname())
     restarts = read.number("restart", ("SLURM_RESTART_COUNT",), 0) + read.number("restart", launcher.restart, 0)
-    spread = world_size > local_world_size
+    multi_node = world_size > local_world_size
     addresses = _node_addresses(environ)
     return Env(
         rank=rank,
@@ -112,26 +119,26 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        nodes=nodes if spread else (node,),
-        master_address=_master_address(environ, launcher, nodes, addresses if spread else None),
+        nodes=nodes if multi_node else (node,),
+        master_address=_master_address(environ, launcher, nodes, addresses if multi_node else None),
         master_port=_master_port(read),
         launcher=launcher.name,
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart_count=restarts,
         step_id=environ.get("SLURM_STEP_ID", ""),
-        key=_key(environ, restarts),
+        key=_job_key(environ, restarts),
         node=node,
-        placement=placement if spread else (),
+        placement=placement if multi_node else (),
         addresses=addresses,
     )
 
 
-def _alone(environ: Mapping[str, str]) -> Env:
-    """Plain python: one process, also in a batch script that asked for several tasks and did not use srun."""
-    check_alone(environ)
+def _single_process_env(environ: Mapping[str, str]) -> Env:
+    """Plain python: one process, also in a batch script that requested several tasks and did not use srun."""
+    check_single_process(environ)
     tasks = environ.get("SLURM_NTASKS", "1")
     if environ.get("SLURM_JOB_ID") and tasks not in ("", "1"):
-        log.warning("the job has %s tasks, and this is one process outside of them: start it with srun", tasks)
+        log.warning("the job has %s tasks, but this process is none of them: start it with srun", tasks)
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
     return Env(
@@ -146,59 +153,57 @@ def _alone(environ: Mapping[str, str]) -> Env:
         launcher="python",
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart_count=restarts,
-        key=_key(environ, restarts),
+        key=_job_key(environ, restarts),
         node=node,
     )
 
 
-def _slurm_places(read: Variables, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The job's nodes and the node rank of every rank, as far as Slurm's variables tell."""
+def _slurm_placement(read: VariableReader, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The job's nodes and the node rank of every rank, as far as Slurm's variables give them."""
     environ = read.environ
-    name = read.source(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    name = read.first_set(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     if not name:
         return (), ()
     try:
         nodes = expand_nodelist(environ[name])
     except ValueError as error:
-        raise EnvError(
-            "Slurm's list of nodes cannot be read", found=f"{name}: {error}", fix=read.launcher.fix
-        ) from None
+        raise EnvError("cannot read Slurm's list of nodes", found=f"{name}: {error}", fix=read.launcher.fix) from None
     if read.launcher.name == "spawn":
         return nodes, place_tasks((world_size // len(nodes),) * len(nodes)) if world_size % len(nodes) == 0 else ()
     if read.launcher.name != "srun":
         return nodes, ()
-    counts_name = read.source(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    counts_name = read.first_set(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if not counts_name and world_size % len(nodes) == 0:
         return nodes, place_tasks((world_size // len(nodes),) * len(nodes))
     try:
         counts = tasks_per_node(environ.get(counts_name, ""))
     except ValueError as error:
         raise EnvError(
-            "the tasks of each node cannot be read",
+            "cannot read the number of tasks per node",
             found=f"{counts_name or 'SLURM_TASKS_PER_NODE'}: {error}",
             fix=read.launcher.fix,
         ) from None
     if sum(counts) != world_size or len(counts) != len(nodes):
         raise EnvError(
             "Slurm's variables contradict each other about the size of this step",
-            found=f"{read.shown(read.launcher.world_size, world_size)}, {counts_name}={environ[counts_name]},"
+            found=f"{read.describe(read.launcher.world_size, world_size)}, {counts_name}={environ[counts_name]},"
             f" {name}={environ[name]}",
             fix="change no SLURM_* variable between srun and the script; in a container pass all of them, or none",
         )
     return nodes, place_tasks(counts, environ.get("SLURM_DISTRIBUTION", "block"))
 
 
-def _all_here(read: Variables, world_size: int) -> int | None:
-    """A launcher that does not count the ranks of a node has one node only, unless rank 0 is said to be elsewhere."""
+def _single_node_size(read: VariableReader, world_size: int) -> int | None:
+    """A launcher that does not count the ranks of a node has one node only, unless MASTER_ADDR is elsewhere."""
     master = read.environ.get("MASTER_ADDR", "")
     return world_size if not master or is_loopback(master) else None
 
 
 def _node_rank(environ: Mapping[str, str], nodes: tuple[str, ...], placement: tuple[int, ...], rank: int) -> int:
-    """For a launcher that has no node rank of its own."""
-    here = environ.get("SLURMD_NODENAME", "")
-    if here in nodes:
-        return nodes.index(here)
+    """The node rank, for a launcher that does not set it."""
+    node = environ.get("SLURMD_NODENAME", "")
+    if node in nodes:
+        return nodes.index(node)
     return placement[rank] if rank < len(placement) else 0
 
 
@@ -207,32 +212,32 @@ def _node_addresses(environ: Mapping[str, str]) -> dict[str, str]:
         return parse_node_addrs(environ.get(SHOAL_NODE_ADDRS, ""))
     except ValueError as error:
         raise EnvError(
-            f"{SHOAL_NODE_ADDRS} cannot be read", found=str(error), fix="leave it as `shoal run` set it, or unset it"
+            f"cannot read {SHOAL_NODE_ADDRS}", found=str(error), fix="leave it as `shoal run` set it, or unset it"
         ) from None
 
 
 def _master_address(
-    environ: Mapping[str, str], launcher: Launcher, nodes: tuple[str, ...], known: Mapping[str, str] | None
+    environ: Mapping[str, str], launcher: LauncherVariables, nodes: tuple[str, ...], addresses: Mapping[str, str] | None
 ) -> str:
-    """Rank 0's address, or the name of its node: never one that means "this host" on every node."""
-    given = environ.get("MASTER_ADDR", "")
-    if known is None:  # all ranks are on one node
-        return given if launcher.name == "torchrun" and given else "127.0.0.1"
+    """Rank 0's address, or the name of its node: never a loopback address."""
+    master = environ.get("MASTER_ADDR", "")
+    if addresses is None:  # all ranks are on one node
+        return master if launcher.name == "torchrun" and master else "127.0.0.1"
     first = nodes[0] if nodes and launcher.name != "torchrun" else ""
-    if first in known:
-        return known[first]
-    if given and not (is_loopback(given) and first):
-        if is_loopback(given):
+    if first in addresses:
+        return addresses[first]
+    if master and not (is_loopback(master) and first):
+        if is_loopback(master):
             raise EnvError(
-                "MASTER_ADDR means this host on every node, and the ranks are on several",
-                found=f"MASTER_ADDR={given}",
+                "MASTER_ADDR is a loopback address, but the ranks are on several nodes",
+                found=f"MASTER_ADDR={master}",
                 fix="set it to rank 0's address on the network between the nodes.\n"
                 "`hostname --ip-address` gives 127.0.1.1 on Debian and Ubuntu: `hostname -I` lists the others.",
             )
-        return given
+        return master
     if not first:
         raise EnvError(
-            f"nothing says where rank 0 is ({launcher.name}, several nodes)",
+            f"the address of rank 0 is unknown ({launcher.name}, several nodes)",
             found="no MASTER_ADDR, no list of Slurm's nodes",
             fix="set MASTER_ADDR to the address of rank 0's host"
             + (": mpirun -x MASTER_ADDR" if launcher.name == "mpirun" else ""),
@@ -240,19 +245,19 @@ def _master_address(
     return first
 
 
-def _master_port(read: Variables) -> int:
+def _master_port(read: VariableReader) -> int:
     port = read.number("master_port", ("MASTER_PORT",), 0)
     if port > 65_535:
         raise EnvError(
-            "MASTER_PORT is no port",
+            "MASTER_PORT is not a valid port",
             found=f"MASTER_PORT={port}",
-            fix="unset it: the ranks then agree on a port that is free; or set one below 65536",
+            fix="unset it: rank 0 then takes a free port; or set one below 65536",
         )
     return port
 
 
-def _key(environ: Mapping[str, str], restarts: int) -> str:
-    """One name for this start of this job, from what all its ranks are told alike."""
+def _job_key(environ: Mapping[str, str], restarts: int) -> str:
+    """Identifies this start of the job, from variables that are the same on all its ranks."""
     names: tuple[str, ...] = (
         "SLURM_CLUSTER_NAME",
         "SLURM_JOB_ID",
@@ -264,6 +269,17 @@ def _key(environ: Mapping[str, str], restarts: int) -> str:
     if not environ.get("SLURM_JOB_ID"):
         names += ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "MASTER_ADDR", "MASTER_PORT")
     elif environ.get("OMPI_COMM_WORLD_RANK"):
-        names = tuple(name for name in names if name != "SLURM_STEP_ID")  # its daemons sit in steps of their own
+        names = tuple(name for name in names if name != "SLURM_STEP_ID")  # each of its daemons is a step of its own
         names += ("PMIX_NAMESPACE",)
     return "/".join([*(environ.get(name, "") for name in names), str(restarts)])
+
+
+def requeue_job_id(environ: Mapping[str, str]) -> str:
+    """The job id for `scontrol requeue`; empty outside Slurm.
+
+    An array task is `12_3`: its SLURM_JOB_ID may be that of the whole array. Of a heterogeneous job the first
+    component is requeued, and the others with it.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")

@@ -2,20 +2,20 @@
 
     TrainError
     ├── EnvError            the launcher's variables contradict each other, or lack something
-    ├── RendezvousError     the ranks did not find each other
+    ├── RendezvousError     the ranks cannot connect to each other
     ├── BindingError        ranks and GPUs do not match
-    ├── CheckpointError     what is saved does not fit, or none of it is whole
-    └── ParallelError       the model cannot be spread over the ranks as asked
+    ├── CheckpointError     the checkpoint does not fit, or none is complete
+    ├── ParallelError       the model cannot be distributed as requested
+    └── DataError           the data cannot be read
 
-Each says what was asked, what was found, and what to do. `Leaving` is no error: it ends a process that has saved its
-work.
+Each has a message, what was found, and the fix. `StopExit` is not an error: it ends a process that has saved its work.
 """
 
 from __future__ import annotations
 
 
 class TrainError(RuntimeError):
-    """Training cannot go on, and the user can do something about it."""
+    """Training cannot continue, and the user can fix the cause."""
 
     def __init__(self, what: str, *, found: str = "", fix: str = "") -> None:
         lines = [what]
@@ -32,7 +32,7 @@ class EnvError(TrainError):
 
 
 class RendezvousError(TrainError):
-    """The ranks did not find each other."""
+    """The ranks cannot connect to each other."""
 
 
 class BindingError(TrainError):
@@ -40,17 +40,21 @@ class BindingError(TrainError):
 
 
 class CheckpointError(TrainError):
-    """What is saved does not fit the objects at hand, or none of it is whole."""
+    """The checkpoint does not fit the objects to restore, or none is complete."""
 
 
 class ParallelError(TrainError):
-    """The model cannot be spread over the ranks as asked."""
+    """The model cannot be distributed over the ranks as requested."""
 
 
-class Leaving(SystemExit):
-    """The job must stop: its work is saved as far as it can be, and this process ends."""
+class StopExit(SystemExit):
+    """The job must stop: its work is saved as far as possible, and this process ends."""
 
-    def __init__(self, status: int, *, comes_back: bool) -> None:
+    def __init__(self, status: int, *, requeued: bool) -> None:
         super().__init__(status)
-        self.comes_back = comes_back
-        """The job goes back into the queue; otherwise somebody cancelled it, or nothing could be saved."""
+        self.requeued = requeued
+        """The job is queued again; otherwise a user cancelled it, or nothing could be saved."""
+
+
+class DataError(TrainError):
+    """The data cannot be read as requested."""

@@ -1,8 +1,7 @@
-"""This host's network interfaces, and the one that leads to the other nodes.
+"""This host's network interfaces, and the one towards the other nodes.
 
-NCCL and Gloo guess an interface from names and from what the host's own name resolves to: as often as not a bridge of
-containers, or 127.0.1.1. The kernel knows better: the source address of a connection to another node is on the
-interface that leads there.
+NCCL and Gloo guess an interface from its name and from what the host's own name resolves to: often a container bridge,
+or 127.0.1.1. The kernel knows the route: the source address of a connection to another node is on the right interface.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ _IFREQ_SIZE = 40
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address means "this very host" wherever it is used."""
+    """Whether this name or address means the local host on every host."""
     if host in ("localhost", "localhost.localdomain"):
         return True
-    return is_address(host) and ipaddress.ip_address(plain(host)).is_loopback
+    return is_address(host) and ipaddress.ip_address(plain_address(host)).is_loopback
 
 
 def is_address(host: str) -> bool:
     """Whether this is an address rather than a name."""
     try:
-        ipaddress.ip_address(plain(host))
+        ipaddress.ip_address(plain_address(host))
     except ValueError:
         return False
     return True
 
 
-def plain(address: str) -> str:
-    """An address as people write it: an IPv4 one that came through an IPv6 socket loses its prefix."""
+def plain_address(address: str) -> str:
+    """An address without the prefix that IPv6 sockets give to IPv4 addresses, and without its scope."""
     return address.removeprefix("::ffff:").partition("%")[0]
 
 
@@ -45,61 +44,61 @@ def local_addresses() -> list[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address, empty when none has."""
-    return next((name for name, found in local_addresses() if found == plain(address)), "")
+    """The interface that has this address; empty if none has."""
+    return next((name for name, entries in local_addresses() if entries == plain_address(address)), "")
 
 
-def source_address(towards: str) -> str:
-    """The address this host sends from when it talks to another. Nothing is sent. Empty when there is no route."""
+def source_address(host: str) -> str:
+    """The address from which this host connects to another; empty without a route. Sends nothing."""
     try:
-        found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, sockaddr in entries:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                return plain(probe.getsockname()[0])
+                probe.connect(sockaddr)
+                return plain_address(probe.getsockname()[0])
         except OSError:
             continue
     return ""
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses of another host, those that mean "this host" left out."""
+    """The addresses of another host, without loopback addresses."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    addresses = [plain(str(where[0])) for *_, where in found]
+    addresses = [plain_address(str(sockaddr[0])) for *_, sockaddr in entries]
     return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
 
 
-def settings_for(interface: str) -> dict[str, str]:
+def nccl_gloo_variables(interface: str) -> dict[str, str]:
     """The variables that keep NCCL, Gloo and TensorPipe on this interface."""
     settings = {
-        "NCCL_SOCKET_IFNAME": f"={interface}",  # "=": without it NCCL takes every name that begins so
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # "=": without it NCCL takes every name with this prefix
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
     }
-    # NCCL opens one socket only where it finds no PCI vendor: that is every tunnel. Four times four fill one.
+    # NCCL opens a single socket on interfaces without a PCI device, such as tunnels; 4 x 4 sockets use their bandwidth.
     if interface != "lo" and not Path(f"/sys/class/net/{interface}/device").exists():
         settings |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
     return settings
 
 
 def _ipv4_addresses() -> list[tuple[str, str]]:
-    room = 16384
-    buffer = array.array("B", b"\0" * room)
+    size = 16384
+    buffer = array.array("B", b"\0" * size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("iL", room, buffer.buffer_info()[0])
+        request = struct.pack("iL", size, buffer.buffer_info()[0])
         used = struct.unpack("iL", fcntl.ioctl(sock, _SIOCGIFCONF, request))[0]
     data = buffer.tobytes()[:used]
-    found = []
+    entries = []
     for start in range(0, used, _IFREQ_SIZE):
         name = data[start : start + 16].split(b"\0", 1)[0].decode()
-        found.append((name.partition(":")[0], socket.inet_ntoa(data[start + 20 : start + 24])))
-    return found
+        entries.append((name.partition(":")[0], socket.inet_ntoa(data[start + 20 : start + 24])))
+    return entries
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:

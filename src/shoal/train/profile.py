@@ -3,12 +3,12 @@
     profile/rank-R.N.start.json.gz    from the start of the script to the end of its first step
     profile/rank-R.N.steps.json.gz    a few steps after it has warmed up
 
-in the job's directory, where N counts its restarts. Steps are what the training library says they are (`Run.steps`,
-`Progress.step`), and for other scripts what their optimizers do. A script without steps is traced from its start to
-its end, for a minute of CPU time at most: a trace is of use while a person can still look through it.
+in the job's directory, where N counts its restarts. Steps are those of the training library (`Run.steps`,
+`Progress.step`), otherwise the steps of the optimizer. A script without steps is traced from its start, for a minute of
+CPU time at most, so that the trace stays readable.
 
-`python -m shoal.train.profile SCRIPT ARGUMENTS` runs a script this way. Processes that the script starts by itself are
-traced from their first step on, where they use the library.
+`python -m shoal.train.profile SCRIPT ARGUMENTS` runs a script this way. Processes that the script starts itself are
+traced from their first step on, if they use the library.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from shoal.train.contract import PROFILE_DIRECTORY, SHOAL_JOB_DIR, SHOAL_PROFILE
+from shoal.contract import PROFILE_DIRECTORY, SHOAL_JOB_DIR, SHOAL_PROFILE
 
-WAIT, WARMUP, ACTIVE = 2, 1, 5
-"""Steps after the first one: left alone, watched so that the profiler is warm, recorded."""
-START_SECONDS = 60.0
+WAIT_STEPS, WARMUP_STEPS, ACTIVE_STEPS = 2, 1, 5
+"""Steps after the first: skipped, warming up the profiler, recorded."""
+START_TRACE_S = 60.0
 
 Source = Literal["optimizer", "progress", "run"]
-_TRUST: dict[Source, int] = {"optimizer": 0, "progress": 1, "run": 2}
-"""Who knows better where a step ends."""
+_PRIORITY: dict[Source, int] = {"optimizer": 0, "progress": 1, "run": 2}
+"""Which source knows best where a step ends."""
 
-_recorder: Recorder | None = None
+_recorder: TraceRecorder | None = None
 
 
 def step(source: Source, environ: Mapping[str, str] = os.environ) -> None:
-    """A step is over. Where nobody profiles, this is one look at the environment."""
+    """A step is over. Without --profile this only reads a variable."""
     global _recorder
     if environ.get(SHOAL_PROFILE) != "torch":
         return
     if _recorder is None or _recorder.pid != os.getpid():
-        _recorder = Recorder(traces_of(environ))
+        _recorder = TraceRecorder(trace_prefix(environ))
     _recorder.step(source)
 
 
 def main(argv: list[str]) -> None:
-    """Run a script as python would, and record it from its start."""
+    """Run a script as python would, and trace it from its start."""
     global _recorder
     sys.argv[:] = argv
     sys.path[0] = str(Path(argv[0]).resolve().parent)
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     except ImportError:
         print("shoal: --profile torch: this Python has no torch; the script runs without it", file=sys.stderr)
     else:
-        _recorder = Recorder(traces_of(os.environ))
+        _recorder = TraceRecorder(trace_prefix(os.environ))
         _recorder.begin()
         optimizers.register_optimizer_step_post_hook(lambda *ignored: step("optimizer"))
     try:
@@ -67,14 +67,14 @@ def main(argv: list[str]) -> None:
             _recorder.close()
 
 
-def traces_of(environ: Mapping[str, str]) -> Path:
-    """What the names of this process's traces begin with."""
+def trace_prefix(environ: Mapping[str, str]) -> Path:
+    """The prefix of this process's trace files."""
     name = f"rank-{environ.get('RANK', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return Path(environ.get(SHOAL_JOB_DIR, "."), PROFILE_DIRECTORY, name)
 
 
-class Recorder:
-    """The traces of one process: its start, where `begin` was called, and then a few steps."""
+class TraceRecorder:
+    """The traces of one process: its start, if `begin` was called, and then a few steps."""
 
     def __init__(self, traces: Path) -> None:
         self.pid = os.getpid()
@@ -90,32 +90,32 @@ class Recorder:
         """Record from here to the end of the first step."""
         import torch.profiler
 
-        # The GPUs come in with the steps: a rank has not chosen its own yet.
+        # GPUs are traced with the steps only: the rank has not chosen its own yet.
         self._start = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
         self._start.start()
-        # The one clock that interrupts the thread that has to stop the profiler, and that scripts hardly ever use.
-        signal.signal(signal.SIGVTALRM, self._long_enough)
-        signal.setitimer(signal.ITIMER_VIRTUAL, START_SECONDS)
+        # This timer interrupts the thread that must stop the profiler, and scripts rarely use it.
+        signal.signal(signal.SIGVTALRM, self._on_timer)
+        signal.setitimer(signal.ITIMER_VIRTUAL, START_TRACE_S)
 
     def step(self, source: Source) -> None:
-        """A step is over. Of several that say so, the one that knows best counts."""
-        if threading.get_ident() != self._thread or _TRUST[source] < _TRUST[self._source]:
+        """A step is over. Of several sources, the one with the highest priority counts."""
+        if threading.get_ident() != self._thread or _PRIORITY[source] < _PRIORITY[self._source]:
             return
         if source != self._source:
             self._source = source
             if self._steps:
-                return  # the other one has counted this step
+                return  # the other source has counted this step
         self._steps += 1
         if self._steps == 1:
             self._end_start()
             self._open_window()
         elif self._window is not None:
             self._window.step()
-            if self._steps > WAIT + WARMUP + ACTIVE:
+            if self._steps > WAIT_STEPS + WARMUP_STEPS + ACTIVE_STEPS:
                 self._close_window()
 
     def close(self) -> None:
-        """The process ends: keep what there is."""
+        """Write what has been traced. For the end of the process."""
         if os.getpid() == self.pid:
             atexit.unregister(self.close)
             self._end_start()
@@ -128,15 +128,15 @@ class Recorder:
             trace.stop()
             self._export(trace, "start")
 
-    def _long_enough(self, number: int, frame: FrameType | None) -> None:
+    def _on_timer(self, number: int, frame: FrameType | None) -> None:
         self._end_start()
 
     def _open_window(self) -> None:
         import torch.profiler as profiler
 
         self._window = profiler.profile(
-            schedule=profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1),
-            acc_events=True,  # there is one cycle only; without it some releases warn that others are lost
+            schedule=profiler.schedule(wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=ACTIVE_STEPS, repeat=1),
+            acc_events=True,  # avoids a warning of some releases about lost cycles; there is one only
             on_trace_ready=lambda trace: self._export(trace, "steps"),
         )
         self._window.start()
@@ -147,7 +147,7 @@ class Recorder:
             window.stop()
 
     def _export(self, trace: Any, what: str) -> None:
-        """A full disk does not stop training."""
+        """Write a trace. A full disk does not stop training."""
         try:
             self._traces.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(f"{self._traces}.{what}.json.gz")
@@ -156,7 +156,7 @@ class Recorder:
 
 
 if __name__ == "__main__":
-    # Under the name by which the library knows it, so that both mean the same recorder.
+    # Imported by its full name, so that the library uses the same recorder.
     from shoal.train import profile
 
     profile.main(sys.argv[1:])

@@ -1,16 +1,16 @@
-"""How far training is: a line on rank 0's log now and then, and `progress.json` for `shoal jobs`.
+"""Reports the progress of training: a line in rank 0's log, and `progress.json` for `shoal jobs`.
 
 The file is one JSON object on one line in the job's directory, replaced as a whole. Its fields:
 
-    step, total_steps     where training is, and where it ends (null: nobody said)
-    loss                  the last one; null until there is one, and where it is no finite number
-    diverged              whether the last loss was no finite number
-    samples_per_second    over all ranks, in the last minute; null until two moments can be compared
+    step, total_steps     the current and the last step (null: unknown)
+    loss                  the last one; null before the first, and if it is not finite
+    diverged              whether the last loss is not finite
+    samples_per_second    over all ranks, in the last minute; null before the second report
     steps_per_second      likewise
     eta_seconds           until `total_steps` at this speed
-    mfu                   model FLOPs utilization, 0 to 1, where the model's FLOPs and the GPU's peak are known
-    state                 running, done, or stopped (to go on after a requeue)
-    restarts              how often the job was requeued
+    mfu                   model FLOPs utilization, 0 to 1, if the model's FLOPs and the GPU's peak are known
+    state                 running, done, or stopped (until it is requeued)
+    restarts              the number of requeues
     started, updated      Unix times of this start and of this file
 """
 
@@ -28,15 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from shoal.contract import PROGRESS_FILE, SHOAL_JOB_DIR
 from shoal.train import profile
-from shoal.train.contract import PROGRESS_FILE, SHOAL_JOB_DIR
 from shoal.train.env import Env, read_env
-from shoal.train.errors import Leaving
-from shoal.train.proof import recorder
-from shoal.train.scalars import detached
+from shoal.train.errors import StopExit
+from shoal.train.proof_record import detach, proof_recorder
 
-WINDOW = 60.0
-FILE_PERIOD = 2.0
+SPEED_WINDOW_S = 60.0
+FILE_PERIOD_S = 2.0
 
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -52,7 +51,7 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "V100": 125e12,
 }
-"""What GPUs do at best with dense bf16 matrices (V100: fp16), by their data sheets. The first name that fits counts."""
+"""Peak FLOP/s for dense bf16 (V100: fp16), by data sheet. The first name that is part of the GPU's counts."""
 
 State = Literal["running", "done", "stopped"]
 
@@ -74,7 +73,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`samples_per_step` counts all ranks; `flops_per_sample` a forward and a backward pass (about 6 times the
-        parameters for each token). `peak_flops` is one GPU's, known by itself for the usual ones."""
+        parameters for each token). `peak_flops` is that of one GPU; the default is known for common ones."""
         env = env if env is not None else read_env(environ)
         self._total = total_steps
         self._samples_per_step = samples_per_step
@@ -83,9 +82,9 @@ class Progress:
         self._restarts = env.restart_count
         self._environ = environ
         self._active = env.rank == 0
-        self._proof = recorder(environ)
-        place = directory or environ.get(SHOAL_JOB_DIR)
-        self._file = Path(place, PROGRESS_FILE) if place else None
+        self._proof = proof_recorder(environ)
+        location = directory or environ.get(SHOAL_JOB_DIR)
+        self._file = Path(location, PROGRESS_FILE) if location else None
         self._write = write or (lambda line: print(line, flush=True))
         self._clock = clock
         self._began = clock()
@@ -97,9 +96,9 @@ class Progress:
         self._next_file = self._next_line = -math.inf
 
     def step(self, step: int, loss: Any = None, samples: float | None = None) -> None:
-        """One step is done. `loss` may be a tensor: it is read only when it is shown, for reading waits for the GPU.
+        """Report one step. `loss` may be a tensor: it is read only when shown, since reading waits for the GPU.
 
-        `samples` is this step's number over all ranks, where it differs from `samples_per_step`.
+        `samples` is the number of samples over all ranks, if it differs from `samples_per_step`.
         """
         if self._proof is not None:
             self._proof.loss("progress", step, loss)
@@ -109,21 +108,21 @@ class Progress:
         self._samples += samples if samples is not None else self._samples_per_step or 0
         self._step = step
         if loss is not None:
-            self._loss = detached(loss)
+            self._loss = detach(loss)
         now = self._clock()
         last = self._total is not None and step >= self._total
         if now >= self._next_file or last:
-            self._next_file = now + FILE_PERIOD
-            self._note(now)
-            self._show(now, "running", with_line=last or now >= self._next_line)
+            self._next_file = now + FILE_PERIOD_S
+            self._add_point(now)
+            self._report(now, "running", with_line=last or now >= self._next_line)
 
     def close(self, state: State = "done") -> None:
-        """Training ends here; `stopped` where it goes on after a requeue."""
+        """End the reports; `stopped` if the job continues after a requeue."""
         if self._active and self._step is not None:
             self._active = False
             now = self._clock()
-            self._note(now)
-            self._show(now, state, with_line=True)
+            self._add_point(now)
+            self._report(now, state, with_line=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -131,23 +130,23 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, Leaving):
+        if error is None or isinstance(error, StopExit):
             self.close("done" if error is None else "stopped")
 
-    def _note(self, now: float) -> None:
+    def _add_point(self, now: float) -> None:
         if not self._seen or self._step != self._seen[-1][1]:
             self._seen.append((now, self._step or 0, self._samples))
-        while len(self._seen) > 2 and now - self._seen[1][0] > WINDOW:
+        while len(self._seen) > 2 and now - self._seen[1][0] > SPEED_WINDOW_S:
             self._seen.popleft()
 
-    def _show(self, now: float, state: State, *, with_line: bool) -> None:
+    def _report(self, now: float, state: State, *, with_line: bool) -> None:
         numbers = self._numbers(state)
         if self._file:
             _replace(self._file, numbers)
         if with_line:
-            # Often while a person may be watching it start, then once a minute.
-            self._next_line = now + (10 if now - self._began < WINDOW else WINDOW)
-            self._write(line_of(numbers))
+            # Every 10 s in the first minute, then once a minute.
+            self._next_line = now + (10 if now - self._began < SPEED_WINDOW_S else SPEED_WINDOW_S)
+            self._write(format_line(numbers))
 
     def _numbers(self, state: State) -> dict[str, Any]:
         steps, samples = self._speed()
@@ -169,7 +168,7 @@ class Progress:
         }
 
     def _speed(self) -> tuple[float | None, float | None]:
-        """Steps and samples a second. The time before the first step (compiling, first batch) is not in it."""
+        """Steps and samples per second, without the time before the first step (compiling, first batch)."""
         if len(self._seen) < 2:
             return None, None
         (start, first, before), (end, last, after) = self._seen[0], self._seen[-1]
@@ -178,8 +177,8 @@ class Progress:
         return (last - first) / (end - start), (after - before) / (end - start) or None
 
 
-def line_of(numbers: Mapping[str, Any]) -> str:
-    """The numbers of a progress file as one line for a person. What is not known is left out."""
+def format_line(numbers: Mapping[str, Any]) -> str:
+    """A progress file as one line of text, without unknown values."""
     total = f"/{numbers['total_steps']}" if numbers.get("total_steps") is not None else ""
     parts = [f"step {numbers['step']}{total}"]
     if numbers.get("loss") is not None:
@@ -200,7 +199,7 @@ def line_of(numbers: Mapping[str, Any]) -> str:
 
 
 def peak_of_this_gpu() -> float | None:
-    """The best this process's GPU can do, where it is one of the usual ones. Asks nothing where torch is not in use."""
+    """Peak FLOP/s of this process's GPU, if it is in the table. Does not import torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
@@ -220,14 +219,14 @@ def _short(number: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As Slurm writes times: 1-02:03:04."""
+    """In Slurm's format: 1-02:03:04."""
     days, rest = divmod(round(seconds), 86400)
     text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{text}" if days else text
 
 
 def _replace(path: Path, numbers: Mapping[str, Any]) -> None:
-    """A reader sees the old file or the new one. A full disk does not stop training; the next one may succeed."""
+    """Replace the file atomically. A full disk does not stop training."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         draft.write_text(json.dumps(numbers) + "\n")

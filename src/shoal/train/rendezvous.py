@@ -1,10 +1,12 @@
-"""How the ranks meet: rank 0 opens a door, the others come to it, and whoever is missing is named.
+"""Rendezvous: rank 0 listens, the other ranks connect, and missing ranks are named.
 
-Only sockets, no torch: a job that cannot meet says why before anything large happens. Each rank announces itself (rank,
-node, world size) and keeps the connection open. When all are there, rank 0 answers with the address of the store. That
-address is the one the rank came by, so it is known to work, and the rank's own end of the connection is on the network
-that leads to rank 0. Until then nobody is left guessing: after `explain_after` seconds rank 0 says who is missing and
-whether their hosts answer, and a rank that does not get to rank 0 says what happened on the way.
+Not torch's TCPStore alone: with 3 of 4 ranks missing it says after 15 s "1/4 clients joined", torchrun only
+RendezvousTimeoutError; neither names a rank, and both need a port that is known to be free (torch 2.13).
+
+Only sockets, no torch: a job whose ranks cannot connect fails with the reason before anything large is imported. Each
+rank announces itself (rank, node, world size) and keeps the connection open. When all are connected, rank 0 answers
+with the address of the store: the one the rank has connected to, so it is known to work. After `report_after` seconds
+rank 0 prints which ranks are missing and whether their hosts answer, and a rank that cannot reach rank 0 prints why.
 """
 
 from __future__ import annotations
@@ -21,20 +23,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.train.boards import Board, Door, open_door
+from shoal.train.address_exchange import AddressExchange, Endpoint, open_listener
 from shoal.train.env import Env
 from shoal.train.errors import RendezvousError
-from shoal.train.explain import Attempt, duplicate_rank, missing_ranks, rank_zero_not_found, world_sizes_differ
-from shoal.train.interfaces import is_loopback, plain
+from shoal.train.interfaces import is_loopback, plain_address
+from shoal.train.rendezvous_errors import (
+    FailedAttempt,
+    duplicate_rank,
+    missing_ranks,
+    rank_zero_unreachable,
+    world_sizes_differ,
+)
 
-_LONGEST_LINE = 65_536
-_KNOCK_SECONDS = 2.0
-"""How long one address may take to answer: a host that drops packets must not use up the time for the others."""
+MAX_LINE_BYTES = 65_536
+CONNECT_TIMEOUT_S = 2.0
+"""For one address: a host that drops packets must not use up the time for the others."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """All ranks are here."""
+class Rendezvous:
+    """What a rank knows once all ranks are connected."""
 
     store_address: str
     store_port: int
@@ -45,232 +53,240 @@ class Meeting:
 
 
 @dataclass
-class Patience:
-    """How long a rank waits, and when it begins to explain."""
+class RendezvousTimer:
+    """How long a rank waits, and when it reports what it waits for."""
 
     timeout: float
-    explain_after: float
-    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    report_after: float
+    write: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
     started: float = field(default_factory=time.monotonic)
-    explained: bool = False
+    reported: bool = False
 
     @property
-    def waited(self) -> float:
+    def elapsed(self) -> float:
         return time.monotonic() - self.started
 
     @property
-    def over(self) -> bool:
-        return self.waited >= self.timeout
+    def expired(self) -> bool:
+        return self.elapsed >= self.timeout
 
-    def explain(self, error: Callable[[], RendezvousError]) -> None:
-        """Say what is wrong, once, when it has taken long enough to be wrong."""
-        if not self.explained and self.waited >= self.explain_after:
-            self.explained = True
-            self.say(f"shoal: still waiting (up to {self.timeout:g} s). {error()}")
+    def report_once(self, error: Callable[[], RendezvousError]) -> None:
+        """Print what is wrong, once, after `report_after` seconds."""
+        if not self.reported and self.elapsed >= self.report_after:
+            self.reported = True
+            self.write(f"shoal: still waiting (up to {self.timeout:g} s). {error()}")
 
 
-def meet(env: Env, board: Board, own_addresses: Callable[[], list[str]], patience: Patience) -> Meeting:
-    """Wait until every rank of the job is here. RendezvousError says who is not, and why."""
+def join_rendezvous(
+    env: Env, exchange: AddressExchange, own_addresses: Callable[[], list[str]], timer: RendezvousTimer
+) -> Rendezvous:
+    """Wait until every rank of the job is connected. RendezvousError names the missing ranks and the reason."""
     if env.rank == 0:
-        return _Host(env, board, own_addresses(), patience).receive()
-    return _come(env, board, patience)
+        return _RankZero(env, exchange, own_addresses(), timer).run()
+    return _connect(env, exchange, timer)
 
 
 @dataclass
-class _Guest:
-    """A connection to rank 0's door; a rank once it has said which."""
+class _Connection:
+    """A connection to rank 0; that of a rank once its hello has arrived."""
 
     sock: socket.socket
     received: bytes = b""
     hello: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def who(self) -> str:
+    def process(self) -> str:
         return f"process {self.hello['pid']} on {self.hello['node']}"
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):
-            self.sock.settimeout(_KNOCK_SECONDS)
+            self.sock.settimeout(CONNECT_TIMEOUT_S)
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
 
-class _Host:
-    """Rank 0, at the door."""
+class _RankZero:
+    """Rank 0: accepts the connections of the other ranks."""
 
-    def __init__(self, env: Env, board: Board, own_addresses: list[str], patience: Patience) -> None:
-        self.env, self.board, self.patience = env, board, patience
+    def __init__(self, env: Env, exchange: AddressExchange, own_addresses: list[str], timer: RendezvousTimer) -> None:
+        self.env, self.exchange, self.timer = env, exchange, timer
         host = "127.0.0.1" if env.node_count == 1 else ""
         self.own_addresses = own_addresses
-        self.nonce = secrets.token_hex(8) if board.carries_nonce else ""
-        self.door = board.listen(host)
-        self.listener = open_door(host)
-        self.guests: dict[int, _Guest] = {}
-        self.left: dict[int, str] = {}
-        """Ranks that came and went away again."""
+        self.nonce = secrets.token_hex(8) if exchange.has_nonce else ""
+        self.server = exchange.listen(host)
+        self.store_listener = open_listener(host)
+        self.connected: dict[int, _Connection] = {}
+        self.disconnected: dict[int, str] = {}
+        """Ranks that were connected and have ended."""
 
-    def receive(self) -> Meeting:
-        port = self.door.getsockname()[1]
-        self.board.publish([Door(address, port, self.nonce) for address in self.own_addresses])
-        with selectors.DefaultSelector() as selector, self.door:
-            self.door.setblocking(False)
-            selector.register(self.door, selectors.EVENT_READ)
+    def run(self) -> Rendezvous:
+        port = self.server.getsockname()[1]
+        self.exchange.publish([Endpoint(address, port, self.nonce) for address in self.own_addresses])
+        with selectors.DefaultSelector() as selector, self.server:
+            self.server.setblocking(False)
+            selector.register(self.server, selectors.EVENT_READ)
             try:
-                while len(self.guests) < self.env.world_size - 1:
+                while len(self.connected) < self.env.world_size - 1:
                     self._serve(selector)
-                    self.patience.explain(self._missing)
-                    if self.patience.over:
+                    self.timer.report_once(self._missing)
+                    if self.timer.expired:
                         raise self._missing()
-                return self._go()
+                return self._finish()
             except RendezvousError as error:
-                self.listener.close()
-                for guest in self.guests.values():
-                    guest.tell({"abort": [error.what, error.found, error.fix]})
+                self.store_listener.close()
+                for connection in self.connected.values():
+                    connection.send({"abort": [error.what, error.found, error.fix]})
                 raise
             finally:
-                self.board.clear()
+                self.exchange.clear()
                 for key in list(selector.get_map().values()):
-                    if isinstance(key.data, _Guest):
+                    if isinstance(key.data, _Connection):
                         key.data.sock.close()
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
         for key, _ in selector.select(timeout=0.2):
             if key.data is None:
                 with suppress(OSError):
-                    sock, _ = self.door.accept()
+                    sock, _ = self.server.accept()
                     sock.setblocking(False)
-                    selector.register(sock, selectors.EVENT_READ, _Guest(sock))
-            elif not self._listen_to(key.data):
+                    selector.register(sock, selectors.EVENT_READ, _Connection(sock))
+            elif not self._receive(key.data):
                 selector.unregister(key.fileobj)
                 key.data.sock.close()
 
-    def _listen_to(self, guest: _Guest) -> bool:
-        """Read from a connection; False when it is over or does not belong here."""
+    def _receive(self, connection: _Connection) -> bool:
+        """Read from a connection; False when it is closed or not one of this job."""
         try:
-            data = guest.sock.recv(4096)
+            data = connection.sock.recv(4096)
         except BlockingIOError:
             return True
         except OSError:
             data = b""
-        rank = guest.hello.get("rank")
+        rank = connection.hello.get("rank")
         if not data:
-            if rank is not None and self.guests.get(rank) is guest:
-                del self.guests[rank]
-                self.left[rank] = guest.who
+            if rank is not None and self.connected.get(rank) is connection:
+                del self.connected[rank]
+                self.disconnected[rank] = connection.process
             return False
-        guest.received += data
+        connection.received += data
         if rank is not None:
             return True
-        if b"\n" not in guest.received:
-            return len(guest.received) < _LONGEST_LINE
-        return self._welcome(guest)
+        if b"\n" not in connection.received:
+            return len(connection.received) < MAX_LINE_BYTES
+        return self._accept_rank(connection)
 
-    def _welcome(self, guest: _Guest) -> bool:
-        hello = _parsed(guest.received.partition(b"\n")[0])
+    def _accept_rank(self, connection: _Connection) -> bool:
+        hello = _parse(connection.received.partition(b"\n")[0])
         if hello.get("shoal") != self.env.key or hello.get("nonce") != self.nonce:
-            guest.tell({"refused": "not this job"})
+            connection.send({"refused": "not this job"})
             return False
-        guest.hello = hello
+        connection.hello = hello
         rank, world_size = int(hello["rank"]), int(hello["world_size"])
+        connection.send({"welcome": self.nonce})
         if world_size != self.env.world_size:
-            guest.tell({"welcome": self.nonce})
-            self.guests[rank] = guest
+            self.connected[rank] = connection
             raise world_sizes_differ(self.env, rank, hello["node"], world_size)
-        before = self.guests.get(rank)
-        if rank == 0 or (before and before.who != guest.who):
-            self.guests[-1] = guest  # so that it hears of it too
-            guest.tell({"welcome": self.nonce})
-            raise duplicate_rank(rank, before.who if before else f"this one on {self.env.node}", guest.who)
-        self.guests[rank] = guest
-        self.left.pop(rank, None)
-        guest.tell({"welcome": self.nonce})
-        guest.sock.setblocking(False)
+        previous = self.connected.get(rank)
+        if rank == 0 or (previous and previous.process != connection.process):
+            self.connected[-1] = connection  # the abort is sent to it too
+            first = previous.process if previous else f"this process on {self.env.node}"
+            raise duplicate_rank(rank, first, connection.process)
+        self.connected[rank] = connection
+        self.disconnected.pop(rank, None)
+        connection.sock.setblocking(False)
         return True
 
     def _missing(self) -> RendezvousError:
-        here = {rank: str(guest.hello["node"]) for rank, guest in self.guests.items()}
-        return missing_ranks(self.env, here, self.left, self.board.notes(), self.patience.waited)
+        nodes = {rank: str(connection.hello["node"]) for rank, connection in self.connected.items()}
+        reports = self.exchange.failure_reports()
+        return missing_ranks(self.env, nodes, self.disconnected, reports, self.timer.elapsed)
 
-    def _go(self) -> Meeting:
-        """Tell each rank where the store is, by the address that it came by."""
-        port = self.listener.getsockname()[1]
-        came_by = {rank: plain(guest.sock.getsockname()[0]) for rank, guest in self.guests.items()}
-        proved = [address for address in came_by.values() if not is_loopback(address)]
-        own = (proved or [address for address in self.own_addresses if not is_loopback(address)] or ["127.0.0.1"])[0]
-        for rank, guest in self.guests.items():
-            guest.tell({"go": [came_by[rank], port, own]})
-        return Meeting(own, port, own, self.listener)
+    def _finish(self) -> Rendezvous:
+        """Send each rank the store's address: the one by which it has reached rank 0."""
+        port = self.store_listener.getsockname()[1]
+        reached_by = {
+            rank: plain_address(connection.sock.getsockname()[0]) for rank, connection in self.connected.items()
+        }
+        candidates = [address for address in (*reached_by.values(), *self.own_addresses) if not is_loopback(address)]
+        own = (candidates or ["127.0.0.1"])[0]
+        for rank, connection in self.connected.items():
+            connection.send({"go": [reached_by[rank], port, own]})
+        return Rendezvous(own, port, own, self.store_listener)
 
 
-def _come(env: Env, board: Board, patience: Patience) -> Meeting:
-    """Any other rank: find the door, go in, wait for the word."""
+def _connect(env: Env, exchange: AddressExchange, timer: RendezvousTimer) -> Rendezvous:
+    """Any other rank: find rank 0, connect, and wait until all ranks are there."""
     pause = 0.02
-    attempts: list[Attempt] = []
+    attempts: list[FailedAttempt] = []
 
-    def lost() -> RendezvousError:
-        return rank_zero_not_found(env, board.where, attempts, patience.waited)
+    def unreachable() -> RendezvousError:
+        return rank_zero_unreachable(env, exchange.description, attempts, timer.elapsed)
 
-    while not patience.over:
+    while not timer.expired:
         attempts = []
-        for door in board.doors():
-            if any(attempt.address == door.address and attempt.dead for attempt in attempts):
+        for endpoint in exchange.endpoints():
+            if any(attempt.address == endpoint.address and attempt.unreachable for attempt in attempts):
                 continue
-            outcome = _knock(env, door, patience)
-            if isinstance(outcome, Meeting):
+            outcome = _try_endpoint(env, endpoint, timer)
+            if isinstance(outcome, Rendezvous):
                 return outcome
             attempts.append(outcome)
-            patience.explain(lost)
-            if patience.over:
+            timer.report_once(unreachable)
+            if timer.expired:
                 break
-        if attempts and patience.waited > patience.explain_after / 2:
-            board.leave_note(env.rank, "; ".join(dict.fromkeys(str(attempt) for attempt in attempts)))
-        patience.explain(lost)
+        if attempts and timer.elapsed > timer.report_after / 2:
+            exchange.report_failure(env.rank, "; ".join(dict.fromkeys(str(attempt) for attempt in attempts)))
+        timer.report_once(unreachable)
         time.sleep(pause)
         pause = min(pause * 1.5, 0.5)
-    raise lost()
+    raise unreachable()
 
 
-def _knock(env: Env, door: Door, patience: Patience) -> Meeting | Attempt:
-    """Try one door. An Attempt says why it was not the one, or what happened behind it."""
+def _try_endpoint(env: Env, endpoint: Endpoint, timer: RendezvousTimer) -> Rendezvous | FailedAttempt:
+    """Connect to one endpoint and wait for rank 0 there. A FailedAttempt gives the reason."""
+
+    def failed(reason: str, *, unreachable: bool = False) -> FailedAttempt:
+        return FailedAttempt(endpoint.address, endpoint.port, reason, unreachable)
+
     hello = {
         "shoal": env.key,
-        "nonce": door.nonce,
+        "nonce": endpoint.nonce,
         "rank": env.rank,
         "world_size": env.world_size,
         "node": env.node,
         "pid": os.getpid(),
     }
     try:
-        sock = socket.create_connection((door.address, door.port), timeout=_KNOCK_SECONDS)
+        sock = socket.create_connection((endpoint.address, endpoint.port), timeout=CONNECT_TIMEOUT_S)
     except TimeoutError:
-        return Attempt(door.address, door.port, f"no answer within {_KNOCK_SECONDS:g} s", dead=True)
+        return failed(f"no answer within {CONNECT_TIMEOUT_S:g} s", unreachable=True)
     except ConnectionRefusedError:
-        return Attempt(door.address, door.port, "refused")
+        return failed("connection refused")
     except OSError as error:
-        return Attempt(door.address, door.port, error.strerror or str(error), dead=True)
+        return failed(error.strerror or str(error), unreachable=True)
     with sock, sock.makefile("rb") as lines:
         try:
             sock.sendall(json.dumps(hello).encode() + b"\n")
-            answer = _parsed(lines.readline(_LONGEST_LINE))
-            if answer.get("welcome") != door.nonce:
-                return Attempt(door.address, door.port, "another job's port")
-            # Rank 0 keeps the time from here on: it will answer, unless it is gone.
-            sock.settimeout(patience.timeout + 10)
-            word = _parsed(lines.readline(_LONGEST_LINE))
+            answer = _parse(lines.readline(MAX_LINE_BYTES))
+            if answer.get("welcome") != endpoint.nonce:
+                return failed("another job's port")
+            # From here on rank 0 enforces the timeout: it answers, unless it has ended.
+            sock.settimeout(timer.timeout + 10)
+            message = _parse(lines.readline(MAX_LINE_BYTES))
         except (OSError, ValueError):
-            return Attempt(door.address, door.port, "the connection broke")
-        if "abort" in word:
-            what, found, fix = word["abort"]
+            return failed("the connection broke")
+        if "abort" in message:
+            what, found, fix = message["abort"]
             raise RendezvousError(what, found=found, fix=fix)
-        if "go" not in word:
-            return Attempt(door.address, door.port, "rank 0 went away")
-        address, port, cluster_address = word["go"]
-        own = plain(sock.getsockname()[0])
-    # A rank beside rank 0 may have come over loopback: the other nodes know both of them by rank 0's address.
-    return Meeting(address, port, cluster_address if is_loopback(own) else own)
+        if "go" not in message:
+            return failed("rank 0 closed the connection")
+        address, port, cluster_address = message["go"]
+        own = plain_address(sock.getsockname()[0])
+    # A rank on rank 0's node may have connected over loopback: the other nodes know both by rank 0's address.
+    return Rendezvous(address, port, cluster_address if is_loopback(own) else own)
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    """A line of the other side as a message; empty for anything that is none."""
+def _parse(line: bytes) -> dict[str, Any]:
+    """A line as a message; empty where it is none."""
     try:
         message = json.loads(line)
     except ValueError:

@@ -1,10 +1,13 @@
-"""Ties a training loop to its checkpoints and to Slurm: restore, save, stop together, requeue.
+"""Connects a training loop with its checkpoints and Slurm: restore, save, stop on all ranks, requeue.
+
+Preemption (PreemptMode=REQUEUE) and the loss of a node requeue a job by themselves. A job that reaches its time limit,
+or gets --signal, must request it.
 
 state = TrainState(model, optimizer, scheduler, data)
 for step in Run(state, "checkpoints", save_every=500).steps(10_000):
     ...one step of training...
 
-or, where the script counts epochs and the data is a shoal.train.Loader:
+or, for a script that counts epochs, with a shoal.train.Loader:
 
 run = Run(TrainState(model, optimizer, scheduler, loader), "checkpoints", save_every=500)
 for epoch in run.epochs(10):
@@ -14,29 +17,36 @@ for epoch in run.epochs(10):
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train import profile
 from shoal.train.checkpoint import Checkpointer, SaveResult, TrainState
-from shoal.train.contract import EXIT_REQUEUE, EXIT_UNSAVED, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.data import Loader
-from shoal.train.errors import Leaving
-from shoal.train.exit_status import fail_at_exit
-from shoal.train.requeue import Answer, requeue
+from shoal.train.env import requeue_job_id
+from shoal.train.errors import StopExit
+from shoal.train.rank_group import RankGroup
 from shoal.train.stop import Stop, Stopper
 
 log = logging.getLogger("shoal.train.run")
 
-_STATUS: dict[Answer, int] = {"requeued": 0, "cancelled": 128 + signal.SIGTERM, "failed": EXIT_REQUEUE}
+RequeueOutcome = Literal["requeued", "cancelled", "failed"]
+
+_STATUS: dict[RequeueOutcome, int] = {"requeued": 0, "cancelled": 128 + signal.SIGTERM, "failed": EXIT_REQUEUE}
 
 
 class Run:
-    """One training run over all its requeues. Make it in the main thread, on every rank, after init()."""
+    """One training run over all its requeues. Create it in the main thread, on every rank, after init()."""
 
     def __init__(
         self,
@@ -49,12 +59,12 @@ class Run:
         stopper: Stopper | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`save_every` steps; 0 saves only at a stop and at the end. Without `directory`, in that of the job."""
+        """`save_every` steps; 0 saves only at a stop and at the end. The default directory is that of the job."""
         if not state.run_id:
             state.run_id = environ.get(SHOAL_RUN_ID, "")
         self.state = state
-        place = directory or Path(environ.get(SHOAL_JOB_DIR, "."), "checkpoints")
-        self.checkpointer = Checkpointer(place, keep_last=keep_last, asynchronous=asynchronous)
+        location = directory or Path(environ.get(SHOAL_JOB_DIR, "."), "checkpoints")
+        self.checkpointer = Checkpointer(location, keep_last=keep_last, asynchronous=asynchronous)
         self.save_every = save_every
         self._stopper = stopper or Stopper(environ=environ)
         self._environ = environ
@@ -62,100 +72,180 @@ class Run:
         self._first = 0
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps still to do, after restoring the newest whole checkpoint. The body of the loop is one step.
+        """The remaining steps, after restoring the newest complete checkpoint. The body of the loop is one step.
 
-        Leaves by SystemExit when the job must stop, so that nothing after the loop runs: with status 0 once the job is
-        requeued, with EXIT_REQUEUE where somebody else must do that, as SIGTERM would where it was cancelled, and with
-        EXIT_UNSAVED where nothing of this turn could be saved. Where the end cannot be saved, what follows the loop
-        runs all the same, and rank 0 leaves with EXIT_UNSAVED after it.
+        Raises SystemExit when the job must stop, so that nothing after the loop runs: with status 0 if the job is
+        requeued, EXIT_REQUEUE if the batch script must do that, that of SIGTERM if the job was cancelled, and
+        EXIT_UNSAVED if nothing could be saved since the start. If the final save fails, the code after the loop still
+        runs, and rank 0 then exits with EXIT_UNSAVED.
         """
-        first = self._begin()
+        first = self._restore()
         for step in range(first, total):
             yield step
-            self._after(step + 1, last=step + 1 == total)
-        self._end(max(first, total), trained=first < total)
+            self._after_step(step + 1, last=step + 1 == total)
+        self._finish(max(first, total), trained=first < total)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs still to do, for a loop over them with one over `batches()` inside. `state.data` is a Loader.
+        """The remaining epochs, for a loop with one over `batches()` inside. `state.data` is a Loader.
 
-        Saves and leaves as `steps` does, also within an epoch. What the script does after the inner loop belongs to the
-        epoch: it has been done when a checkpoint says that the next one begins.
+        Saves and stops as `steps` does, also within an epoch. Code after the inner loop belongs to the epoch: it has
+        run when a checkpoint is at the start of the next one.
         """
         loader = self._loader()
-        first = self._done = self._begin()
+        first = self._done = self._restore()
         for epoch in range(loader.epoch, total):
             yield epoch
-            loader.set_epoch(epoch + 1)  # where the inner loop was left early
+            loader.set_epoch(epoch + 1)  # if the inner loop was left early
             if self._done > first:
-                self._after(self._done, last=epoch + 1 == total)
-        self._end(self._done, trained=self._done > first)
+                self._after_step(self._done, last=epoch + 1 == total)
+        self._finish(self._done, trained=self._done > first)
 
     def batches(self) -> Iterator[Any]:
-        """The batches still to do of this epoch. The body of the loop is one step."""
+        """The remaining batches of this epoch. The body of the loop is one step."""
         loader = self._loader()
         for batch in loader:
             yield batch
             self._done += 1
-            if loader.left:
-                self._after(self._done, last=False)
+            if loader.remaining:
+                self._after_step(self._done, last=False)
 
     def _loader(self) -> Loader:
         if not isinstance(self.state.data, Loader):
             raise TypeError(f"a run over epochs needs a shoal.train.Loader as TrainState.data, not {self.state.data!r}")
         return self.state.data
 
-    def _begin(self) -> int:
-        """The step to begin with: that of the newest whole checkpoint, or 0."""
+    def _restore(self) -> int:
+        """The first step: that of the newest complete checkpoint, or 0."""
         self.checkpointer.claim(self._environ)
         self._first = self.checkpointer.restore(self.state) or 0
         return self._first
 
-    def _after(self, done: int, *, last: bool) -> None:
-        """A step is over: leave if the job must stop, save if it is time to."""
+    def _after_step(self, done: int, *, last: bool) -> None:
+        """After a step: stop if the job must, save if it is due."""
         profile.step("run", self._environ)
         stop = self._stopper.agree(done, save_seconds=self.checkpointer.save_seconds)
         if stop is not None and not last:
-            self._leave(stop)
+            self._save_and_exit(stop)
         if self.save_every and done % self.save_every == 0 and not last:
             self.save(done)
 
-    def _end(self, done: int, *, trained: bool) -> None:
+    def _finish(self, done: int, *, trained: bool) -> None:
         saved = self.checkpointer.save(done, self.state, reason="end", wait=True) if trained else None
         if saved is not None and not saved.committed:
-            self._tell(
+            self._log(
                 logging.ERROR,
-                "training is done, and its last state is in no checkpoint (the newest is of step %d): solve that and "
-                "run it again with %s, or save the state after the loop by other means. The script goes on, and ends "
-                "with status %d",
+                "training is complete, but its final state could not be saved (the newest checkpoint is step %d): fix "
+                "the cause and run it again with %s, or save the state after the loop by other means. The script "
+                "continues, and exits with status %d",
                 *(max(self.checkpointer.newest, self._first), self.checkpointer.directory, EXIT_UNSAVED),
             )
-            if self.checkpointer.rank == 0:  # alone: srun and torchrun end all others when one fails
+            if self.checkpointer.rank == 0:  # only rank 0: srun and torchrun end all ranks when one fails
                 fail_at_exit(EXIT_UNSAVED)
         if not trained and self._first:
-            place = self.checkpointer.directory
-            self._tell(logging.WARNING, "nothing is left to train; to start over, move %s away", place)
+            location = self.checkpointer.directory
+            self._log(logging.WARNING, "training is already complete; to start over, move %s away", location)
         self.checkpointer.close()
         self._stopper.close()
 
     def save(self, step: int, reason: str = "periodic") -> SaveResult:
-        """Save now, besides what `save_every` does. `step` is the number of steps done."""
+        """Save now, in addition to `save_every`. `step` is the number of completed steps."""
         return self.checkpointer.save(step, self.state, reason=reason)
 
-    def _leave(self, stop: Stop) -> None:
+    def _save_and_exit(self, stop: Stop) -> None:
         saved = self.checkpointer.save(stop.step, self.state, reason=stop.reason, wait=True)
         self.checkpointer.close()
         if not saved.committed and self.checkpointer.newest <= self._first:
-            # The next turn would begin where this one did, and end as it does, for ever.
-            self._tell(
+            # A requeued job would start from the same step and fail in the same way, forever.
+            self._log(
                 logging.ERROR,
-                "nothing of this turn could be saved (%s): the job is not requeued. Solve that and run it again with "
-                "%s: it goes on from step %d",
+                "nothing could be saved since the start of this process (%s): the job is not requeued. Fix the cause "
+                "and run it again with %s: it continues from step %d",
                 *(saved.error, self.checkpointer.directory, self._first),
             )
-            raise Leaving(EXIT_UNSAVED, comes_back=False)
-        answer = requeue(environ=self._environ)
-        raise Leaving(_STATUS[answer], comes_back=answer != "cancelled")
+            raise StopExit(EXIT_UNSAVED, requeued=False)
+        outcome = requeue(environ=self._environ)
+        raise StopExit(_STATUS[outcome], requeued=outcome != "cancelled")
 
-    def _tell(self, level: int, words: str, *values: object) -> None:
-        if self.checkpointer.rank == 0:  # what all ranks would say is said once
-            log.log(level, words, *values)
+    def _log(self, level: int, message: str, *values: object) -> None:
+        if self.checkpointer.rank == 0:  # once, not on every rank
+            log.log(level, message, *values)
+
+
+SCONTROL_TIMEOUT_S = 20.0
+"""slurmctld may be busy."""
+
+
+def requeue(ranks: RankGroup | None = None, *, environ: Mapping[str, str] = os.environ) -> RequeueOutcome:
+    """Requeue this job: rank 0 calls scontrol, all ranks get the outcome. Collective.
+
+    "failed": exit with EXIT_REQUEUE, and the batch script requeues the job. "cancelled": a user ended the job, which
+    must not be requeued.
+    """
+    group = ranks or RankGroup()
+    return group.broadcast(_request_requeue(environ) if group.rank == 0 else "failed")
+
+
+def _request_requeue(environ: Mapping[str, str]) -> RequeueOutcome:
+    job = requeue_job_id(environ)
+    if not job:
+        return "failed"
+    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
+    if scontrol is None:
+        log.warning("cannot requeue job %s from here: no scontrol on this node or in this container", job)
+        return "failed"
+    try:
+        shown = subprocess.run(
+            [scontrol, "show", "job", job], capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S
+        )
+        if _requeued_by_slurm(shown.stdout, environ):
+            log.warning("job %s is already requeued", job)
+            return "requeued"
+        if _cancelled(shown.stdout):
+            log.warning("job %s was cancelled and is not requeued", job)
+            return "cancelled"
+        # Slurm ends the processes of a requeued job at once, scontrol included: it ignores SIGTERM.
+        command = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.error("cannot requeue job %s: %s", job, error)
+        return "failed"
+    if done.returncode != 0:
+        log.error("cannot requeue job %s: %s", job, done.stderr.strip() or f"exit status {done.returncode}")
+        return "failed"
+    log.warning("job %s requeued", job)
+    return "requeued"
+
+
+def _requeued_by_slurm(shown: str, environ: Mapping[str, str]) -> bool:
+    """Whether Slurm has requeued the job already: its grace time is over, or a user did it."""
+    restarts = re.search(r"\bRestarts=(\d+)", shown)
+    return restarts is not None and int(restarts[1]) > int(environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _cancelled(shown: str) -> bool:
+    """Whether `scontrol show job` describes a cancelled job.
+
+    While its processes run, Slurm shows it as COMPLETING, like a job at its time limit; only the latter has a reason.
+    """
+    state, reason = (re.search(rf"\b{name}=(\S+)", shown) for name in ("JobState", "Reason"))
+    if state is None:
+        return False
+    if state[1].startswith("CANCELLED"):
+        return True
+    return state[1] == "COMPLETING" and (reason is None or reason[1] not in ("TimeLimit", "Preempted"))
+
+
+def fail_at_exit(status: int) -> None:
+    """Let this process exit with `status`, unless its script raises an exception."""
+    atexit.register(_exit_with, status)
+
+
+def _exit_with(status: int) -> None:
+    atexit.unregister(_exit_with)
+    if hasattr(sys, "last_type"):  # the script ended by an exception
+        return
+    # os._exit is the only way to change the status this late; run the other handlers first.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

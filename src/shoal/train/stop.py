@@ -1,8 +1,8 @@
-"""Stops a run at a step boundary, on all ranks at once, when Slurm says that the job must end.
+"""Stops a run at a step boundary, on all ranks at once, when Slurm signals that the job must end.
 
-The handler only notes the signal. At the next step boundary `Stopper.agree` asks all ranks with one tiny all-reduce, so
-that they stop at the same step even where the signal reached one of them. Saving from inside a handler, as is often
-done, starts a collective in the middle of another.
+The handler only records the signal. At the next step boundary `Stopper.agree` runs one small all-reduce, so that all
+ranks stop at the same step even if the signal reached only one. A save inside a handler, as is common, would start a
+collective in the middle of another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.train.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
-from shoal.train.ranks import Ranks
+from shoal.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
+from shoal.train.rank_group import RankGroup
 
 log = logging.getLogger("shoal.train.stop")
 
-MARGIN = 5.0
-"""Seconds kept free beside the time a save takes: to agree, to requeue, and because saves vary."""
+SAVE_MARGIN_S = 5.0
+"""Added to the time of a save: to agree, to requeue, and because saves vary."""
 
 _NO_LIMIT = 1 << 40
 
@@ -38,9 +38,9 @@ class Stop:
 
     step: int
     reason: str
-    """The signal's name, or "time limit" where no signal came and the end is near."""
+    """The signal's name, or "time limit" if no signal came and the end is near."""
     seconds_left: float | None
-    """Until the kill, on the rank that has the least. None where nobody knows."""
+    """Until the kill, on the rank with the least time. None if unknown."""
     save_seconds: float
     """How long a save takes, on the slowest rank."""
 
@@ -51,7 +51,7 @@ class Stop:
 
 
 class Stopper:
-    """Notes the signals from the moment it is made. Make it first thing, in the main thread; `close` gives them back.
+    """Records stop signals from its creation on. Create it early, in the main thread; `close` restores the handlers.
 
     `grace` is how many seconds pass between signal and kill. Without it, SHOAL_GRACE_SECONDS for a warning (SIGUSR1,
     SIGUSR2) and Slurm's KillWait for SIGTERM.
@@ -59,41 +59,41 @@ class Stopper:
 
     def __init__(self, grace: float | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Stopper must be made in the main thread: Python delivers signals to no other")
-        self._after_warning = grace if grace is not None else _number(environ, SHOAL_GRACE_SECONDS)
-        self._after_sigterm = grace if grace is not None else float(KILL_WAIT)
-        self._end_time = _number(environ, "SLURM_JOB_END_TIME")
+            raise RuntimeError("create Stopper in the main thread: Python delivers signals to no other")
+        self._warning_grace = grace if grace is not None else _read_seconds(environ, SHOAL_GRACE_SECONDS)
+        self._sigterm_grace = grace if grace is not None else float(KILL_WAIT)
+        self._end_time = _read_seconds(environ, "SLURM_JOB_END_TIME")
         self._signal = 0
-        self._noted_at = 0.0
-        self._ranks: Ranks | None = None
+        self._received_at = 0.0
+        self._ranks: RankGroup | None = None
         self._pid = os.getpid()
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-        _keep_forked_workers()
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        _protect_forked_workers()
         if not self._signal:
-            self._signal, self._noted_at = _warned_before(environ)
+            self._signal, self._received_at = _read_stop_note(environ)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
-            self._signal, self._noted_at = number, time.monotonic()
+            self._signal, self._received_at = number, time.monotonic()
         previous = self._previous.get(number)
-        # A child forked from us runs this too, until it has handlers of its own: not its business to tell others.
+        # A forked child runs this too, until it has its own handlers: only the parent calls the previous one.
         if callable(previous) and os.getpid() == self._pid:
             previous(number, frame)
 
     @property
-    def noted(self) -> str:
-        """The signal this rank has got, by name, or an empty string. Others may have got another, or none."""
+    def received_signal(self) -> str:
+        """The name of the signal that this rank has received; empty if none. Other ranks may differ."""
         return signal.Signals(self._signal).name if self._signal else ""
 
     def agree(self, step: int, *, save_seconds: float = 0.0) -> Stop | None:
-        """Ask all ranks whether any must stop. Collective: call it on every rank, once a step."""
+        """Whether any rank must stop. Collective: call it on every rank, once per step."""
         if self._ranks is None:
-            self._ranks = Ranks()
+            self._ranks = RankGroup()
         left = self._seconds_left()
-        near = left is not None and left <= save_seconds + MARGIN
-        wanted = self._signal or (_TIME_LIMIT if near else 0)
-        reached, minus_left, milliseconds = self._ranks.largest(
-            wanted, -int(left * 1000) if left is not None else -_NO_LIMIT, int(save_seconds * 1000)
+        near = left is not None and left <= save_seconds + SAVE_MARGIN_S
+        requested = self._signal or (_TIME_LIMIT if near else 0)
+        reached, minus_left, milliseconds = self._ranks.max_over_ranks(
+            requested, -int(left * 1000) if left is not None else -_NO_LIMIT, int(save_seconds * 1000)
         )
         if not reached:
             return None
@@ -103,36 +103,36 @@ class Stopper:
             limit = "" if stop.seconds_left is None else f", {stop.seconds_left:.0f} s before the kill"
             log.warning("stopping after step %d: %s%s", step, reason, limit)
             if not stop.in_time:
-                log.error("a save has taken %.1f s so far, more than is left; trying all the same", stop.save_seconds)
+                log.error("a save takes %.1f s, more than the time left; saving anyway", stop.save_seconds)
         return stop
 
     def _seconds_left(self) -> float | None:
-        """Until the kill: of the grace since the signal, and of the job's time limit, whichever ends first."""
+        """Until the kill: the grace time after the signal or the job's time limit, whichever ends first."""
         limits = []
         if self._signal:
-            known = self._after_sigterm if self._signal == signal.SIGTERM else self._after_warning
-            if known is not None:
-                limits.append(self._noted_at + known - time.monotonic())
+            grace = self._sigterm_grace if self._signal == signal.SIGTERM else self._warning_grace
+            if grace is not None:
+                limits.append(self._received_at + grace - time.monotonic())
         if self._end_time is not None:
             until_end = self._end_time - time.time()
-            # Past the time limit what counts is the grace since SIGTERM; without any signal, that none came.
+            # After the time limit only the grace time since SIGTERM counts.
             if until_end > 0 or not limits:
                 limits.append(until_end)
         return min(limits, default=None)
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         for number, previous in self._previous.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}
 
 
 _TIME_LIMIT = 1
-"""Stands in the all-reduce for the time limit; smaller than any signal of ours, which therefore wins."""
+"""Stands for the time limit in the all-reduce; smaller than any stop signal, which takes precedence."""
 
 
-def _warned_before(environ: Mapping[str, str]) -> tuple[int, float]:
-    """The warning that came while this script was still starting, and when: whoever runs the rank left word of it."""
+def _read_stop_note(environ: Mapping[str, str]) -> tuple[int, float]:
+    """The signal that came while this script was starting, and when: the job's runner writes it to a file."""
     note = Path(environ.get(SHOAL_JOB_DIR, ""), f"{STOP_NOTE}.{environ.get('SLURM_RESTART_COUNT') or 0}")
     try:
         if SHOAL_JOB_DIR in environ and (number := int(note.read_text())) in STOP_SIGNALS:
@@ -142,14 +142,14 @@ def _warned_before(environ: Mapping[str, str]) -> tuple[int, float]:
     return 0, 0.0
 
 
-def _number(environ: Mapping[str, str], name: str) -> float | None:
+def _read_seconds(environ: Mapping[str, str], name: str) -> float | None:
     text = environ.get(name, "")
     if not text:
         return None
     try:
         return float(text)
     except ValueError:
-        log.error("%s is %r, which is not a number of seconds: ignored", name, text)
+        log.error("%s=%r is ignored: not a number of seconds", name, text)
         return None
 
 
@@ -157,46 +157,44 @@ def _number(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def worker_signals(worker_id: int = 0) -> None:
-    """Keep a DataLoader worker alive through the signals that stop the job.
+    """Keep a DataLoader worker alive when the job gets a stop signal. Pass it as `worker_init_fn`.
 
-    Workers that are forked have it by themselves. Where they are not (`multiprocessing_context`, and Python 3.14 unless
-    told otherwise), pass it as `worker_init_fn`.
-
-    Slurm may signal every process of a job. A worker that dies of it takes the batch that the trainer is waiting for
-    along, and the trainer fails instead of saving. The worker still ends when its trainer tells it to, or is gone.
+    Forked workers do not need it; workers of another `multiprocessing_context`, and by default of Python 3.14, do.
+    Slurm may signal every process of a job. If a worker died, the trainer would fail for want of a batch instead of
+    saving. The worker still ends when its trainer stops it, or has ended.
     """
     trainer = os.getppid()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # A handler cannot see who sent SIGTERM; a thread that waits for it can.
+    # A handler does not get the sender of SIGTERM; a thread in sigtimedwait does.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGTERM, _do_nothing)  # for a thread of a library, started before the mask
+    signal.signal(signal.SIGTERM, _do_nothing)  # for threads of libraries that were started before the mask
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    threading.Thread(target=_obey, args=(trainer,), name="shoal-worker-signals", daemon=True).start()
+    threading.Thread(target=_wait_for_trainer, args=(trainer,), name="shoal-worker-signals", daemon=True).start()
 
 
-def _obey(trainer: int) -> None:
+def _wait_for_trainer(trainer: int) -> None:
     while os.getppid() == trainer:
-        sent = signal.sigtimedwait({signal.SIGTERM}, 1.0)
-        if sent is not None and sent.si_pid == trainer:
+        info = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if info is not None and info.si_pid == trainer:
             os._exit(0)  # as torch's own handler in a worker does
     os._exit(1)
 
 
 @cache
-def _keep_forked_workers() -> None:
-    """From now on, the workers that a DataLoader of this process forks outlive the signals. Other children do not."""
+def _protect_forked_workers() -> None:
+    """Let workers that a DataLoader of this process forks ignore stop signals. Other children are not changed."""
 
     def in_child() -> None:
-        noting = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Stopper)
-        if noting and _forked_by("torch.utils.data.dataloader"):
+        stopper_active = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Stopper)
+        if stopper_active and _forked_by("torch.utils.data.dataloader"):
             worker_signals()
 
     os.register_at_fork(after_in_child=in_child)
 
 
 def _forked_by(module: str) -> bool:
-    """Whether the fork that has just been made is the doing of this module: its call is still under way."""
+    """Whether a function of this module has made the current fork: it is still on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
@@ -208,10 +206,10 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def starting_workers() -> Iterator[None]:
-    """Hold the signals back while workers are started (`iter(loader)`), until `worker_signals` runs in them.
+def hold_stop_signals() -> Iterator[None]:
+    """Block stop signals while workers start (`iter(loader)`), until `worker_signals` runs in them.
 
-    The trainer gets what came in between when the block ends.
+    Signals that arrive meanwhile are delivered to the trainer when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

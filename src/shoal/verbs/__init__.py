@@ -1,1 +1,5 @@
-"""One file for each thing a person asks for."""
+"""The commands of `shoal`, one module each: what a person asks, done on the hosts, returned as a frozen result.
+
+`shoal X` is in `X.py`; the other modules hold what several commands share. They print nothing.
+May import every package but cli.
+"""

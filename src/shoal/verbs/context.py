@@ -1,9 +1,10 @@
-"""What every verb starts from: the spec, where this cluster's host keys are kept, and how hosts are reached."""
+"""What every command needs: the spec, the cluster's known host keys, and how to reach its hosts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +12,15 @@ from typing import TYPE_CHECKING
 from shoal.errors import ProviderError, UsageError
 from shoal.hostlist import HostlistError, expand
 from shoal.hosts.api import Connector, Target
+from shoal.hosts.provider import Instance, Provider, Request
+from shoal.hosts.provider import names as all_providers
+from shoal.hosts.provider import provider as find_provider
 from shoal.hosts.ssh import SshConnector
-from shoal.plan.connections import Connections
-from shoal.plan.progress import Phase, Progress, Silence
-from shoal.providers import names as all_providers
-from shoal.providers import provider as find_provider
-from shoal.providers.api import Instance, Provider, Request
+from shoal.plan.fleet import Connections
+from shoal.plan.progress import NoProgress, Phase, ProgressReporter
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.verbs.spec_cache import Recalled, keep, recall
+from shoal.verbs.spec_cache import CachedSpec, read_cache, write_cache
 
 if TYPE_CHECKING:
     from shoal.plan.fleet import Fleet
@@ -27,38 +28,38 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = Path("shoal.yaml")
 NO_FILE = "sandbox"
-"""The cluster where there is no file, and no name for one either."""
+"""The cluster without a file and without --cluster."""
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """All that providers have for a cluster, whether or not the file still names them."""
+class ProviderInstances:
+    """All instances that providers have for a cluster, also those that the file no longer names."""
 
     found: tuple[tuple[str, Instance], ...]
     """Each instance with the name of its provider."""
     findings: tuple[Finding, ...] = ()
-    """Providers that could not be asked."""
+    """Providers that did not answer."""
 
 
 @dataclass(frozen=True)
 class Context:
     """One cluster as one run of a command sees it."""
 
-    known: Spec | Recalled
-    """The spec, or what is known of it without reading it."""
+    known: Spec | CachedSpec
+    """The spec, or its cached part."""
     file: Path | None = None
     warnings: tuple[Finding, ...] = ()
-    progress: Progress = field(default_factory=Silence)
+    progress: ProgressReporter = field(default_factory=NoProgress)
     providers: Callable[[str], Provider] = find_provider
     registry: Callable[[], Iterable[str]] = all_providers
-    """The names of all providers there are."""
+    """The names of all providers."""
     connector: Connector | None = None
     """How hosts are reached; None is SSH with this cluster's known host keys."""
 
     @property
     def spec(self) -> Spec:
-        """All that the file says. Reads it where only the hosts are known so far."""
-        if not isinstance(self.known, Recalled):
+        """The whole spec. Reads the file where only the hosts are cached."""
+        if not isinstance(self.known, CachedSpec):
             return self.known
         return open_context(self.file, None if self.file else self.known.cluster).spec
 
@@ -68,7 +69,7 @@ class Context:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        if isinstance(self.known, Recalled):
+        if isinstance(self.known, CachedSpec):
             return self.known.members
         from shoal.spec.members import members
 
@@ -77,7 +78,7 @@ class Context:
     @property
     def shares(self) -> bool:
         """Whether it has storage that its hosts share."""
-        return self.known.shares if isinstance(self.known, Recalled) else bool(self.known.storage)
+        return self.known.shares if isinstance(self.known, CachedSpec) else bool(self.known.storage)
 
     @property
     def controller(self) -> Member:
@@ -98,12 +99,12 @@ class Context:
         return Fleet({target.name: target for target in targets}, self.connect())
 
     async def connections(self, chosen: Iterable[Member] | None = None) -> Connections:
-        """The same for verbs that need no agent: they start faster."""
+        """The same for commands that need no agent: they start faster."""
         targets = await self.targets(chosen if chosen is not None else self.members)
         return Connections({target.name: target for target in targets}, self.connect())
 
     async def targets(self, chosen: Iterable[Member]) -> list[Target]:
-        """Where each member is. A member whose host is yet to be made is refused with the way to make it."""
+        """The address of each member. Raises ProviderError for a host that is not made yet."""
         chosen = list(chosen)
         made = await self.instances() if any(member.provider for member in chosen) else {}
         return [_target(self.cluster, member, made) for member in chosen]
@@ -111,15 +112,15 @@ class Context:
     async def instances(self) -> dict[str, tuple[str, Instance]]:
         """The members that their providers have made, by name."""
         at = {member.name: member.provider for member in self.members}
-        found: dict[str, tuple[str, Instance]] = {}
+        made: dict[str, tuple[str, Instance]] = {}
         for name in self.provider_names():
             for instance in await self.providers(name).instances(self.cluster):
                 if at.get(instance.name) == name:
-                    found[instance.name] = (name, instance)
-        return found
+                    made[instance.name] = (name, instance)
+        return made
 
-    async def holdings(self) -> Holdings:
-        """Everything that any provider has for this cluster: what the file forgot still runs, and may cost money."""
+    async def all_instances(self) -> ProviderInstances:
+        """All instances of this cluster at any provider: one that left the file still runs, and may cost money."""
         found: list[tuple[str, Instance]] = []
         findings: list[Finding] = []
         named = self.provider_names()
@@ -131,14 +132,14 @@ class Context:
                     raise
                 what = f"cannot ask {name} whether it has hosts of cluster {self.cluster}"
                 findings.append(Finding("warning", what, error.message, error.hint))
-        return Holdings(tuple(found), tuple(findings))
+        return ProviderInstances(tuple(found), tuple(findings))
 
     def provider_names(self) -> list[str]:
         """The providers that the file names."""
         return sorted({member.provider for member in self.members if member.provider})
 
     def choose(self, hosts: str | None, nodeset: str | None = None) -> list[Member]:
-        """The members that a hostlist and a nodeset name; all of them when neither is given."""
+        """The members in a hostlist and a nodeset; all members without either."""
         chosen = [member for member in self.members if nodeset in (None, member.nodeset)]
         if not chosen:
             sets = ", ".join(dict.fromkeys(member.nodeset for member in self.members))
@@ -166,45 +167,49 @@ class Context:
         """The one member of that name."""
         chosen = self.choose(host)
         if len(chosen) > 1:
-            raise UsageError(f"{host} names {len(chosen)} hosts, and this takes one", hint=f"say {chosen[0].name}")
+            raise UsageError(
+                f"{host} names {len(chosen)} hosts, and this command takes one", hint=f"use {chosen[0].name}"
+            )
         return chosen[0]
 
 
-def open_context(file: Path | None = None, cluster: str | None = None, progress: Progress | None = None) -> Context:
+def open_context(
+    file: Path | None = None, cluster: str | None = None, progress: ProgressReporter | None = None
+) -> Context:
     """The cluster of a spec file; without a file, the sandbox."""
-    progress = progress or Silence()
+    progress = progress or NoProgress()
     file = _file(file, cluster)
     if file is None:
         return Context(_sandbox(cluster or NO_FILE), progress=progress)
-    from shoal.spec.load import load_all
+    from shoal.spec.loader import load_all
 
     spec, warnings = load_all(file)
     return Context(spec, file, tuple(warnings), progress)
 
 
 def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
-    """The same for commands that need its hosts only: a file that was read before is not read again."""
-    recalled = recalled_hosts(file, cluster)
-    if recalled is not None:
-        return recalled
-    context = open_context(file, cluster)  # if anything is wrong, this says what
+    """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
+    cached = _cached_hosts(file, cluster)
+    if cached is not None:
+        return cached
+    context = open_context(file, cluster)  # raises for an invalid file
     name, text = _named(context.file, cluster)
-    keep(state_directory(), name, text, Recalled(context.cluster, context.members, context.shares))
+    write_cache(state_directory(), name, text, CachedSpec(context.cluster, context.members, context.shares))
     return context
 
 
-def recalled_hosts(file: Path | None = None, cluster: str | None = None) -> Context | None:
-    """The same, but None where the file was not read before, or is wrong."""
+def _cached_hosts(file: Path | None = None, cluster: str | None = None) -> Context | None:
+    """The same, but None where the cache does not have it."""
     try:
         file = _file(file, cluster)
-        known = recall(state_directory(), *_named(file, cluster))
+        known = read_cache(state_directory(), *_named(file, cluster))
     except (OSError, ValueError, UsageError):
         return None
     return Context(known, file) if known is not None else None
 
 
 def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:
-    """What a spec is remembered by, and its text."""
+    """The key of a spec in the cache, and its text."""
     if file is None:
         return f"sandbox {cluster or NO_FILE}", ""
     return str(file.absolute()), file.read_text(encoding="utf-8")
@@ -224,10 +229,10 @@ def _file(file: Path | None, cluster: str | None) -> Path | None:
 
 
 def _refuse_to_guess() -> None:
-    """Who is in a folder below that of the file means the file, and would get a sandbox."""
+    """Raise UsageError in a directory below that of a file: a sandbox is not what the person means."""
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # a folder that was removed
+    except FileNotFoundError:  # the directory was removed
         return
     above = next((place / DEFAULT_FILE for place in here.parents if (place / DEFAULT_FILE).is_file()), None)
     if above is not None:
@@ -238,8 +243,8 @@ def _refuse_to_guess() -> None:
 
 
 def _sandbox(cluster: str) -> Spec:
+    from shoal.spec.finding import printable
     from shoal.spec.members import default_spec
-    from shoal.spec.words import printable
 
     try:
         return default_spec(cluster)
@@ -249,24 +254,24 @@ def _sandbox(cluster: str) -> Spec:
         ) from None
 
 
-def computing(context: Context) -> list[str]:
+def compute_hosts(context: Context) -> list[str]:
     """The hosts that run jobs."""
     return [member.name for member in context.members if "compute" in member.roles]
 
 
-def keeping(context: Context) -> list[str]:
-    """The hosts that have the files of jobs: those that run them, and the controller for nodes that come and go."""
-    return list(dict.fromkeys((*computing(context), context.controller.name)))
+def job_file_hosts(context: Context) -> list[str]:
+    """The hosts that keep files of jobs: compute nodes, and the controller for rented nodes."""
+    return list(dict.fromkeys((*compute_hosts(context), context.controller.name)))
 
 
 def state_directory(cluster: str = "") -> Path:
-    """Where the operator's machine keeps what it knows of a cluster: host keys, and of all of them their hosts."""
+    """Where the operator's machine keeps a cluster's host keys and cached hosts."""
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path.home() / ".local" / "state") / "shoal" / cluster
 
 
 def requests(chosen: Iterable[Member], provider: str) -> list[Request]:
-    """What a provider is asked for."""
+    """The instances to request from a provider."""
     return [Request(member.name, member.shape) for member in chosen if member.provider == provider]
 
 
@@ -274,23 +279,41 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
     if member.provider is None:
         return Target(member.name, member.address, member.port, member.user, member.identity)
     if member.name not in made:
-        # What root made, only root sees.
+        # A sandbox that root made is visible to root only.
         other = "" if os.geteuid() == 0 else "; if root made it, use sudo"
-        mine = f"; for hosts of yours, go to where their {DEFAULT_FILE} is" if cluster == NO_FILE else ""
+        mine = f"; for your own hosts, change to the directory of their {DEFAULT_FILE}" if cluster == NO_FILE else ""
         raise ProviderError(
-            f"cluster {cluster}: host {member.name} is not there yet", hint=f"run `shoal up`{other}{mine}"
+            f"cluster {cluster}: host {member.name} is not made yet", hint=f"run `shoal up`{other}{mine}"
         )
     return made[member.name][1].target
 
 
 def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:
-    """Why a provider cannot make hosts: the one problem with its fix, or all of them, a line each."""
+    """The error of a provider that cannot make hosts: one problem with its fix, or one line each."""
     if len(problems) == 1:
         return ProviderError(str(replace(problems[0], fix="")), hint=problems[0].fix)
-    told = "".join(f"\n  {problem}" for problem in problems)
-    return ProviderError(f"{provider} hosts cannot be made here:{told}", hint="solve these, then run the command again")
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return ProviderError(f"cannot make {provider} hosts here:{lines}", hint="solve these, then run the command again")
 
 
-def telling(phase: Phase) -> Callable[[str, float], None]:
-    """A provider's progress, shown in a phase."""
-    return lambda text, part: phase.at(part, text)
+def report_to(phase: Phase) -> Callable[[str, float], None]:
+    """A callback that shows a provider's progress in a phase."""
+    return lambda text, part: phase.set_fraction(part, text)
+
+
+_NOTES: list[Callable[[], str]] = []
+
+
+@contextmanager
+def note_at_exit(text: Callable[[], str]) -> Iterator[None]:
+    """Print this text if the command exits at once inside the block. It is made only then."""
+    _NOTES.append(text)
+    try:
+        yield
+    finally:
+        _NOTES.remove(text)
+
+
+def exit_notes() -> list[str]:
+    """The notes of all open blocks, the innermost last."""
+    return [text() for text in _NOTES]

@@ -1,4 +1,4 @@
-"""`shoal cost`: what rented machines cost, as the ledger on the controller has it."""
+"""`shoal cost`: what rented machines cost, from the ledger on the controller."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.elastic.costs import Costs, decode
-from shoal.elastic.money import micros
+from shoal.cloud.rental import micros
+from shoal.cloud.service.costs import CostReport, decode
 from shoal.errors import LedgerError, UsageError
 from shoal.roles.elastic import UNIT
-from shoal.spec.rented import Budget, rented_sets
+from shoal.spec.members import rented_sets
+from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
 
 _SCRIPT = r"""
 python=$(sed -n 's/^ExecStart=\([^ ]*\) .*/\1/p' "$1" 2>/dev/null)
 [ -x "$python" ] || exit 127
 shift
-exec "$python" -m shoal.elastic.costs "$@"
+exec "$python" -m shoal.cloud.service.costs "$@"
 """
 COMMAND = ("sh", "-c", _SCRIPT, "cost", UNIT)
-"""Runs on the controller as root, whose the ledger is, with the Shoal that the service there runs from."""
-PATIENCE = 120.0
+"""Runs on the controller as root, who owns the ledger, with the Shoal that the service there uses."""
+COST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Limit:
-    """A budget's limits, in millionths of a dollar."""
+class BudgetLimits:
+    """The limits of a budget, in millionths of a dollar."""
 
     per_hour: int | None = None
     per_day: int | None = None
@@ -37,17 +38,17 @@ class Limit:
 @dataclass(frozen=True)
 class CostResult:
     cluster: str
-    costs: Costs
-    budget: Limit = field(default_factory=Limit)
-    """What the file says for the whole cluster."""
-    budgets: Mapping[str, Limit] = field(default_factory=dict)
-    """What nodesets have of their own."""
+    costs: CostReport
+    budget: BudgetLimits = field(default_factory=BudgetLimits)
+    """Of the whole cluster."""
+    budgets: Mapping[str, BudgetLimits] = field(default_factory=dict)
+    """Of nodesets."""
 
 
 async def cost(context: Context, month: str | None = None) -> CostResult:
-    """What was spent, in this month or another one, such as 2026-10."""
+    """What was spent in this month, or in another one such as 2026-10."""
     if month is not None and not re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])", month):
-        raise UsageError(f"--month {month}: that is not a month", hint="write it as 2026-11")
+        raise UsageError(f"--month {month} is not a month", hint="write it as 2026-11")
     sets = rented_sets(context.spec)
     if not sets and not context.spec.providers:
         raise UsageError(
@@ -56,28 +57,28 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
     command = (*COMMAND, "--month", month) if month else COMMAND
     async with await context.connections([context.controller]) as fleet:
         host = await fleet.host(context.controller.name)
-        result = await host.run(command, timeout=PATIENCE)
+        result = await host.run(command, timeout=COST_TIMEOUT_S)
     if result.status == 127:
         raise LedgerError(f"{host.name} has no Shoal of its own yet", hint="run `shoal up`")
     try:
         costs = decode(result.text)
     except ValueError:
         raise _failed(host.name, result.text, result.error_text) from None
-    own = {name: _limit(one.budget) for name, one in sets.items() if one.budget}
-    return CostResult(context.cluster, costs, _limit(context.spec.budget), own)
+    own = {name: _limits(nodeset.budget) for name, nodeset in sets.items() if nodeset.budget}
+    return CostResult(context.cluster, costs, _limits(context.spec.budget), own)
 
 
-def _failed(host: str, said: str, complained: str) -> LedgerError:
+def _failed(host: str, output: str, error_text: str) -> LedgerError:
     try:
-        told = json.loads(said)
-        return LedgerError(f"{host}: {told['error']}", hint=str(told.get("fix", "")))
+        answer = json.loads(output)
+        return LedgerError(f"{host}: {answer['error']}", hint=str(answer.get("fix", "")))
     except (ValueError, KeyError, TypeError):
-        last = (complained.strip() or said.strip() or "nothing").splitlines()[-1]
-        return LedgerError(f"{host} does not say what was spent: {last}", hint="run `shoal up`")
+        last = (error_text.strip() or output.strip() or "no output").splitlines()[-1]
+        return LedgerError(f"cannot read the costs on {host}: {last}", hint="run `shoal up`")
 
 
-def _limit(budget: Budget | None) -> Limit:
+def _limits(budget: Budget | None) -> BudgetLimits:
     if budget is None:
-        return Limit()
+        return BudgetLimits()
     limits = (budget.per_hour, budget.per_day, budget.per_month)
-    return Limit(*(None if one is None else micros(one) for one in limits))
+    return BudgetLimits(*(None if limit is None else micros(limit) for limit in limits))

@@ -1,4 +1,4 @@
-"""`shoal env list` and `shoal env clean`: which environments are in force, and the old ones cleared away."""
+"""`shoal env list` and `shoal env clean`, and the environment that a job uses."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.environments.place import (
-    LOCAL,
-    USED_LATELY,
-    Kept,
-    Made,
-    kept_command,
-    names_command,
-    parse_kept,
+from shoal.environments.requirements import RequirementSet, read_requirements
+from shoal.environments.store import (
+    LOCAL_DIRECTORY,
+    RECENT_USE_S,
+    BuiltEnvironment,
+    StoredEnvironment,
+    inspect_command,
+    list_command,
+    parse_inspection,
+    parse_listing,
     parse_names,
+    read_names_command,
     remove_command,
     sweep_command,
 )
-from shoal.environments.source import Source, read_source
-from shoal.errors import CommandFailed, HostError, TimedOut, UsageError
+from shoal.errors import CommandFailed, CommandTimeout, HostError, PartialFailure, UsageError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
+from shoal.jobs.model import JobSpec
 from shoal.jobs.record import parse_records, show_command
-from shoal.plan.connections import Connections
+from shoal.plan.fleet import Connections
 from shoal.roles.environments import builder_of, directory_of
 from shoal.spec.environments import Environment
+from shoal.spec.finding import nearest
 from shoal.spec.model import Spec
-from shoal.spec.problem import nearest
 from shoal.verbs.context import Context
-from shoal.verbs.slurmctld import while_it_runs
-from shoal.verbs.status import ask
+from shoal.verbs.slurmctld import gather_answers, slurm_output
 
-PATIENCE = 60.0
-"""Seconds for a look at a share: one whose server has gone does not answer at all."""
-NAMES_PATIENCE = 15.0
-"""The same for a few small files."""
-LONG_PATIENCE = 3600.0
+INSPECT_TIMEOUT_S = 60.0
+"""To inspect environments on a share: one whose server is gone does not answer at all."""
+NAMES_TIMEOUT_S = 15.0
+"""To read the names of environments, a few small files."""
+BUILD_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Placed:
-    """An environment of the spec, and where it is."""
+class EnvironmentPlace:
+    """An environment of the spec, and where it is kept."""
 
     entry: Environment
     directory: str
@@ -50,68 +53,70 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Listed:
+class EnvironmentState:
     """One line of `env list`."""
 
     name: str
     state: str
-    """`built`, `not built`, or `changed`: the file is not the one it was made from."""
+    """`built`, `not built`, or `changed`: its file has changed since."""
     place: str
-    made: Made | None = None
+    made: BuiltEnvironment | None = None
 
 
 @dataclass(frozen=True)
 class CleanResult:
     cluster: str
     removed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The ids that went, by host; those that all hosts share under the one that builds them."""
+    """The ids removed, by host; those on a share under the host that builds them."""
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Old ones that stay, each with the reason."""
+    """Old ones that are kept, each with the reason."""
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
 
-async def list_environments(context: Context) -> list[Listed]:
-    """Every environment of the spec, and how it stands."""
+async def list_environments(context: Context) -> list[EnvironmentState]:
+    """Every environment of the spec, with its state."""
     async with await context.connections([context.controller]) as fleet:
         return await environment_states(context, await fleet.host(context.controller.name))
 
 
-async def environment_states(context: Context, controller: Host) -> list[Listed]:
-    wanted = chosen(context, ())
-    found = await in_force(controller, wanted.values())
-    listed = []
-    for name, one in wanted.items():
-        made = found.get((one.directory, name))
-        state = "not built" if made is None else "changed" if is_stale(context, one.entry, made) else "built"
-        listed.append(Listed(name, state, one.entry.place, made))
-    return listed
+async def environment_states(context: Context, controller: Host) -> list[EnvironmentState]:
+    places = choose_environments(context, ())
+    current = await current_environments(controller, places.values())
+    states = []
+    for name, place in places.items():
+        made = current.get((place.directory, name))
+        state = "not built" if made is None else "changed" if is_stale(context, place.entry, made) else "built"
+        states.append(EnvironmentState(name, state, place.entry.place, made))
+    return states
 
 
 async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
-    """Take away environments that have no name any more and that no job uses, their wheels and archives with them."""
-    wanted = chosen(context, ())
-    builders = {one.directory: one.builder for one in wanted.values()}
+    """Remove environments that have no name any more and that no job uses, with their package caches and archives."""
+    places = choose_environments(context, ())
+    builders = {place.directory: place.builder for place in places.values()}
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [records] = await while_it_runs(controller, ask(controller, show_command()))
+        [records] = await gather_answers(controller, slurm_output(controller, show_command()))
         jobs = {
             note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
         }
-        current = {made.id: made.name for made in await _current(controller, wanted)}
+        current = {made.id: made.name for made in await _current(controller, places)}
         kept = await _kept(fleet, sorted(builders))
-        reasons = _reasons([one for found in kept.values() for one in found], current, jobs)
+        reasons = _reasons([one for some in kept.values() for one in some], current, jobs)
         old = {
-            (host, place): tuple(one.id for one in found if one.id not in current and one.id not in reasons)
-            for (host, place), found in kept.items()
-            if host == builders.get(place, host)  # what all hosts share goes once
+            (host, place): tuple(one.id for one in some if one.id not in current and one.id not in reasons)
+            for (host, place), some in kept.items()
+            if host == builders.get(place, host)  # a share is cleaned once, by its builder
         }
         if not dry_run:
             await _remove(fleet, old)
-            now = await _current(controller, wanted)
+            now = await _current(controller, places)
             sources, used = {made.source for made in now}, {*reasons, *(made.id for made in now)}
             for directory, builder in builders.items():
                 host = await fleet.host(builder)
-                await must(host, sweep_command(directory, sources, used), b"", f"clear {directory}", LONG_PATIENCE)
+                await run_checked(
+                    host, sweep_command(directory, sources, used), b"", f"clear {directory}", BUILD_TIMEOUT_S
+                )
         gone: dict[str, tuple[str, ...]] = {}
         for (name, _), ids in old.items():
             gone[name] = tuple(dict.fromkeys((*gone.get(name, ()), *ids)))
@@ -119,53 +124,55 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
 
 
-async def _current(controller: Host, wanted: Mapping[str, Placed]) -> list[Made]:
-    """What the names of the spec stand for now."""
-    found = await in_force(controller, wanted.values())
-    return [found[place] for name, one in wanted.items() if (place := (one.directory, name)) in found]
+async def _current(controller: Host, places: Mapping[str, EnvironmentPlace]) -> list[BuiltEnvironment]:
+    """The environments that the names of the spec refer to now."""
+    current = await current_environments(controller, places.values())
+    return [current[key] for name, place in places.items() if (key := (place.directory, name)) in current]
 
 
-async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[Kept]]:
-    """What every host has, by host and directory. Shared directories are asked of every host: its processes count."""
+async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[StoredEnvironment]]:
+    """The environments on every host, by host and directory. Every host checks shares too, for its own processes."""
 
-    async def one(name: str) -> list[tuple[str, list[Kept]]]:
+    async def list_kept(name: str) -> list[tuple[str, list[StoredEnvironment]]]:
         host = await fleet.host(name)
         return [
-            (place, parse_kept((await host.run(kept_command(place), timeout=PATIENCE)).text))
-            for place in (*directories, LOCAL)
+            (place, parse_listing((await host.run(list_command(place), timeout=INSPECT_TIMEOUT_S)).text))
+            for place in (*directories, LOCAL_DIRECTORY)
         ]
 
-    answers = await fleet.each(fleet.targets, one)
-    return {(host, place): found for host, places in answers.items() for place, found in places}
+    answers = await fleet.each(fleet.targets, list_kept)
+    return {(host, place): kept for host, places in answers.items() for place, kept in places}
 
 
-def _reasons(kept: Iterable[Kept], current: Mapping[str, str], jobs: Mapping[str, str]) -> dict[str, str]:
-    """Why those that are not in force stay all the same."""
-    found: dict[str, str] = {}
+def _reasons(kept: Iterable[StoredEnvironment], current: Mapping[str, str], jobs: Mapping[str, str]) -> dict[str, str]:
+    """Why environments without a name are kept."""
+    reasons: dict[str, str] = {}
     for one in kept:
         if one.id in current:
             continue
         if one.id in jobs:
-            found[one.id] = f"job {jobs[one.id]} uses it"
+            reasons[one.id] = f"job {jobs[one.id]} uses it"
         elif one.busy:
-            found[one.id] = "a process uses it"
-        elif one.age < USED_LATELY:
-            found[one.id] = f"made or used less than {USED_LATELY // 60} minutes ago"
-    return found
+            reasons[one.id] = "a process uses it"
+        elif one.age < RECENT_USE_S:
+            reasons[one.id] = f"built or used less than {RECENT_USE_S // 60} minutes ago"
+    return reasons
 
 
 async def _remove(fleet: Connections, old: Mapping[tuple[str, str], tuple[str, ...]]) -> None:
-    async def one(name: str) -> None:
+    async def remove(name: str) -> None:
         host = await fleet.host(name)
         for (owner, place), ids in old.items():
             if owner == name and ids:
-                await must(host, remove_command(place, ids), b"", f"remove environments from {place}", LONG_PATIENCE)
+                await run_checked(
+                    host, remove_command(place, ids), b"", f"remove environments from {place}", BUILD_TIMEOUT_S
+                )
 
-    await fleet.each({host for host, _ in old}, one)
+    await fleet.each({host for host, _ in old}, remove)
 
 
-def chosen(context: Context, names: Sequence[str]) -> dict[str, Placed]:
-    """The environments of the spec that are named; all of them when none is."""
+def choose_environments(context: Context, names: Sequence[str]) -> dict[str, EnvironmentPlace]:
+    """The environments of the spec with these names; all of them without names."""
     known = context.spec.environments
     if not known:
         raise UsageError(
@@ -174,49 +181,89 @@ def chosen(context: Context, names: Sequence[str]) -> dict[str, Placed]:
     for name in names:
         if name not in known:
             raise UsageError(f"the spec has no environment {name!r}", hint=nearest(name, list(known)))
-    return {name: placed(context.spec, entry) for name, entry in known.items() if not names or name in names}
+    return {name: _place(context.spec, entry) for name, entry in known.items() if not names or name in names}
 
 
-def placed(spec: Spec, entry: Environment) -> Placed:
-    return Placed(entry, directory_of(spec, entry), builder_of(spec, entry))
+def _place(spec: Spec, entry: Environment) -> EnvironmentPlace:
+    return EnvironmentPlace(entry, directory_of(spec, entry), builder_of(spec, entry))
 
 
-async def in_force(controller: Host, entries: Iterable[Placed]) -> dict[tuple[str, str], Made]:
-    """What names stand for on the controller, by directory and name."""
-    found: dict[tuple[str, str], Made] = {}
+async def current_environments(
+    controller: Host, entries: Iterable[EnvironmentPlace]
+) -> dict[tuple[str, str], BuiltEnvironment]:
+    """The environments that names refer to on the controller, by directory and name."""
+    current: dict[tuple[str, str], BuiltEnvironment] = {}
     for directory in sorted({entry.directory for entry in entries}):
         try:
-            result = await controller.run(names_command(directory), timeout=NAMES_PATIENCE)
-        except TimedOut:
-            what = f"{directory}, where environments are, does not answer within {NAMES_PATIENCE:g} s"
-            raise TimedOut(controller.name, what, hint="is the host up that keeps the share it is in?") from None
-        found |= {(directory, name): made for name, made in parse_names(result.text, directory).items()}
-    return found
+            result = await controller.run(read_names_command(directory), timeout=NAMES_TIMEOUT_S)
+        except CommandTimeout:
+            what = f"cannot read {directory} within {NAMES_TIMEOUT_S:g} s"
+            raise CommandTimeout(
+                controller.name, what, hint="check that the server of the share it is on is up"
+            ) from None
+        current |= {(directory, name): made for name, made in parse_names(result.text, directory).items()}
+    return current
 
 
-def base(context: Context) -> Path:
+def base_directory(context: Context) -> Path:
     """The directory that paths of the spec are relative to."""
     return context.file.parent if context.file else Path.cwd()
 
 
-def text_digest(entry: Environment, source: Source) -> str:
+def text_digest(entry: Environment, source: RequirementSet) -> str:
     text = "\0".join((source.requirements, source.constraints, str(source.locked), entry.python, entry.place))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_stale(context: Context, entry: Environment, made: Made) -> bool:
-    """Whether the file is not the one that the environment was made from. One that is not here says nothing."""
+def is_stale(context: Context, entry: Environment, made: BuiltEnvironment) -> bool:
+    """Whether the file has changed since the environment was built. A file that is not here counts as unchanged."""
     try:
-        return text_digest(entry, read_source(entry, base(context))) != made.text
+        return text_digest(entry, read_requirements(entry, base_directory(context))) != made.text
     except UsageError:
         return False
 
 
-async def must(host: Host, argv: list[str], stdin: bytes, what: str, patience: float = PATIENCE) -> None:
-    result = await host.run(argv, stdin=stdin, timeout=patience)
+async def run_checked(host: Host, argv: list[str], stdin: bytes, what: str, timeout: float = INSPECT_TIMEOUT_S) -> None:
+    result = await host.run(argv, stdin=stdin, timeout=timeout)
     if result.status != 0:
-        raise failed(host.name, what, result.error_text)
+        raise command_failed(host.name, what, result.error_text)
 
 
-def failed(host: str, what: str, said: str) -> CommandFailed:
-    return CommandFailed(host, f"cannot {what}: {said.strip()}", hint="is its disk full?")
+def command_failed(host: str, what: str, error_text: str) -> CommandFailed:
+    return CommandFailed(host, f"cannot {what}: {error_text.strip()}", hint="check that its disk is not full")
+
+
+async def job_environment(context: Context, fleet: Connections, job: JobSpec) -> BuiltEnvironment | None:
+    """The environment that the job names, or None. Raises UsageError for one that is not built."""
+    name = job.environment
+    if name is None:
+        return None
+    [place] = choose_environments(context, [name]).values()
+    controller = await fleet.host(context.controller.name)
+    made = (await current_environments(controller, [place])).get((place.directory, name))
+    again = f"run `shoal env build {name}`"
+    if made is None:
+        raise UsageError(f"environment {name} is not built yet", hint=again)
+    if is_stale(context, place.entry, made):
+        raise UsageError(f"environment {name} was built from another version of its file", hint=again)
+    return made
+
+
+async def require_environment(fleet: Connections, made: BuiltEnvironment | None, nodes: Sequence[str]) -> None:
+    """Raise PartialFailure where some nodes of the job cannot use its environment. Marks the environment as used."""
+    if made is None:
+        return
+
+    async def check(node: str) -> str:
+        host = await fleet.host(node)
+        return parse_inspection(
+            (await host.run(inspect_command(made.path, use=True), timeout=INSPECT_TIMEOUT_S)).text
+        ).state
+
+    states = await fleet.each(nodes, check)
+    lacking = [node for node in nodes if states.get(node) != made.python]
+    if lacking:
+        raise PartialFailure(
+            f"{compress(lacking)} cannot use environment {made.name}, so nothing was queued",
+            hint=f"run `shoal env build {made.name}`, or name other nodes with --nodelist or --partition",
+        )

@@ -1,4 +1,4 @@
-"""`shoal env build`: environments made on one host, brought to the nodes, compared with their drivers."""
+"""`shoal env build`: build environments on one host, copy them to the nodes, and check the nodes' drivers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,52 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Literal
 
 from shoal.environments.cuda import cuda_findings
-from shoal.environments.place import LOCAL, Look, Made, look_command, name_command, parse_look, unpack_command
-from shoal.environments.source import Source, read_source
+from shoal.environments.requirements import RequirementSet, read_requirements
+from shoal.environments.store import (
+    LOCAL_DIRECTORY,
+    BuiltEnvironment,
+    NodeEnvironment,
+    inspect_command,
+    parse_inspection,
+    unpack_command,
+    write_name_command,
+)
 from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
-from shoal.plan.connections import Connections
+from shoal.plan.fleet import Connections
 from shoal.plan.progress import Phase
+from shoal.remote import program_text
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context
-from shoal.verbs.env import LONG_PATIENCE, PATIENCE, Placed, base, chosen, failed, must, text_digest
+from shoal.verbs.env import (
+    BUILD_TIMEOUT_S,
+    INSPECT_TIMEOUT_S,
+    EnvironmentPlace,
+    base_directory,
+    choose_environments,
+    command_failed,
+    run_checked,
+    text_digest,
+)
 
-CHUNK = 8 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What `env build` came to."""
+    """The outcome of `shoal env build`."""
 
     cluster: str
-    made: tuple[Made, ...] = ()
-    """In force now."""
+    made: tuple[BuiltEnvironment, ...] = ()
+    """The environments that are current now."""
     fresh: tuple[str, ...] = ()
-    """Those of them that were not there before."""
+    """The names of those built in this run."""
     copied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The nodes that got a copy of an environment."""
+    """The nodes that got a copy, by environment."""
     findings: tuple[Finding, ...] = ()
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
@@ -44,15 +61,15 @@ class BuildResult:
 
 
 async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
-    """Make environments, all of the spec's when none is named. What is there already is left as it is."""
-    wanted = chosen(context, names)
-    sources = {name: read_source(one.entry, base(context)) for name, one in wanted.items()}
+    """Build the named environments, or all of the spec. One that is current is left as it is."""
+    places = choose_environments(context, names)
+    sources = {name: read_requirements(place.entry, base_directory(context)) for name, place in places.items()}
     nodes = [member.name for member in context.members if "compute" in member.roles]
     results: list[BuildResult] = []
     async with await context.connections() as fleet:
-        for name, one in wanted.items():
+        for name, place in places.items():
             with context.progress.phase(f"environment {name}", 1) as phase:
-                results.append(await _one(context, fleet, name, one, sources[name], nodes, phase))
+                results.append(await _build(context, fleet, name, place, sources[name], nodes, phase))
         return BuildResult(
             context.cluster,
             tuple(made for result in results for made in result.made),
@@ -63,164 +80,165 @@ async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
         )
 
 
-async def _one(
+async def _build(
     context: Context,
     fleet: Connections,
     name: str,
-    placed: Placed,
-    source: Source,
+    place: EnvironmentPlace,
+    source: RequirementSet,
     nodes: Sequence[str],
     phase: Phase,
 ) -> BuildResult:
-    entry, builder = placed.entry, await fleet.host(placed.builder)
-    told = await _make(context, builder, name, placed, source, phase)
-    made = Made.of({**told, "name": name, "text": text_digest(entry, source)})
-    archive = f"{placed.directory}/archives/{made.id}.tar"
-    looks = await _look(fleet, nodes, made.path, archive)
+    entry, builder = place.entry, await fleet.host(place.builder)
+    event = await _run_builder(context, builder, name, place, source, phase)
+    made = BuiltEnvironment.of({**event, "name": name, "text": text_digest(entry, source)})
+    archive = f"{place.directory}/archives/{made.id}.tar"
+    copies = await _inspect(fleet, nodes, made.path, archive)
     copied: tuple[str, ...] = ()
     if entry.place == "local":
-        lacking = [node for node, look in looks.items() if look.state == "missing"]
+        lacking = [node for node, copy in copies.items() if copy.state == "missing"]
         if lacking:
-            phase.at(0.9, f"copies to {compress(lacking)}")
-            await _copy(fleet, builder, made, archive, lacking, looks)
-            looks |= await _look(fleet, lacking, made.path, archive)
-            copied = tuple(node for node in lacking if node in looks and looks[node].state != "missing")
-    findings = (*_bound(made), *_misfits(made, placed.directory, looks), *_cuda(made, looks))
+            phase.set_fraction(0.9, f"copies to {compress(lacking)}")
+            await _copy(fleet, builder, made, archive, lacking, copies)
+            copies |= await _inspect(fleet, lacking, made.path, archive)
+            copied = tuple(node for node in lacking if node in copies and copies[node].state != "missing")
+    findings = (*_bound_findings(made), *_node_findings(made, place.directory, copies), *_cuda_findings(made, copies))
     if any(finding.level == "error" for finding in findings):
         return BuildResult(context.cluster, findings=findings)
-    await must(builder, name_command(placed.directory, name), made.as_json().encode(), f"name environment {name}")
+    await run_checked(
+        builder, write_name_command(place.directory, name), made.as_json().encode(), f"name environment {name}"
+    )
     phase.done(builder.name)
     return BuildResult(
-        context.cluster, (made,), (name,) if told["made"] else (), {name: copied} if copied else {}, findings
+        context.cluster, (made,), (name,) if event["made"] else (), {name: copied} if copied else {}, findings
     )
 
 
-async def _make(
-    context: Context, host: Host, name: str, placed: Placed, source: Source, phase: Phase
+async def _run_builder(
+    context: Context, host: Host, name: str, place: EnvironmentPlace, source: RequirementSet, phase: Phase
 ) -> dict[str, Any]:
-    """Run the program that builds, and pass on where it is."""
-    asked = {
+    """Run the build program, and show its progress."""
+    request = {
         "requirements": source.requirements,
         "constraints": source.constraints,
         "locked": source.locked,
         "for_python": source.for_python,
-        "python": placed.entry.python,
-        "place": placed.entry.place,
-        "directory": placed.directory,
-        "local": LOCAL,
-        "relocatable": _program("relocatable"),
+        "python": place.entry.python,
+        "place": place.entry.place,
+        "directory": place.directory,
+        "local": LOCAL_DIRECTORY,
         "proxy": context.spec.proxy.variables if context.spec.proxy else {},
     }
-    process = await host.start(["python3", "-I", "-c", _program("builder")])
+    process = await host.start(["python3", "-I", "-c", program_text("environment_builder")])
     try:
-        async with asyncio.timeout(LONG_PATIENCE):
-            await process.write(json.dumps(asked).encode() + b"\n")
-            return await _told(process, host.name, name, phase)
+        async with asyncio.timeout(BUILD_TIMEOUT_S):
+            await process.write(json.dumps(request).encode() + b"\n")
+            return await _read_events(process, host.name, name, phase)
     except TimeoutError:
         raise ShoalError(
-            f"environment {name} was not ready within {LONG_PATIENCE / 60:.0f} minutes",
-            hint="run the command again: it goes on from there",
+            f"cannot build environment {name} within {BUILD_TIMEOUT_S / 60:.0f} minutes",
+            hint="run the command again: it continues from there",
         ) from None
     finally:
         await process.kill()
 
 
-async def _told(process: Process, host: str, name: str, phase: Phase) -> dict[str, Any]:
+async def _read_events(process: Process, host: str, name: str, phase: Phase) -> dict[str, Any]:
     while line := await process.readline():
         event: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {"event": ""}
         if event["event"] == "progress":
-            phase.say(host, event["text"])
+            phase.update(host, event["text"])
         elif event["event"] == "failed":
-            raise ShoalError(f"environment {name} could not be made on {host}: {event['what']}", hint=event["fix"])
+            raise ShoalError(f"cannot build environment {name} on {host}: {event['what']}", hint=event["fix"])
         elif event["event"] == "done":
             return event
-    said = (await process.wait()).error_text.strip().splitlines()
+    output = (await process.wait()).error_text.strip().splitlines()
     raise ShoalError(
-        f"environment {name}: the builder on {host} ended before it was done" + (f": {said[-1]}" if said else ""),
-        hint="run the command again: it goes on from there",
+        f"environment {name}: the builder on {host} ended early" + (f": {output[-1]}" if output else ""),
+        hint="run the command again: it continues from there",
     )
 
 
-def _program(name: str) -> str:
-    """The text of a program that runs on a host."""
-    return resources.files("shoal.environments").joinpath(f"{name}.py").read_text("utf-8")
-
-
-async def _look(fleet: Connections, nodes: Iterable[str], path: str, archive: str) -> dict[str, Look]:
-    async def one(node: str) -> Look:
+async def _inspect(fleet: Connections, nodes: Iterable[str], path: str, archive: str) -> dict[str, NodeEnvironment]:
+    async def inspect(node: str) -> NodeEnvironment:
         host = await fleet.host(node)
-        return parse_look((await host.run(look_command(path, archive), timeout=PATIENCE)).text)
+        return parse_inspection((await host.run(inspect_command(path, archive), timeout=INSPECT_TIMEOUT_S)).text)
 
-    return await fleet.each(nodes, one)
+    return await fleet.each(nodes, inspect)
 
 
 async def _copy(
-    fleet: Connections, builder: Host, made: Made, archive: str, lacking: Sequence[str], looks: Mapping[str, Look]
+    fleet: Connections,
+    builder: Host,
+    made: BuiltEnvironment,
+    archive: str,
+    lacking: Sequence[str],
+    copies: Mapping[str, NodeEnvironment],
 ) -> None:
-    """A copy for each node: unpacked from the archive where the node sees it, else sent through this machine."""
-    near = [node for node in lacking if looks[node].archive]
-    far = [node for node in lacking if not looks[node].archive]
+    """Copy to each node: unpack the archive where the node sees it, else send it through this machine."""
+    near = [node for node in lacking if copies[node].archive]
+    far = [node for node in lacking if not copies[node].archive]
 
     async def unpack(node: str) -> None:
         host = await fleet.host(node)
-        await must(host, unpack_command(made.path, archive), b"", f"unpack {archive}", LONG_PATIENCE)
+        await run_checked(host, unpack_command(made.path, archive), b"", f"unpack {archive}", BUILD_TIMEOUT_S)
 
     async def send(node: str) -> None:
         host = await fleet.host(node)
         process = await host.start(unpack_command(made.path))
         offset = 0
-        while data := await _part(builder, archive, offset):
+        while data := await _read_chunk(builder, archive, offset):
             await process.write(data)
             offset += 1
         result = await process.wait()
         if result.status != 0:
-            raise failed(node, f"unpack environment {made.name}", result.error_text)
+            raise command_failed(node, f"unpack environment {made.name}", result.error_text)
 
     await fleet.each(near, unpack)
     await fleet.each(far, send)
 
 
-async def _part(builder: Host, archive: str, offset: int) -> bytes:
-    line = ["dd", f"if={archive}", f"bs={CHUNK}", f"skip={offset}", "count=1", "status=none"]
-    result = await builder.run(line, timeout=PATIENCE)
+async def _read_chunk(builder: Host, archive: str, offset: int) -> bytes:
+    line = ["dd", f"if={archive}", f"bs={CHUNK_BYTES}", f"skip={offset}", "count=1", "status=none"]
+    result = await builder.run(line, timeout=INSPECT_TIMEOUT_S)
     if result.status != 0:
-        raise failed(builder.name, f"read {archive}", result.error_text)
+        raise command_failed(builder.name, f"read {archive}", result.error_text)
     return result.stdout
 
 
-def _bound(made: Made) -> list[Finding]:
-    """What its packages brought that works in one place only."""
-    fix = "choose another version of the package that brings it"
+def _bound_findings(made: BuiltEnvironment) -> list[Finding]:
+    """Files of its packages that work in one place only."""
+    fix = "choose another version of the package that contains it"
     return [
         Finding("warning", f"environment {made.name}: {file} works only where {place} is", "", fix)
         for file, place in made.bound
     ]
 
 
-def _misfits(made: Made, directory: str, looks: Mapping[str, Look]) -> list[Finding]:
-    """Nodes that cannot use the environment, each kind with the reason."""
-    missing = [node for node, look in looks.items() if look.state == "missing"]
-    other = [node for node, look in looks.items() if look.state not in ("missing", made.python)]
+def _node_findings(made: BuiltEnvironment, directory: str, copies: Mapping[str, NodeEnvironment]) -> list[Finding]:
+    """Nodes that cannot use the environment, grouped by reason."""
+    missing = [node for node, copy in copies.items() if copy.state == "missing"]
+    other = [node for node, copy in copies.items() if copy.state not in ("missing", made.python)]
     findings = []
     if missing:
         findings.append(
             Finding(
-                "error" if len(missing) == len(looks) else "warning",
+                "error" if len(missing) == len(copies) else "warning",
                 f"environment {made.name}: the nodes do not see {directory}",
-                fix="name a directory that all hosts share, or say `place: local`",
+                fix="set a directory that all hosts share, or set `place: local`",
                 host=compress(missing),
             )
         )
     fix = f"install Python {made.python} there, or name nodes that have it with --partition or --nodelist"
-    for state in sorted({looks[node].state for node in other}):
-        nodes = [node for node in other if looks[node].state == state]
+    for state in sorted({copies[node].state for node in other}):
+        nodes = [node for node in other if copies[node].state == state]
         what = "its Python does not start" if state == "broken" else f"the nodes have no Python {made.python} to run it"
-        found = looks[nodes[0]].why if state == "broken" else f"Python {state}"
-        level: Literal["error", "warning"] = "error" if len(other) == len(looks) else "warning"
-        findings.append(Finding(level, f"environment {made.name}: {what}", found, fix, host=compress(nodes)))
+        reason = copies[nodes[0]].why if state == "broken" else f"Python {state}"
+        level: Literal["error", "warning"] = "error" if len(other) == len(copies) else "warning"
+        findings.append(Finding(level, f"environment {made.name}: {what}", reason, fix, host=compress(nodes)))
     return findings
 
 
-def _cuda(made: Made, looks: Mapping[str, Look]) -> tuple[Finding, ...]:
-    drivers = {node: look.driver for node, look in looks.items() if look.driver}
+def _cuda_findings(made: BuiltEnvironment, copies: Mapping[str, NodeEnvironment]) -> tuple[Finding, ...]:
+    drivers = {node: copy.driver for node, copy in copies.items() if copy.driver}
     return cuda_findings(made.name, made.torch, made.cuda, drivers) if made.torch else ()

@@ -1,8 +1,9 @@
-"""`shoal init`: writes a first shoal.yaml, with comments, that loads as it is."""
+"""`shoal init` writes a first shoal.yaml, with comments; `shoal schema` prints the schema for editors."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,20 +13,21 @@ from pathlib import Path
 
 from shoal.errors import SpecError, UsageError
 from shoal.hostlist import expand
-from shoal.spec.load import load_text
+from shoal.spec.docs import schema
+from shoal.spec.finding import printable
+from shoal.spec.hosts import parse_host
+from shoal.spec.loader import load_text
 from shoal.spec.members import default_spec
-from shoal.spec.model import parse_host
-from shoal.spec.words import printable
 
 FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "git.sr.ht", "dev.azure.com", "huggingface.co")
-"""Where an SSH config goes for git. `User git` gives the others away."""
+"""Git servers, which an SSH config often names. `User git` marks others."""
 SHARES = (
     "# Directories that all hosts have. Checkpoints of jobs on many nodes need one.",
     "# storage:",
     "#   /shared: {kind: nfs}",
     "",
 )
-"""Sandbox hosts share a directory as they are."""
+"""Not for the sandbox, whose hosts share a directory already."""
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
 
@@ -37,16 +39,16 @@ def init(path: Path, *, hosts: list[str] | None = None, ssh_config: Path | None 
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{path} is there already", hint="edit it, or name another file") from None
+        raise UsageError(f"{path} exists already", hint="edit it, or name another file") from None
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="name a place you may write to") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose a path that you may write to") from None
     return text
 
 
 def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) -> str:
     """A commented spec for these hosts, for every host of an SSH config, or, with neither, for the sandbox.
 
-    The first host is the controller; one that is alone also computes. Raises UsageError when no spec can be made.
+    The first host is the controller; a single host also computes. Raises UsageError when no spec can be made.
     """
     if hosts is not None and ssh_config is not None:
         raise UsageError("both hosts and an SSH config are given", hint="give one of them")
@@ -57,42 +59,47 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
             none = f"{ssh_config} names no host" + (" that could run jobs" if left_out else "")
             raise UsageError(none, hint="wildcards, jump hosts and git servers do not count; use --hosts")
     if hosts is None:
-        text = _sandbox(cluster)
+        text = _sandbox_spec(cluster)
     elif not hosts:
         raise UsageError("no hosts are given", hint="name them: --hosts gpu01,gpu02")
     else:
-        text = _given(hosts, cluster, left_out)
+        text = _hosts_spec(hosts, cluster, left_out)
     try:
         load_text(text, "shoal.yaml")
     except SpecError as error:
-        said = "; ".join(_short(finding) for finding in error.findings)
-        raise UsageError(f"no spec can be made of this: {said}", hint="change these names") from None
+        problems = "; ".join(_short(finding) for finding in error.findings)
+        raise UsageError(f"cannot make a spec of this: {problems}", hint="change these names") from None
     return text
+
+
+def schema_text() -> str:
+    """The JSON Schema of shoal.yaml, ready to be saved beside the file."""
+    return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass
 class _Block:
-    """What an SSH config says from one `Host` or `Match` line to the next."""
+    """The settings of an SSH config from one `Host` or `Match` line to the next."""
 
     aliases: list[str]
     settings: dict[str, list[str]] = field(default_factory=dict)
 
 
 def ssh_hosts(config: Path) -> tuple[list[str], dict[str, str]]:
-    """Every host that an SSH config and its includes name outright: no wildcards, no negations, each once.
+    """Every host that an SSH config and its includes name literally: no wildcards, no negations, each once.
 
-    Beside them, the hosts that are there for another purpose, each with that purpose.
+    Also returns the hosts to leave out, each with its purpose.
     """
     blocks = _blocks(config, config.parent, MAX_INCLUDES)
     names = list(dict.fromkeys(alias for block in blocks for alias in block.aliases))
-    doors = {door for block in blocks for door in _doors(block)}
+    jump_hosts = {host for block in blocks for host in _jump_hosts(block)}
     purposes = {alias: "git" for block in blocks for alias in block.aliases if _is_forge(alias, block)}
-    purposes |= {name: "a jump host" for name in names if name in doors}
+    purposes |= {name: "a jump host" for name in names if name in jump_hosts}
     left_out = {name: purposes[name] for name in names if name in purposes}
     return [name for name in names if name not in left_out], left_out
 
 
-def _doors(block: _Block) -> set[str]:
+def _jump_hosts(block: _Block) -> set[str]:
     """The hosts through which this block's hosts are reached."""
     jumps = ",".join(block.settings.get("proxyjump", ())).split(",")
     command = block.settings.get("proxycommand", [])
@@ -101,7 +108,7 @@ def _doors(block: _Block) -> set[str]:
 
 
 def _is_forge(alias: str, block: _Block) -> bool:
-    """Whether the host takes git's commands and no logins."""
+    """Whether the host is a git server without logins."""
     names = {alias.lower(), *(name.lower() for name in block.settings.get("hostname", ()))}
     return block.settings.get("user") == ["git"] or any(
         name == forge or name.endswith(f".{forge}") for name in names for forge in FORGES
@@ -126,16 +133,16 @@ def _blocks(config: Path, base: Path, depth: int) -> list[_Block]:
             current = blocks[-1]
             for included in _included(words, base):
                 blocks += _blocks(included, base, depth - 1)
-            blocks.append(current)  # what follows belongs to the block that the include stands in
+            blocks.append(current)  # what follows belongs to the block around the include
         else:
-            blocks[-1].settings.setdefault(keyword, words)  # as SSH does, the first of a kind counts
+            blocks[-1].settings.setdefault(keyword, words)  # as in SSH, the first value counts
     return blocks
 
 
 def _words(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
-    except ValueError:  # an open quote: SSH refuses the line as well
+    except ValueError:  # an open quote: SSH rejects the line too
         return []
 
 
@@ -149,7 +156,7 @@ def _included(patterns: Sequence[str], base: Path) -> list[Path]:
     return files
 
 
-def _given(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
+def _hosts_spec(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
     controller, *nodes = _entries(hosts)
     lines = [
         *_head(cluster),
@@ -176,7 +183,7 @@ def _given(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
     return "\n".join([*lines, *_tail(sets, shares=bool(nodes))])
 
 
-def _sandbox(cluster: str) -> str:
+def _sandbox_spec(cluster: str) -> str:
     fish = default_spec().nodesets["fish"]
     lines = [
         *_head(cluster),
@@ -227,7 +234,7 @@ def _tail(nodeset: str, *, shares: bool) -> list[str]:
 
 
 def _entries(hosts: list[str]) -> list[str]:
-    """The hosts as they stand in the file. One that is given as an address is called after its place among them."""
+    """The hosts as entries of the file. One given as an address is named after its position."""
     named = [() if _is_address(host) else _names(host) for host in hosts]
     taken = {name for names in named for name in names}
     entries, place = [], 0
@@ -254,7 +261,7 @@ def _is_address(host: str) -> bool:
 def _names(host: str) -> tuple[str, ...]:
     try:
         return tuple(expand(parse_host(host)["name"])) or (host,)
-    except ValueError:  # not a hostlist: the spec's own check says why
+    except ValueError:  # not a hostlist: loading the spec reports why
         return (host,)
 
 
@@ -267,7 +274,7 @@ def _with_address(host: str, name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as YAML reads it back: plain where it is a plain word, else in quotes."""
+    """The text as YAML: plain where it is a plain word, else in quotes."""
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9._@\[\]-]*(:[0-9]+)?", text) and text.lower() not in ("true", "false", "null"):
         return text
     return "'" + text.replace("'", "''") + "'"

@@ -10,15 +10,14 @@ from typing import Any, Self, TypeVar
 
 from shoal.errors import UsageError
 from shoal.jobs.bundle import DEFAULT_LIMIT
+from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
-from shoal.jobs.model import JobSpec
-from shoal.jobs.options import job_of
-from shoal.jobs.reason import Reason
+from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import JobRecord
-from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context, open_context
+from shoal.verbs.jobs import cancel
 from shoal.verbs.logs import LogsResult, find_record, logs, wait_for_end
-from shoal.verbs.run import Submitted, dry_run, run
+from shoal.verbs.run import SubmittedJob, dry_run, run
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ class Job:
 
         Raises SpecError with every option that is wrong.
         """
-        self.spec: JobSpec = job_of({"script": script, "args": tuple(args), **options})
+        self.spec: JobSpec = job_from_options({"script": script, "args": tuple(args), **options})
         self.id: str | None = None
         self._context = context or open_context(Path(file) if file is not None else None, cluster)
         self._tree = Path(tree).absolute()
@@ -59,7 +58,7 @@ class Job:
         """Send the working tree and queue the job."""
         if self.id is not None:
             raise UsageError(f"this is job {self.id} already", hint="make another Job to run it again")
-        self.submitted: Submitted = _result(run(self._context, self.spec, self._tree, self._limit))
+        self.submitted: SubmittedJob = _result(run(self._context, self.spec, self._tree, self._limit))
         self.id = self.submitted.id
         return self
 
@@ -71,7 +70,7 @@ class Job:
         """What the ranks have printed so far, in the order of time."""
         return [line for line in self._logs("logs").lines if rank is None or line.rank == rank]
 
-    def reason(self) -> Reason | None:
+    def reason(self) -> FailureReason | None:
         """Why it failed; None when it did not."""
         return self._logs("reason").reason
 
@@ -106,7 +105,7 @@ class Job:
 
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
-    """What the work comes to. In a notebook a loop runs already, and nobody may wait in it: a thread has its own."""
+    """The result of the work. A notebook runs a loop already, which must not block: a thread has its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

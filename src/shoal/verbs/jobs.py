@@ -1,4 +1,4 @@
-"""`shoal jobs`: the queue and what has just ended, with progress, and why what failed has failed."""
+"""`shoal jobs` and `shoal cancel`: the queue, with progress, what ended within a day, and why jobs failed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.errors import HostError
+from shoal.contract import PROGRESS_FILE
+from shoal.errors import HostError, SlurmError, UsageError
 from shoal.hostlist import expand
-from shoal.jobs.reason import Reason, explain_failure
+from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.record import JobRecord, parse_records, show_command
-from shoal.plan.connections import Connections
-from shoal.train.contract import PROGRESS_FILE
-from shoal.verbs.context import Context, keeping
-from shoal.verbs.logs import files_of, read_tails
-from shoal.verbs.slurmctld import while_it_runs
-from shoal.verbs.status import ask
+from shoal.plan.fleet import Connections
+from shoal.verbs.context import Context, job_file_hosts
+from shoal.verbs.logs import (
+    all_ended_jobs,
+    check_job,
+    exclude_known,
+    files_of,
+    find_records,
+    read_tails,
+    recently_ended_jobs,
+)
+from shoal.verbs.slurmctld import gather_answers, slurm_output
 
-EXPLAINED = 5
-"""Of so many failed jobs, the newest, the logs are read to say why."""
+MAX_EXPLAINED_JOBS = 5
+"""The logs of the newest failed jobs are read to explain them."""
 
-LATEST = 20
-"""So many that slurmctld has forgotten within a day are shown unasked."""
+MAX_RECENT_JOBS = 20
+"""The newest jobs that ended within a day, and that slurmctld no longer knows, are shown by default."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class JobView:
     record: JobRecord
     progress: Mapping[str, Any] = field(default_factory=dict)
     """What its training says of itself: step, loss, samples a second."""
-    reason: Reason | None = None
+    reason: FailureReason | None = None
 
 
 @dataclass(frozen=True)
@@ -48,19 +55,17 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
 
     With `ended`, all that have ended before as well, as far back as there are records.
     """
-    from shoal.verbs.ended import ended_ever, ended_lately, without  # `shoal run` loads this file too
-
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [said] = await while_it_runs(controller, ask(controller, show_command()))
-        known = parse_records(said)
-        before = await ended_ever(context, controller) if ended else await ended_lately(controller)
-        records = [*without(before, known)[0 if ended else -LATEST :], *known]
+        [output] = await gather_answers(controller, slurm_output(controller, show_command()))
+        known = parse_records(output)
+        before = await (all_ended_jobs(context, controller) if ended else recently_ended_jobs(controller))
+        records = [*exclude_known(before, known)[0 if ended else -MAX_RECENT_JOBS :], *known]
         running = [record for record in known if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, context.controller.name, running)
         failed = _to_explain(records)
-        told = await asyncio.gather(*(_reason(context, fleet, record) for record in failed))
-        reasons = {(record.id, record.start): reason for record, reason in zip(failed, told, strict=True)}
+        explained = await asyncio.gather(*(_reason(context, fleet, record) for record in failed))
+        reasons = {(record.id, record.start): reason for record, reason in zip(failed, explained, strict=True)}
         failures = dict(fleet.failures)
     views = tuple(
         JobView(r, progress.get(r.id, {}) if r in running else {}, reasons.get((r.id, r.start))) for r in records
@@ -72,11 +77,13 @@ def _to_explain(records: Sequence[JobRecord]) -> list[JobRecord]:
     """The newest that failed. Of a number that was given out twice, only the later job's logs are still there."""
     last = {record.id: record for record in records}
     failed = [record for record in records if record.failed and record.state != "CANCELLED"]
-    return [record for record in failed if last[record.id] is record][-EXPLAINED:]
+    return [record for record in failed if last[record.id] is record][-MAX_EXPLAINED_JOBS:]
 
 
-async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Reason | None:
-    return explain_failure(record, await read_tails(fleet, keeping(context), files_of(context, record.id, record)))
+async def _reason(context: Context, fleet: Connections, record: JobRecord) -> FailureReason | None:
+    return explain_failure(
+        record, await read_tails(fleet, job_file_hosts(context), files_of(context, record.id, record))
+    )
 
 
 async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
@@ -106,3 +113,32 @@ async def _progress(fleet: Connections, controller: str, running: list[JobRecord
 def _updated(progress: Mapping[str, Any]) -> float:
     when = progress.get("updated", 0)
     return float(when) if isinstance(when, int | float) else 0.0
+
+
+@dataclass(frozen=True)
+class CancelResult:
+    cancelled: tuple[str, ...]
+    ended: tuple[str, ...] = ()
+    """Jobs that had ended already."""
+
+
+async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
+    """End jobs, running or waiting. Their processes get SIGTERM, and SIGKILL after Slurm's KillWait."""
+    for job in jobs:
+        check_job(job)
+    async with await context.connections([context.controller]) as fleet:
+        controller = await fleet.host(context.controller.name)
+        answers = await gather_answers(controller, *(find_records(controller, job) for job in jobs))
+        records = dict(zip(jobs, answers, strict=True))
+        unknown = [job for job, known in records.items() if not known]
+        if unknown:
+            raise UsageError(
+                f"there is no job {', '.join(unknown)}; nothing was cancelled",
+                hint="`shoal jobs` lists those that Slurm knows",
+            )
+        live = [job for job, known in records.items() if any(record.active for record in known)]
+        if live:
+            result = await controller.run(["scancel", *live], timeout=60, root=False)
+            if result.status != 0:
+                raise SlurmError(f"scancel failed: {result.error_text.strip()}", hint="is it your job?")
+    return CancelResult(tuple(live), tuple(job for job in jobs if job not in live))

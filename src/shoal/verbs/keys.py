@@ -1,4 +1,4 @@
-"""`shoal keys rotate`: new keys for a running cluster, and for how long Slurm did not answer meanwhile."""
+"""`shoal keys rotate`: new keys for a running cluster, and how long Slurm did not answer meanwhile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
-from shoal.plan.probe import failed_seconds, probing
-from shoal.plan.rotate import ROTATIONS
-from shoal.plan.rotation import Rotating
+from shoal.plan.rotation import RotationContext
+from shoal.plan.rotations import ROTATIONS
+from shoal.plan.slurm_downtime import failed_seconds, measure_downtime
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
 from shoal.verbs.context import Context
-from shoal.verbs.elastic_service import joins_held
-from shoal.verbs.status import refuse_without_cluster
+from shoal.verbs.rentals import hold_joins
+from shoal.verbs.slurmctld import require_configuration
 
 ALL = "all"
-WOKEN = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
+NEEDS_MACHINE = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class RotatedKey:
     key: str
     """`munge`, `wireguard` …"""
     hosts: tuple[str, ...]
-    """Each of them was asked, and has the new key."""
+    """All confirmed that they have the new key."""
     finished: bool
-    """It is the key of an earlier run, which had not come to its end."""
+    """It is the key of an earlier run that was not finished."""
     failed_seconds: float
     """How long Slurm's commands failed meanwhile, on the host where that was longest."""
     failed_by_host: Mapping[str, float] = field(default_factory=dict)
     asked: int = 0
-    """How often Slurm was asked to find that out."""
+    """How often Slurm was asked, to measure that."""
     slowest_answer: float = 0.0
-    """The longest that one of these questions took, in seconds."""
+    """The slowest of these answers, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class KeysResult:
     cluster: str
     rotated: tuple[RotatedKey, ...]
     left: Mapping[str, HostError] = field(default_factory=dict)
-    """Hosts that did not answer and were left with the old key; `shoal up` gives them the new one."""
+    """Hosts that did not answer and keep the old key until the next `shoal up`."""
 
 
 async def rotate(context: Context, what: str, *, leave_unreachable: bool = False) -> KeysResult:
     """Rotate one kind of key, or all that the cluster has. Running jobs go on."""
     chosen = _chosen(context, what)
     async with await context.fleet() as fleet:
-        await _meet(context, fleet, leave_unreachable)
+        await _connect(context, fleet, leave_unreachable)
         left = dict(fleet.failures)
         rotated = []
         async with AsyncExitStack() as stack:
             if any(ROTATIONS[name].cuts_off for name in chosen):
-                if rented_members(context.spec):  # before it is asked who is up, so that nobody joins after that
-                    await stack.enter_async_context(joins_held(await fleet.host(context.controller.name)))
+                if rented_members(context.spec):  # before the check, so that no node joins after it
+                    await stack.enter_async_context(hold_joins(await fleet.host(context.controller.name)))
                 await _refuse_rented(context, fleet)
             for name in chosen:
                 fleet.failures.clear()
@@ -76,58 +76,56 @@ def _chosen(context: Context, what: str) -> list[str]:
     return [what]
 
 
-async def _meet(context: Context, fleet: Fleet, leave_unreachable: bool) -> None:
-    """Connect to every host first: one that does not answer would keep the old key, and be cut off with it."""
+async def _connect(context: Context, fleet: Fleet, leave_unreachable: bool) -> None:
+    """Connect to every host first: one that does not answer would keep the old key and lose the cluster."""
     with context.progress.phase("connect", len(fleet.targets)) as phase:
         await fleet.each(
             fleet.targets, fleet.agent, lambda done: phase.done(done.name, done.error.cause if done.error else "")
         )
     fleet.require(context.controller.name)
     if fleet.failures and not leave_unreachable:
-        told = "".join(f"\n  {error.message}" for error in fleet.failures.values())
-        names = compress(fleet.failures)
+        errors = "".join(f"\n  {error.message}" for error in fleet.failures.values())
         raise ShoalError(
-            f"{names} would keep the old key and be cut off; nothing was changed{told}",
+            f"{compress(fleet.failures)} would keep the old key and be cut off; nothing was changed{errors}",
             hint="bring it back, or use --leave-unreachable: `shoal up` gives it the new key when it answers",
         )
 
 
 async def _refuse_rented(context: Context, fleet: Fleet) -> None:
-    """Rented nodes that are up, or about to be, have the controller's old key, and nobody brings them another."""
+    """Raise where rented nodes are up, or starting: they have the old key, and nothing replaces it."""
     result = await (await fleet.host(context.controller.name)).run(NODES_COMMAND, timeout=60)
-    refuse_without_cluster(context.controller.name, result)
+    require_configuration(context.controller.name, result)
     if result.status != 0 and rented_members(context.spec):
         raise SlurmError(
-            f"slurmctld does not say which rented nodes are up; nothing was changed: {result.error_text.strip()}",
-            hint="run `shoal up`, and then this again",
+            f"cannot list the rented nodes that are up; nothing was changed: {result.error_text.strip()}",
+            hint="run `shoal up`, then this command again",
         )
     up = [node.name for node in parse_nodes(result.text) if node.cloud and not _asleep(node)]
     if up:
         raise ShoalError(
-            f"{compress(up)}: rented and up, would keep the old key and be cut off; nothing was changed",
-            hint="wait until they have gone; after `scontrol update "
-            f"nodename={compress(up)} state=power_down_asap` on {context.controller.name} they take no more jobs, and "
-            "go when theirs have ended",
+            f"{compress(up)} (rented) would keep the old key and be cut off; nothing was changed",
+            hint=f"run on {context.controller.name}: `scontrol update nodename={compress(up)} state=power_down_asap`; "
+            "then wait until their jobs have ended and they are gone",
         )
 
 
 def _asleep(node: NodeState) -> bool:
-    """Whether it has no machine, or loses it now; and no job has it, for which it would be woken."""
-    return bool({"POWERED_DOWN", "POWERING_DOWN"} & set(node.state)) and not WOKEN & set(node.state)
+    """Whether it has no machine, or is losing it, and no job will start it."""
+    return bool({"POWERED_DOWN", "POWERING_DOWN"} & set(node.state)) and not NEEDS_MACHINE & set(node.state)
 
 
 async def _rotate(context: Context, fleet: Fleet, name: str) -> RotatedKey:
     controller = context.controller.name
     asking = [controller, *(host for host in fleet.live if host != controller)]
     with context.progress.phase(f"new {ROTATIONS[name].what}", len(fleet.live)) as phase:
-        async with probing(fleet, asking) as probes:
-            done = await ROTATIONS[name].run(Rotating(context.spec, fleet, controller, tuple(fleet.live), phase))
+        async with measure_downtime(fleet, asking) as probes:
+            done = await ROTATIONS[name].run(RotationContext(context.spec, fleet, controller, tuple(fleet.live), phase))
     return RotatedKey(
         name,
         done.hosts,
         done.finished,
         round(probes.failed_seconds, 3),
-        {host: round(failed_seconds(found), 3) for host, found in probes.hosts.items()},
+        {host: round(failed_seconds(answers), 3) for host, answers in probes.hosts.items()},
         probes.asked,
         round(probes.slowest, 3),
     )

@@ -1,4 +1,4 @@
-"""`shoal bench links`: how fast every member reaches every other, over the cluster's own network."""
+"""`shoal bench links`: the speed from every member to every other, over the cluster's own network."""
 
 from __future__ import annotations
 
@@ -10,31 +10,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.agent.document import File
-from shoal.errors import AgentFailed, HostError, ShoalError, TimedOut, UsageError
+from shoal.errors import AgentFailed, CommandTimeout, HostError, ShoalError, UsageError
 from shoal.hosts.api import Process
-from shoal.network.links import LINKS, MANY, PROGRAM, Link, Pair, groups, links_text, merged, read_links, rounds
-from shoal.network.names import addresses_in
-from shoal.plan.apply import ending
+from shoal.network.addresses import addresses_in
+from shoal.network.links import (
+    LINKS,
+    PARALLEL_CONNECTIONS,
+    LinkSpeed,
+    Pair,
+    groups,
+    links_text,
+    merge_measurements,
+    read_links,
+    rounds,
+)
+from shoal.plan.apply import phase_callback
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase
-from shoal.roles.in_force import HOSTS, HOSTS_BLOCK
+from shoal.remote import program_text
+from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK
 from shoal.slurm.conf import SRUN_PORTS
 from shoal.verbs.context import Context
 
 PINGS = 20
-PATIENCE = 60.0
-"""Seconds that a measurement may take beyond those it was given."""
+PROBE_TIMEOUT_S = 60.0
+"""Beyond the seconds that the measurement itself takes."""
 
 
 @dataclass(frozen=True)
 class LinksResult:
-    """What was measured."""
+    """The outcome of `shoal bench links`."""
 
     cluster: str
     hosts: tuple[str, ...]
-    links: tuple[Link, ...]
+    links: tuple[LinkSpeed, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Hosts that are near each other, by all that is known of the members' links; one group where all are alike."""
+    """Hosts that are near each other, by all measured links; one group where all are alike."""
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
     @property
@@ -43,7 +54,7 @@ class LinksResult:
 
 
 @dataclass(frozen=True)
-class Player:
+class LinkProbe:
     """The measuring program on one host, and where it listens."""
 
     name: str
@@ -54,7 +65,7 @@ class Player:
 
 
 async def bench_links(context: Context, hosts: str | None = None, seconds: float = 1.0) -> LinksResult:
-    """Measure every pair in both directions, keep the result on the controller, and say which hosts are near."""
+    """Measure every pair in both directions, save the result on the controller, and group near hosts."""
     chosen = context.choose(hosts)
     if len(chosen) < 2:
         raise UsageError(
@@ -62,28 +73,28 @@ async def bench_links(context: Context, hosts: str | None = None, seconds: float
         )
     controller = context.controller
     async with await context.fleet(chosen if controller in chosen else [controller, *chosen]) as fleet:
-        addresses, before = await _known(fleet, controller.name)
+        addresses, before = await _read_state(fleet, controller.name)
         absent = [member.name for member in chosen if member.name not in addresses]
         if absent:
             raise ShoalError(f"{', '.join(absent)} has no address in the cluster yet", hint="run `shoal up` first")
         programs: list[Process] = []
         try:
             with context.progress.phase("measuring programs", len(chosen)) as phase:
-                players = await _start(fleet, {m.name: addresses[m.name] for m in chosen}, programs, phase)
-            plan = rounds(list(players), {member.name: member.shape.site for member in chosen})
+                probes = await _start(fleet, {m.name: addresses[m.name] for m in chosen}, programs, phase)
+            plan = rounds(list(probes), {member.name: member.shape.site for member in chosen})
             with context.progress.phase("links", sum(map(len, plan))) as phase:
-                links = await _play(plan, players, seconds, phase)
+                links = await _measure_all(plan, probes, seconds, phase)
         finally:
-            # A program also ends by itself when nobody speaks with it any more.
+            # A program also ends by itself when its connection closes.
             await asyncio.gather(*(program.kill() for program in programs), return_exceptions=True)
-        known = merged(before, links, [member.name for member in context.members])
-        await _keep(fleet, controller.name, known)
+        merged_links = merge_measurements(before, links, [member.name for member in context.members])
+        await _save(fleet, controller.name, merged_links)
         computes = [member.name for member in context.members if "compute" in member.roles]
-        return LinksResult(context.cluster, tuple(players), links, groups(known, computes), dict(fleet.failures))
+        return LinksResult(context.cluster, tuple(probes), links, groups(merged_links, computes), dict(fleet.failures))
 
 
-async def _known(fleet: Fleet, controller: str) -> tuple[dict[str, str], tuple[Link, ...]]:
-    """The members' addresses as they are in force, and what an earlier run measured."""
+async def _read_state(fleet: Fleet, controller: str) -> tuple[dict[str, str], tuple[LinkSpeed, ...]]:
+    """The members' current addresses, and the links that an earlier run measured."""
     host = await fleet.host(controller)
     names, links = await asyncio.gather(host.run(("cat", HOSTS)), host.run(("cat", LINKS)))
     return addresses_in(names.text, HOSTS_BLOCK), read_links(links.text)
@@ -91,13 +102,13 @@ async def _known(fleet: Fleet, controller: str) -> tuple[dict[str, str], tuple[L
 
 async def _start(
     fleet: Fleet, addresses: Mapping[str, str], programs: list[Process], phase: Phase
-) -> dict[str, Player]:
-    """The program on every host, listening where the firewall lets members in, to those who know its token."""
+) -> dict[str, LinkProbe]:
+    """Start the program on every host, on a port that is open to members. It answers only with its token."""
     token = os.urandom(16).hex()
     first, last = (int(port) for port in SRUN_PORTS.split("-"))
-    text = PROGRAM.read_text("utf-8")
+    text = program_text("link_probe")
 
-    async def start(name: str) -> Player:
+    async def start(name: str) -> LinkProbe:
         host = await fleet.host(name)
         process = await host.start(("python3", "-I", "-S", "-B", "-c", text), root=False)
         programs.append(process)
@@ -109,60 +120,62 @@ async def _start(
                 f"cannot listen on {addresses[name]}: {answer['problem']}",
                 hint="run `shoal up`: the host's address may have changed",
             )
-        return Player(name, process, addresses[name], answer["port"], token)
+        return LinkProbe(name, process, addresses[name], answer["port"], token)
 
-    return await fleet.each(addresses, start, ending(phase))
+    return await fleet.each(addresses, start, phase_callback(phase))
 
 
-async def _play(
-    plan: Sequence[tuple[Pair, ...]], players: Mapping[str, Player], seconds: float, phase: Phase
-) -> tuple[Link, ...]:
+async def _measure_all(
+    plan: Sequence[tuple[Pair, ...]], probes: Mapping[str, LinkProbe], seconds: float, phase: Phase
+) -> tuple[LinkSpeed, ...]:
     """Round after round; in a round all pairs at once, each in one direction and then in the other."""
-    links: list[Link] = []
+    links: list[LinkSpeed] = []
 
-    async def pair(one: Player, other: Player) -> None:
-        phase.say(one.name, f"and {other.name}")
+    async def pair(one: LinkProbe, other: LinkProbe) -> None:
+        phase.update(one.name, f"and {other.name}")
         both = [await _measure(one, other, seconds), await _measure(other, one, seconds)]
         links.extend(both)
         phase.done(one.name, next((link.problem for link in both if link.problem), ""))
 
     for pairs in plan:
-        await asyncio.gather(*(pair(players[one], players[other]) for one, other in pairs))
-    order = {name: place for place, name in enumerate(players)}
+        await asyncio.gather(*(pair(probes[one], probes[other]) for one, other in pairs))
+    order = {name: place for place, name in enumerate(probes)}
     return tuple(sorted(links, key=lambda link: (order[link.source], order[link.target])))
 
 
-async def _measure(one: Player, other: Player, seconds: float) -> Link:
-    """One direction. A host that goes away in the middle is a link with a problem, and stops no other pair."""
+async def _measure(one: LinkProbe, other: LinkProbe, seconds: float) -> LinkSpeed:
+    """One direction. A host that fails is a link with a problem, and stops no other pair."""
     request = {"op": "measure", "address": other.address, "port": other.port, "token": other.token}
-    request |= {"seconds": seconds, "pings": PINGS, "many": MANY}
+    request |= {"seconds": seconds, "pings": PINGS, "many": PARALLEL_CONNECTIONS}
     try:
-        answer = await _ask(one.name, one.process, request, 2 * seconds + PATIENCE)
+        answer = await _ask(one.name, one.process, request, 2 * seconds + PROBE_TIMEOUT_S)
     except HostError as error:
-        return Link(one.name, other.name, problem=error.message)
-    return Link(one.name, other.name, **answer)
+        return LinkSpeed(one.name, other.name, problem=error.message)
+    return LinkSpeed(one.name, other.name, **answer)
 
 
-async def _ask(name: str, process: Process, request: Mapping[str, object], patience: float = PATIENCE) -> Any:
-    """One request to a measuring program, and its answer."""
+async def _ask(name: str, process: Process, request: Mapping[str, object], timeout: float = PROBE_TIMEOUT_S) -> Any:
+    """Send a request to a measuring program, and return its answer."""
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             await process.write(json.dumps(request).encode() + b"\n")
             line = await process.readline()
     except TimeoutError:
-        raise TimedOut(name, f"the measuring program says nothing for {patience:g} s", hint="is the host up?") from None
+        raise CommandTimeout(
+            name, f"the measuring program does not answer within {timeout:g} s", hint="is the host up?"
+        ) from None
     if not line:
-        said = (await process.wait()).error_text.strip().splitlines()
+        output = (await process.wait()).error_text.strip().splitlines()
         raise AgentFailed(
             name,
-            f"the measuring program ended: {said[-1] if said else 'it said nothing'}",
+            f"the measuring program ended: {output[-1] if output else 'no output'}",
             hint="Shoal needs python3, 3.8 or newer, on the host",
         )
     return json.loads(line)
 
 
-async def _keep(fleet: Fleet, controller: str, links: Sequence[Link]) -> None:
-    """Leave the measurement on the controller, where `shoal up` looks for it."""
+async def _save(fleet: Fleet, controller: str, links: Sequence[LinkSpeed]) -> None:
+    """Save the links on the controller, where `shoal up` reads them."""
     agent = await fleet.agent(controller)
     report = await agent.apply((File(LINKS, links_text(links)),), {}, lambda event: None)
     report.raise_failed(controller, "shoal bench links")

@@ -6,21 +6,32 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.errors import HostError, SlurmError, TimedOut, UsageError
+from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hosts.api import Host, Process
-from shoal.jobs import reader
+from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
-from shoal.jobs.model import JOBS_DIRECTORY
-from shoal.jobs.reason import Reason, explain_failure
-from shoal.jobs.record import JobRecord, parse_records, show_command
-from shoal.plan.connections import Connections
-from shoal.verbs.context import Context, keeping
-from shoal.verbs.slurmctld import while_it_runs
-from shoal.verbs.status import accepted, look_at_slurmctld
+from shoal.jobs.record import (
+    JOBS_DIRECTORY,
+    JobRecord,
+    jobcomp_command,
+    may_be_requeued,
+    merge_records,
+    parse_jobcomp,
+    parse_recent,
+    parse_records,
+    parse_sacct,
+    recent_command,
+    sacct_command,
+    show_command,
+)
+from shoal.plan.fleet import Connections
+from shoal.remote import log_reader as reader
+from shoal.verbs.context import Context, job_file_hosts
+from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
 
 READER = Path(reader.__file__).read_text()
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -38,7 +49,7 @@ class LogsResult:
     lines: tuple[LogLine, ...]
     record: JobRecord | None = None
     """None where neither slurmctld nor its file knows the job."""
-    reason: Reason | None = None
+    reason: FailureReason | None = None
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
 
@@ -47,8 +58,8 @@ async def logs(context: Context, job: str, directory: str | None = None) -> Logs
     check_job(job)
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [record] = await while_it_runs(controller, find_record(controller, job))
-        found = await read(fleet, keeping(context), files_of(context, job, record, directory))
+        [record] = await gather_answers(controller, find_record(controller, job))
+        found = await read(fleet, job_file_hosts(context), files_of(context, job, record, directory))
         return _result(job, record, found, fleet)
 
 
@@ -59,10 +70,10 @@ async def follow(
     check_job(job)
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
-        [record] = await while_it_runs(controller, find_record(controller, job))
+        [record] = await gather_answers(controller, find_record(controller, job))
         files = files_of(context, job, record, directory)
         if record is None:
-            found = await read(fleet, keeping(context), files)
+            found = await read(fleet, job_file_hosts(context), files)
             for line in found.lines:
                 show(line)
             return _result(job, record, found, fleet)
@@ -71,7 +82,7 @@ async def follow(
         async def open_reader(name: str) -> None:
             processes[name] = await (await fleet.host(name)).start(_command(files, 0, "follow"))
 
-        await fleet.each(keeping(context), open_reader)
+        await fleet.each(job_file_hosts(context), open_reader)
         sorter = _Sorter(show)
         pumps = [asyncio.create_task(_pump(name, p, reader, sorter)) for name, p in processes.items()]
         ticking = asyncio.create_task(sorter.tick())
@@ -106,7 +117,7 @@ async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
     while record.active:
         await asyncio.sleep(pause)
         pause = min(2.0, pause * 1.2)
-        # It may be in nobody's records, where the controller was built again meanwhile.
+        # No record has it where the controller was rebuilt meanwhile.
         record = await find_record(controller, record.id) or replace(record, state="UNKNOWN")
     return record
 
@@ -124,14 +135,12 @@ async def find_records(controller: Host, job: str) -> list[JobRecord]:
     """The job, or every task of an array, as Slurm has it, from its file where it ended a while ago."""
     try:
         result = await controller.run(show_command(job), timeout=60)
-    except TimedOut:
+    except CommandTimeout:
         cause = f"slurmctld on {controller.name} does not answer"
-        raise SlurmError(cause, hint=look_at_slurmctld(controller.name)) from None
+        raise SlurmError(cause, hint=slurmctld_fix(controller.name)) from None
     if result.status != 0 and "nvalid job id" in result.error_text:
-        from shoal.verbs.ended import ended_job  # `shoal run`, which loads this file too, needs nothing of it
-
-        return await ended_job(controller, job)
-    return parse_records(accepted(controller, show_command(job), result))
+        return await ended_runs(controller, job)
+    return parse_records(checked_output(controller, show_command(job), result))
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:
@@ -201,3 +210,40 @@ class _Sorter:
         held, self._held = self._held, []
         for line in merge(line for _, line in held):
             self._show(line)
+
+
+async def recently_ended_jobs(controller: Host) -> list[JobRecord]:
+    """Those that ended within a day, oldest first."""
+    return parse_recent(await slurm_output(controller, recent_command()))
+
+
+async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
+    """As far back as there are records: what the file has, and slurmdbd, which knows more, where there is one.
+
+    Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
+    """
+    found = [record for record in parse_jobcomp(await slurm_output(controller, jobcomp_command())) if not record.active]
+    if context.spec.accounting is not None:
+        with contextlib.suppress(SlurmError):
+            found = merge_records(found, parse_sacct(await slurm_output(controller, sacct_command())))
+    return found
+
+
+async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
+    """One job, or the members of an array, as they last ended."""
+    found = parse_jobcomp(await slurm_output(controller, jobcomp_command()))
+    last = {record.id: record for record in found if job in (record.id, record.id.partition("_")[0])}
+    return [record for record in last.values() if not record.active]
+
+
+def exclude_known(ended: Iterable[JobRecord], known: Iterable[JobRecord]) -> list[JobRecord]:
+    """Those that slurmctld does not tell of by itself. Of one that never started the two give another start."""
+    known = list(known)
+    listed = {(record.id, when) for record in known for when in (record.start, record.end)}
+    again = {record.id for record in known if record.restarts}
+    return [
+        record
+        for record in ended
+        if not {(record.id, record.start), (record.id, record.end)} & listed
+        and not (record.id in again and may_be_requeued(record))
+    ]

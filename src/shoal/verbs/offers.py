@@ -1,4 +1,4 @@
-"""`shoal offers`: which machines the providers of the spec have now, where, and for how much."""
+"""`shoal offers`: which machines the providers of the spec offer now, where, and at what price."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import Offer, ProviderLogin, Query, RentalProvider
+from shoal.cloud.providers.prices import prices, store_prices
 from shoal.errors import ShoalError
-from shoal.providers.prices import prices, refreshed
-from shoal.providers.rental import Account, Offer, Query, Renter
-from shoal.providers.rented import renter
-from shoal.verbs.accounts import Open, ask_all, open_accounts
 from shoal.verbs.context import Context
+from shoal.verbs.provider_accounts import Open, ask_all, open_accounts
 
 
 @dataclass(frozen=True)
 class OffersResult:
     cluster: str
     offers: tuple[Offer, ...]
-    """Cheapest first; what has no price comes after, and last what cannot be had now."""
+    """Cheapest first, then those without a price, last those not available now."""
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
-    """The accounts that could not be asked."""
+    """The provider accounts that did not answer."""
 
 
-async def offers(context: Context, query: Query, providers: Iterable[str] = (), opened: Open = renter) -> OffersResult:
-    """Ask all accounts, or those named, side by side. Prices that an API lacks come from our table, with their day."""
+async def offers(
+    context: Context, query: Query, providers: Iterable[str] = (), opened: Open = rental_provider
+) -> OffersResult:
+    """Ask all provider accounts, or those named. Prices that an API lacks come from our table, with their date."""
     accounts = open_accounts(context.spec, providers)
     with context.progress.phase("providers asked", len(accounts.usable)) as phase:
 
-        async def question(account: Account, one: Renter) -> list[Offer]:
-            found = await one.offers(query)
+        async def question(account: ProviderLogin, client: RentalProvider) -> list[Offer]:
+            listed = await client.offers(query)
             phase.done(account.name)
-            return found
+            return listed
 
         answers, failures = await ask_all(accounts, question, opened)
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    found: list[Offer] = []
+    matching: list[Offer] = []
     for account in accounts.usable:
-        told = answers.get(account.name, [])
-        if not account.url:  # what a simulator asks is nobody's price
-            refreshed(account.kind, told, today)
-        # Some learn what is in a machine from our table only.
-        found += (offer for offer in prices().fill(account.kind, told) if query.admits(offer))
-    return OffersResult(context.cluster, tuple(sorted(found, key=_order)), failures)
+        listed = answers.get(account.name, [])
+        if not account.url:  # a simulator's prices must not enter the table
+            store_prices(account.kind, listed, today)
+        # For some providers only our table has the contents of a machine, so the query applies after it.
+        matching += (offer for offer in prices().fill(account.kind, listed) if query.admits(offer))
+    return OffersResult(context.cluster, tuple(sorted(matching, key=_order)), failures)
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, str, str, str]:

@@ -2,74 +2,262 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
+import math
+import re
+import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from shoal.errors import ShoalError
-from shoal.plan.progress import Progress
+from shoal.errors import CommandFailed, PartialFailure, ShoalError, UsageError
+from shoal.hostlist import expand
+from shoal.jobs.bundle import DEFAULT_LIMIT
+from shoal.jobs.failure import FailureReason
+from shoal.jobs.model import LAUNCHER_NAMES, JobSpec, job_root
+from shoal.jobs.record import JobRecord
+from shoal.plan.fleet import Connections
+from shoal.plan.progress import Phase, ProgressReporter
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare
-from shoal.proof.model import Asked, ProofResult, Row, RunFailed, Runner, Trial
-from shoal.proof.records import RunRecord, read_run, what_is_missing
+from shoal.proof.model import ProofRequest, ProofResult, ProofRow, ProofRun, Runner, ScriptFailed
+from shoal.proof.records import RunRecord, describe_missing_record, read_run
+from shoal.spec.values import minutes
+from shoal.verbs.context import Context, compute_hosts
+from shoal.verbs.jobs import cancel
+from shoal.verbs.logs import find_record, logs, wait_for_end
+from shoal.verbs.run import run
 
 
-async def prove(asked: Asked, runner: Runner, progress: Progress, keep: Path | None = None) -> ProofResult:
-    """Run the script with one process, then in every way asked for, and compare. `keep` keeps the records there."""
+async def prove(
+    request: ProofRequest, runner: Runner, progress: ProgressReporter, keep: Path | None = None
+) -> ProofResult:
+    """Run the script with one process, then with every launcher and mode asked for, and compare.
+
+    `keep` is a directory for the records; without it they are deleted.
+    """
     with tempfile.TemporaryDirectory(prefix="shoal-prove-") as scratch:
         place = keep or Path(scratch)
-        one = await _reference(runner, place, progress)
+        single = await _reference(runner, place, progress)
         rows = []
-        for launcher in asked.launchers:
-            for parallel in asked.parallels:
-                trial = Trial(launcher, parallel, asked.processes)
-                rows.append(await _row(asked, runner, trial, place, one, progress))
-    losses = tuple(loss.value for loss in one.losses)
-    return ProofResult(asked.script, asked.processes, asked.dtype, asked.tolerance, one.steps, losses, tuple(rows))
+        for launcher in request.launchers:
+            for parallel in request.parallels:
+                proof_run = ProofRun(launcher, parallel, request.processes)
+                rows.append(await _row(request, runner, proof_run, place, single, progress))
+    losses = tuple(loss.value for loss in single.losses)
+    return ProofResult(
+        request.script, request.processes, request.dtype, request.tolerance, single.steps, losses, tuple(rows)
+    )
 
 
-async def _reference(runner: Runner, place: Path, progress: Progress) -> RunRecord:
-    """What one process does. Without it there is nothing to compare with."""
-    trial = Trial("python", "ddp", 1)
+async def _reference(runner: Runner, place: Path, progress: ProgressReporter) -> RunRecord:
+    """The run with one process, which the others are compared with."""
+    proof_run = ProofRun("python", "ddp", 1)
     try:
-        one = await _run(runner, trial, place, progress)
-    except RunFailed as error:
+        single = await _run(runner, proof_run, place, progress)
+    except ScriptFailed as error:
         raise ShoalError(f"the script fails with one process: {error.message}", hint=error.hint) from None
-    if missing := what_is_missing(one, 1):
+    if missing := describe_missing_record(single, 1):
         raise ShoalError(missing[0], hint=missing[1])
-    return one
+    return single
 
 
-async def _row(asked: Asked, runner: Runner, trial: Trial, place: Path, one: RunRecord, progress: Progress) -> Row:
+async def _row(
+    request: ProofRequest,
+    runner: Runner,
+    proof_run: ProofRun,
+    place: Path,
+    single: RunRecord,
+    progress: ProgressReporter,
+) -> ProofRow:
     try:
-        many = await _run(runner, trial, place, progress)
-    except RunFailed as error:
-        return Row(trial.launcher, trial.parallel, False, cause=str(error))
-    if missing := what_is_missing(many, trial.processes):
-        return Row(trial.launcher, trial.parallel, False, cause=f"{missing[0]}\n  fix: {missing[1]}")
-    found = compare(one, many)
-    if found.within(asked.tolerance):
-        return Row(trial.launcher, trial.parallel, True, found)
-    return Row(trial.launcher, trial.parallel, False, found, likely_cause(one, many, found, asked.tolerance))
+        many = await _run(runner, proof_run, place, progress)
+    except ScriptFailed as error:
+        return ProofRow(proof_run.launcher, proof_run.parallel, False, cause=str(error))
+    if missing := describe_missing_record(many, proof_run.processes):
+        return ProofRow(proof_run.launcher, proof_run.parallel, False, cause=f"{missing[0]}\n  fix: {missing[1]}")
+    found = compare(single, many)
+    if found.within(request.tolerance):
+        return ProofRow(proof_run.launcher, proof_run.parallel, True, found)
+    return ProofRow(
+        proof_run.launcher, proof_run.parallel, False, found, likely_cause(single, many, found, request.tolerance)
+    )
 
 
-async def _run(runner: Runner, trial: Trial, place: Path, progress: Progress) -> RunRecord:
-    directory = _room(place, trial)
-    with progress.phase(trial.title, 1) as phase:
+async def _run(runner: Runner, proof_run: ProofRun, place: Path, progress: ProgressReporter) -> RunRecord:
+    directory = _make_directory(place, proof_run)
+    with progress.phase(proof_run.title, 1) as phase:
         try:
-            await runner.run(trial, directory, phase)
-        except RunFailed as error:
+            await runner.run(proof_run, directory, phase)
+        except ScriptFailed as error:
             phase.done(runner.where, error.message.partition("\n")[0])
             raise
         phase.done(runner.where)
     return read_run(directory)
 
 
-def _room(place: Path, trial: Trial) -> Path:
-    directory = place / trial.title.replace(" ", "-")
+def _make_directory(place: Path, proof_run: ProofRun) -> Path:
+    directory = place / proof_run.title.replace(" ", "-")
     try:
         directory.mkdir(parents=True)
     except OSError as error:
         raise ShoalError(
-            f"cannot make {directory}: {error.strerror}", hint="name a directory that can be written with --keep"
+            f"cannot make {directory}: {error.strerror}", hint="choose a directory that you may write to with --keep"
         ) from None
     return directory
+
+
+CLUSTER_LAUNCHERS = tuple(name for name in LAUNCHER_NAMES if name != "python")
+RECORDS = "proof"
+"""The directory of the records, below the job's own."""
+_FILE = re.compile(r"rank-[0-9]+\.(jsonl|end)")
+
+
+class ClusterRunner:
+    """Runs the script as jobs, one after the other."""
+
+    def __init__(
+        self, request: ProofRequest, context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT
+    ) -> None:
+        """`job` has what all runs have in common; the proof sets the launcher and the number of processes."""
+        self._request = request
+        self._context = context
+        self._job = job
+        self._here = here
+        self._limit = limit
+        nodes = job.nodes or 1
+        if request.processes % nodes:
+            raise UsageError(
+                f"cannot divide {request.processes} processes equally among {nodes} nodes",
+                hint=f"use -n {nodes * math.ceil(request.processes / nodes)}",
+            )
+
+    @property
+    def where(self) -> str:
+        return self._context.cluster
+
+    async def run(self, proof_run: ProofRun, directory: Path, phase: Phase) -> None:
+        job = self.spec(proof_run)
+        submitting = asyncio.ensure_future(run(self._context, job, self._here, self._limit))
+        try:
+            # Shielded: a job that is queued before we know its number must be cancelled too.
+            submitted = await asyncio.shield(submitting)
+            phase.update(self.where, f"job {submitted.id}")
+            record = await self._end_of(submitted.id)
+        except asyncio.CancelledError:
+            number = (await submitting).id
+            await cancel(self._context, [number])
+            with contextlib.suppress(ShoalError):  # the job is cancelled, even if its records stay
+                await self._remove(job, number)
+            raise
+        except UsageError as error:
+            raise self._with_proof_options(error) from None
+        await self._fetch(job, record, directory)
+        if record.failed:
+            reason = (await logs(self._context, submitted.id, job.directory)).reason
+            fix = reason.fix if reason else ""
+            if reason and reason.kind == "time limit" and self._job.time is None:
+                fix = "give it more with --timeout"
+            raise ScriptFailed(_failure_text(record, reason), hint=fix)
+
+    def spec(self, proof_run: ProofRun) -> JobSpec:
+        """The job of one run. It is not requeued: its records would be those of two halves."""
+        nodes = self._job.nodes or 1
+        single = proof_run.processes == 1
+        # Slurm rejects a job whose warning would come before its start.
+        minutes_needed = max(math.ceil(self._request.timeout / 60), self._job.grace // 60 + 1)
+        # model_copy does not validate: the variables are Shoal's own, which a job file may not set.
+        return self._job.model_copy(
+            update={
+                "launcher": proof_run.launcher,
+                "nodes": 1 if single else nodes,
+                "nodelist": None if single else self._job.nodelist,
+                "ntasks_per_node": proof_run.processes if single else proof_run.processes // nodes,
+                "requeue": False,
+                "time": self._job.time or str(minutes_needed),
+                "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
+                "export": {**self._job.export, **proof_run.variables(self._request, RECORDS)},
+            }
+        )
+
+    def _with_proof_options(self, error: UsageError) -> UsageError:
+        """The hint of `shoal run`, with the options of `shoal prove`."""
+        hint, processes = error.hint, self._request.processes
+        if most := re.search(r"--ntasks-per-node (\d+)", hint):
+            fits = (n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= int(most[1]))
+            hint = hint.replace(most[0], f"-N {next(fits)}")
+        if self._job.time is None:
+            hint = re.sub(r"--time ([0-9:-]+)", lambda limit: f"--timeout {minutes(limit[1]) * 60:g}", hint)
+        return UsageError(error.message, hint=hint)
+
+    async def _end_of(self, number: str) -> JobRecord:
+        async with await self._context.connections([self._context.controller]) as fleet:
+            controller = await fleet.host(self._context.controller.name)
+            record = await find_record(controller, number)
+            if record is None:
+                raise ScriptFailed(f"Slurm does not know job {number} any more", hint=f"look at `shoal logs {number}`")
+            return await wait_for_end(controller, record)
+
+    async def _fetch(self, job: JobSpec, record: JobRecord, directory: Path) -> None:
+        """Fetch the records from every node of the job, then remove them there: parameters are large."""
+        place = self._place(job, record.id)
+        async with await self._context.connections() as fleet:
+            names = [name for name in expand(record.nodes) if name in fleet.targets] if record.nodes else []
+            archives = await fleet.each(names, lambda name: _records(fleet, name, _TAKE, place))
+            # Only after all are read: nodes with shared storage have the same directory.
+            await fleet.each(archives, lambda name: _records(fleet, name, _REMOVE, place))
+            failures = dict(fleet.failures)
+        if failures:
+            causes = "; ".join(str(error).partition("\n")[0] for error in failures.values())
+            raise PartialFailure(f"cannot read all records of job {record.id}: {causes}", hint="repair these nodes")
+        for archive in archives.values():
+            unpack(archive, directory)
+
+    async def _remove(self, job: JobSpec, number: str) -> None:
+        """Remove the records on all nodes: Slurm may not know the nodes of a cancelled job any more."""
+        place = self._place(job, number)
+        async with await self._context.connections() as fleet:
+            await fleet.each(compute_hosts(self._context), lambda name: _records(fleet, name, _REMOVE, place))
+
+    def _place(self, job: JobSpec, number: str) -> str:
+        return f"{job_root(job, self._context.cluster)}/{number}"
+
+
+async def _records(fleet: Connections, name: str, program: str, place: str) -> bytes:
+    host = await fleet.host(name)
+    result = await host.run(["sh", "-c", program, "sh", place, RECORDS], timeout=600)
+    if result.status != 0:
+        raise CommandFailed(name, f"cannot read {place}/{RECORDS}: {result.error_text.strip()}")
+    return result.stdout
+
+
+_TAKE = r"""
+cd "$1" 2> /dev/null || exit 0
+[ -d "$2" ] || exit 0
+tar -cf - --exclude=checkpoints --exclude=tracking "$2"
+"""
+"""Prints the records as an archive. A job that failed early has none."""
+
+_REMOVE = r"""
+cd "$1" 2> /dev/null || exit 0
+[ ! -d "$2" ] || rm -rf "$2"
+"""
+
+
+def unpack(archive: bytes, directory: Path) -> None:
+    """Extract only the records from an archive, under their own names."""
+    if not archive:
+        return
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            file = tar.extractfile(member) if member.isfile() and _FILE.fullmatch(name) else None
+            if file is not None:
+                (directory / name).write_bytes(file.read())
+
+
+def _failure_text(record: JobRecord, reason: FailureReason | None) -> str:
+    if reason is None:
+        return f"job {record.id}: {record.state.lower().replace('_', ' ')}"
+    return f"job {record.id}: {reason.text}" + "".join(f"\n  {line}" for line in reason.details)

@@ -1,9 +1,9 @@
-"""`shoal reap`: give back every machine that carries a cluster's mark, from wherever the keys are.
+"""`shoal reap`: delete every instance that carries the cluster's mark, from any machine that has the provider keys.
 
-It needs neither the controller nor its ledger, so it is what is left when they are gone: providers are asked what they
-have, machines are deleted, and that again until no list shows one. A list may lag behind an order, so an empty one is
-believed only when the ledger knows of no recent order, or as much time has passed as that provider's lists may take.
-A machine that the ledger has and no list ever showed is not gone for that: the key at hand may be another team's.
+It needs neither the controller nor its ledger, so it works when they are gone: it lists instances, deletes them, and
+repeats until no list shows one. A list may lag behind an order, so an empty one counts only when the ledger has no
+recent order, or after the time that this provider's lists may lag. An instance that is in the ledger and was never
+listed does not count as gone: the key at hand may be another team's.
 """
 
 from __future__ import annotations
@@ -13,73 +13,73 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalProvider, RentedInstance
 from shoal.errors import ProviderError, ShoalError
-from shoal.providers.rental import Account, Rented, Renter, Trouble
-from shoal.providers.rented import renter
-from shoal.roles.forgotten import Forgotten, forgotten_finding
+from shoal.roles.orphaned_rentals import orphan_finding
 from shoal.spec.finding import Finding
-from shoal.spec.rented import accounts as accounts_of
-from shoal.verbs.accounts import Accounts, Open, ask_all, open_accounts
-from shoal.verbs.context import Context
-from shoal.verbs.held_machines import Held, held, strike_off
-from shoal.verbs.last_words import last_words
+from shoal.spec.members import provider_accounts as accounts_of
+from shoal.verbs.context import Context, note_at_exit
+from shoal.verbs.provider_accounts import Open, OpenAccounts, ask_all, open_accounts
+from shoal.verbs.rentals import LedgerRental, ledger_rentals, record_ended
 
-CLEAN_LOOKS = 2
-"""A provider is clean when so many lists in a row show nothing."""
-ROUNDS = 60
-"""So many looks machines may take to go."""
-AGAIN = 6
-"""What is said to be going and stays is deleted again after so many looks."""
-FAILURES = 3
-"""So often in a row a provider may fail to answer."""
-PATIENCE = 1200.0
-"""Seconds for all of one account: its lists may lag for minutes, and machines may take as long to go."""
+CLEAN_LISTS = 2
+"""A provider is clean after this many empty lists in a row."""
+MAX_LISTS = 60
+"""An instance must be gone after this many lists."""
+DELETE_AGAIN_LISTS = 6
+"""An instance that is stopping and stays is deleted again after this many lists."""
+MAX_FAILURES = 3
+"""A provider may fail to answer this often in a row."""
+SWEEP_TIMEOUT_S = 1200.0
+"""For one provider account: its lists may lag for minutes, and instances may take as long to go."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How often providers are asked."""
+class Polling:
+    """How often providers are asked for their list."""
 
-    pause: float = 5.0
-    """Seconds between two looks."""
+    interval_s: float = 5.0
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-PACE = Pace()
+POLLING = Polling()
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A machine at a provider that carries the cluster's mark."""
+class ListedInstance:
+    """An instance at a provider account that carries the cluster's mark."""
 
     account: str
-    machine: Rented
+    instance: RentedInstance
+
+    def __str__(self) -> str:
+        return f"{self.account} {self.instance.id}"
 
 
 @dataclass(frozen=True)
-class Look:
-    """All that providers have for a cluster, and who could not be asked."""
+class ReapPreview:
+    """What providers have of a cluster, and which of them did not answer."""
 
     cluster: str
-    found: tuple[Holding, ...]
+    found: tuple[ListedInstance, ...]
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
-    unseen: tuple[Holding, ...] = ()
-    """Machines that the ledger has and no list shows; asked for only where lists show none at all."""
+    unlisted: tuple[ListedInstance, ...] = ()
+    """Instances in the ledger that no list shows; set only where all lists are empty."""
     findings: tuple[Finding, ...] = ()
-    """Machines of accounts that the file does not have; asked for only where lists show none at all."""
+    """Instances of provider accounts that the file lacks; set only where all lists are empty."""
 
 
 @dataclass(frozen=True)
 class ReapResult:
     cluster: str
-    gone: tuple[Holding, ...] = ()
-    """Machines that no list shows any more."""
-    remaining: tuple[Holding, ...] = ()
-    """Machines that are there still, or may be: nobody could be asked again, or only the ledger has them."""
+    gone: tuple[ListedInstance, ...] = ()
+    remaining: tuple[ListedInstance, ...] = ()
+    """Instances that exist, or may: the provider did not answer again, or only the ledger has them."""
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
-    """Why an account could not be asked, would not delete, or cannot be believed."""
+    """By provider account: why it could not be asked, did not delete, or cannot be trusted."""
     findings: tuple[Finding, ...] = ()
-    """Machines of accounts that the file does not have, and what was struck off unproved."""
+    """Instances of provider accounts that the file lacks, and those removed from the ledger without proof."""
 
     @property
     def clean(self) -> bool:
@@ -87,242 +87,246 @@ class ReapResult:
         return not (self.remaining or self.failures or errors)
 
 
-async def look(context: Context, opened: Open = renter, pace: Pace | None = None) -> Look:
-    """What there is, without touching it. That there is nothing is said when the lists can be believed."""
+async def preview(context: Context, opened: Open = rental_provider, polling: Polling | None = None) -> ReapPreview:
+    """What `reap` would delete. Reports "nothing" only once the lists can be trusted."""
 
-    async def question(account: Account, one: Renter) -> list[Rented]:
-        return _ours(context.cluster, await one.rented(context.cluster))
+    async def list_marked(account: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
+        return _of_cluster(context.cluster, await provider.instances(context.cluster))
 
-    answers, failures = await ask_all(open_accounts(context.spec), question, opened)
-    found = _holdings((name, machines) for name, machines in answers.items())
+    answers, failures = await ask_all(open_accounts(context.spec), list_marked, opened)
+    found = _listed(answers.items())
     if found:
-        return Look(context.cluster, found, failures)
-    swept = await _swept(context, opened, pace, touch=False)
-    failures = {**swept.failures, **swept.doubts()}
-    return Look(context.cluster, swept.left(), failures, swept.unseen(), swept.strangers)
+        return ReapPreview(context.cluster, found, failures)
+    swept = await _sweep(context, opened, polling, delete=False)
+    return ReapPreview(
+        context.cluster, swept.left(), {**swept.failures, **swept.doubts()}, swept.unlisted(), swept.orphans
+    )
 
 
-async def reap(context: Context, opened: Open = renter, pace: Pace | None = None, *, force: bool = False) -> ReapResult:
-    """Delete all of it, and go on until every provider's list is clean; then note in the ledger what is proved gone.
+async def reap(
+    context: Context, opened: Open = rental_provider, polling: Polling | None = None, *, force: bool = False
+) -> ReapResult:
+    """Delete instances until every provider's list is clean, then record in the ledger what is proved gone.
 
-    With `force` also what the ledger has and no list ever showed is struck off.
+    With `force`, also remove from the ledger what no list ever showed.
     """
-    swept = await _swept(context, opened, pace, touch=True)
-    await strike_off(context, swept.ended(force))
-    unseen, findings = swept.unseen(), swept.strangers
-    if force and unseen:
-        named = ", ".join(f"{one.account} {one.machine.id}" for one in unseen)
+    swept = await _sweep(context, opened, polling, delete=True)
+    await record_ended(context, swept.ended(force).items())
+    unlisted, findings = swept.unlisted(), swept.orphans
+    if force and unlisted:
         what = "removed from the ledger, although no list ever showed it"
-        findings += (Finding("warning", what, named, "look in the provider's console"),)
-    remaining = swept.left() if force else (*swept.left(), *unseen)
+        findings += (Finding("warning", what, ", ".join(map(str, unlisted)), "look in the provider's console"),)
+    remaining = swept.left() if force else (*swept.left(), *unlisted)
     failures = swept.failures if force else {**swept.failures, **swept.doubts()}
     return ReapResult(context.cluster, swept.gone(), remaining, failures, findings)
 
 
-async def _swept(context: Context, opened: Open, pace: Pace | None, *, touch: bool) -> _Swept:
-    """Every account looked at until it is known what is there, and cleared on the way if it is to be touched."""
+async def _sweep(context: Context, opened: Open, polling: Polling | None, *, delete: bool) -> _SweepResults:
+    """List every provider account until the result can be trusted, and delete on the way if asked to."""
     accounts = open_accounts(context.spec)
-    known = await held(context)
+    rentals = await ledger_rentals(context)
     sweeps = {
-        account.name: _Sweep(
+        account.name: _AccountSweep(
             context.cluster,
-            pace or PACE,
-            touch,
-            None if known is None else [one for one in known if one.account == account.name],
+            polling or POLLING,
+            delete,
+            None if rentals is None else [rental for rental in rentals if rental.account == account.name],
         )
         for account in accounts.usable
     }
-    title = "providers cleared" if touch else "providers asked"
-    with last_words(lambda: _not_proved(sweeps)):
-        failures = await _sweep_all(context, accounts, sweeps, opened, title)
-    return _Swept(context.cluster, sweeps, failures, _strangers(context, known or ()))
+    with note_at_exit(lambda: _possibly_remaining_text(sweeps)):
+        title = "providers cleared" if delete else "providers asked"
+        failures = await _run_sweeps(context, accounts, sweeps, opened, title)
+    return _SweepResults(context.cluster, sweeps, failures, _orphans(context, rentals or ()))
 
 
-def _not_proved(sweeps: Mapping[str, _Sweep]) -> str:
-    """What is still to go, as far as it is known, for who leaves in the middle."""
-    found = _holdings((name, sweep.left.values()) for name, sweep in sweeps.items())
-    named = [f"{one.machine.node} ({one.account} {one.machine.id})" for one in found]
-    known = {one.id for sweep in sweeps.values() for one in sweep.seen.values()}
-    more = [
-        f"{one.node} ({one.account} {one.id or 'on order'})"
+def _possibly_remaining_text(sweeps: Mapping[str, _AccountSweep]) -> str:
+    """What may still exist, for an operator who interrupts."""
+    listed = _listed((name, sweep.left.values()) for name, sweep in sweeps.items())
+    names = [f"{one.instance.node} ({one})" for one in listed]
+    ids = {instance.id for sweep in sweeps.values() for instance in sweep.seen.values()}
+    names += [
+        str(rental)
         for sweep in sweeps.values()
-        for one in sweep.known or ()
-        if one.live and one.id not in known
+        for rental in sweep.rentals or ()
+        if rental.live and rental.id not in ids
     ]
-    left = ", ".join([*named, *more]) or "no list showed a machine so far"
-    return f"not proved gone: {left}; `shoal reap` goes on until all are"
+    left = ", ".join(names) or "no list has shown an instance so far"
+    return f"not proved gone: {left}; run `shoal reap` again until all are"
 
 
-def _strangers(context: Context, known: Iterable[Held]) -> tuple[Finding, ...]:
-    """Machines of accounts that the file does not have: nobody asks for them here."""
+def _orphans(context: Context, rentals: Iterable[LedgerRental]) -> tuple[Finding, ...]:
+    """Rentals of provider accounts that the file lacks: no provider is asked about them here."""
     named = accounts_of(context.spec)
-    machines = [
-        Forgotten(one.token, one.node, one.account, one.id, one.state)
-        for one in known
-        if one.live and one.account not in named
-    ]
-    return (forgotten_finding(context.spec, machines, context.controller.name),) if machines else ()
+    orphans = [rental for rental in rentals if rental.live and rental.account not in named]
+    return (orphan_finding(context.spec, orphans, context.controller.name),) if orphans else ()
 
 
-async def _sweep_all(
-    context: Context, accounts: Accounts, sweeps: Mapping[str, _Sweep], opened: Open, title: str
+async def _run_sweeps(
+    context: Context, accounts: OpenAccounts, sweeps: Mapping[str, _AccountSweep], opened: Open, title: str
 ) -> dict[str, ShoalError]:
     with context.progress.phase(title, len(sweeps)) as phase:
 
-        async def question(account: Account, one: Renter) -> None:
-            await sweeps[account.name].run(one, lambda text: phase.say(account.name, text))
+        async def run(account: ProviderLogin, provider: RentalProvider) -> None:
+            await sweeps[account.name].run(provider, lambda text: phase.update(account.name, text))
             phase.done(account.name)
 
-        _, failures = await ask_all(accounts, question, opened, PATIENCE)
+        _, failures = await ask_all(accounts, run, opened, SWEEP_TIMEOUT_S)
     return failures
 
 
 @dataclass(frozen=True)
-class _Swept:
-    """What has come of looking at every account."""
+class _SweepResults:
+    """The sweeps of all provider accounts, ended."""
 
     cluster: str
-    sweeps: Mapping[str, _Sweep]
+    sweeps: Mapping[str, _AccountSweep]
     failures: Mapping[str, ShoalError]
-    strangers: tuple[Finding, ...]
+    orphans: tuple[Finding, ...]
 
-    def left(self) -> tuple[Holding, ...]:
-        return _holdings((name, sweep.left.values()) for name, sweep in self.sweeps.items())
+    def left(self) -> tuple[ListedInstance, ...]:
+        return _listed((name, sweep.left.values()) for name, sweep in self.sweeps.items())
 
-    def gone(self) -> tuple[Holding, ...]:
-        return _holdings(
-            (name, [one for one in sweep.seen.values() if one.id not in sweep.left])
+    def gone(self) -> tuple[ListedInstance, ...]:
+        return _listed(
+            (name, [instance for instance in sweep.seen.values() if instance.id not in sweep.left])
             for name, sweep in self.sweeps.items()
         )
 
-    def unseen(self) -> tuple[Holding, ...]:
-        """What the ledger has at accounts whose lists are clean, and which they never showed."""
-        return _holdings(
-            (name, [Rented(one.id, self.cluster, one.node, one.token, "error", "not listed") for one in sweep.unseen])
+    def unlisted(self) -> tuple[ListedInstance, ...]:
+        """Instances in the ledger that a clean provider account never listed."""
+        return _listed(
+            (
+                name,
+                [
+                    RentedInstance(one.id, self.cluster, one.node, one.token, "error", "not listed")
+                    for one in sweep.unlisted
+                ],
+            )
             for name, sweep in self._clean().items()
         )
 
     def doubts(self) -> dict[str, ShoalError]:
-        """Why the clean list of such an account is not believed."""
-        found: dict[str, ShoalError] = {}
+        """Why the clean list of such a provider account is not trusted."""
+        errors: dict[str, ShoalError] = {}
         for name, sweep in self._clean().items():
-            if sweep.unseen:
-                ids = ", ".join(one.id for one in sweep.unseen)
-                it = "it" if len(sweep.unseen) == 1 else "them"
-                found[name] = ProviderError(
+            if sweep.unlisted:
+                ids = ", ".join(rental.id for rental in sweep.unlisted)
+                it = "it" if len(sweep.unlisted) == 1 else "them"
+                errors[name] = ProviderError(
                     f"the ledger has {name} {ids}, this key's list does not show {it}: is it the right key or project?",
                     hint=f"use the key and project that rented {it}; a service that runs on the controller removes "
-                    f"what is gone; or see that nothing is left, and use `shoal reap --force`",
+                    f"what is gone; or make sure that nothing is left, and use `shoal reap --force`",
                 )
-        return found
+        return errors
 
-    def ended(self, force: bool) -> dict[Held, float]:
-        """What is proved gone, each with the seconds since. An order without a machine is, where the list is ours."""
+    def ended(self, force: bool) -> dict[LedgerRental, float]:
+        """Rentals that are proved gone, with the seconds since. An order without an instance is, where we may list."""
         return {
-            one: sweep.since(one.token)
+            rental: sweep.seconds_since_gone(rental.token)
             for sweep in self._clean().values()
-            for one in sweep.known or ()
-            if force or not sweep.unseen or sweep.shown(one)
+            for rental in sweep.rentals or ()
+            if force or not sweep.unlisted or sweep.was_listed(rental)
         }
 
-    def _clean(self) -> dict[str, _Sweep]:
-        return {name: one for name, one in self.sweeps.items() if name not in self.failures and not one.left}
+    def _clean(self) -> dict[str, _AccountSweep]:
+        return {name: sweep for name, sweep in self.sweeps.items() if name not in self.failures and not sweep.left}
 
 
-def _ours(cluster: str, listed: Iterable[Rented]) -> list[Rented]:
-    """What carries the cluster's mark: a client that lists more must not cost somebody else a machine."""
-    return [machine for machine in listed if machine.cluster == cluster]
+def _of_cluster(cluster: str, instances: Iterable[RentedInstance]) -> list[RentedInstance]:
+    """The cluster's own. A client may list more, and those are another cluster's."""
+    return [instance for instance in instances if instance.cluster == cluster]
 
 
-def _holdings(found: Iterable[tuple[str, Iterable[Rented]]]) -> tuple[Holding, ...]:
-    return tuple(Holding(name, machine) for name, machines in found for machine in machines)
+def _listed(instances: Iterable[tuple[str, Iterable[RentedInstance]]]) -> tuple[ListedInstance, ...]:
+    return tuple(ListedInstance(name, instance) for name, some in instances for instance in some)
 
 
 @dataclass
-class _Sweep:
-    """One provider's machines while they go. What it last listed counts when it cannot be asked any more."""
+class _AccountSweep:
+    """The instances of one provider account while they go. Its last list counts when it stops answering."""
 
     cluster: str
-    pace: Pace
-    touch: bool
-    """Whether to delete what is found; else the first machine ends the sweep."""
-    known: Sequence[Held] | None
-    """What the ledger holds there; None where nobody can say."""
-    seen: dict[str, Rented] = field(default_factory=dict)
-    left: dict[str, Rented] = field(default_factory=dict)
-    _ended: dict[str, float] = field(default_factory=dict)
-    """When machines were first not listed any more, by token."""
+    polling: Polling
+    delete: bool
+    """Whether to delete what is listed; else the first instance ends the sweep."""
+    rentals: Sequence[LedgerRental] | None
+    """What the ledger has of this account; None where it cannot be read."""
+    seen: dict[str, RentedInstance] = field(default_factory=dict)
+    left: dict[str, RentedInstance] = field(default_factory=dict)
+    _gone_at: dict[str, float] = field(default_factory=dict)
+    """When an instance was first missing in a list, by token."""
 
-    async def run(self, at: Renter, say: Callable[[str], None]) -> None:
+    async def run(self, provider: RentalProvider, say: Callable[[str], None]) -> None:
         clean = failures = dirty = 0
-        waited = 0.0  # what looks themselves take comes on top
-        said = ""
+        waited = 0.0  # without the time that the lists themselves take
+        error_text = ""
         while True:
             try:
-                self._see(_ours(self.cluster, await at.rented(self.cluster)))
+                self._note(_of_cluster(self.cluster, await provider.instances(self.cluster)))
             except ProviderError as error:
                 failures += 1
-                if failures >= FAILURES:
+                if failures >= MAX_FAILURES:
                     raise
                 say(error.message)
             else:
                 failures = 0
                 clean = 0 if self.left else clean + 1
                 dirty += bool(self.left)
-                rest = self._lag(at.abilities.grace_seconds) - waited
-                if (clean >= CLEAN_LOOKS and rest <= 0) or (self.left and not self.touch):
+                lag = self._list_lag(provider.abilities.grace_seconds) - waited
+                if (clean >= CLEAN_LISTS and lag <= 0) or (self.left and not self.delete):
                     return
-                if dirty >= ROUNDS:
-                    raise self._stay(said)
-                due = [one for one in self.left.values() if one.state != "stopping" or dirty % AGAIN == 0]
-                said = await self._delete(at, due) if due else said
-                say(self._doing(rest))
-            await self.pace.sleep(self.pace.pause)
-            waited += self.pace.pause
+                if dirty >= MAX_LISTS:
+                    raise self._undeletable(error_text)
+                due = [one for one in self.left.values() if one.state != "stopping" or dirty % DELETE_AGAIN_LISTS == 0]
+                error_text = await self._delete(provider, due) if due else error_text
+                say(self._progress(lag))
+            await self.polling.sleep(self.polling.interval_s)
+            waited += self.polling.interval_s
 
     @property
-    def unseen(self) -> list[Held]:
-        """What the ledger has here, and no list ever showed."""
-        return [one for one in self.known or () if one.stands and not self.shown(one)]
+    def unlisted(self) -> list[LedgerRental]:
+        """Rentals in the ledger whose instance no list showed."""
+        return [rental for rental in self.rentals or () if rental.confirmed and not self.was_listed(rental)]
 
-    def shown(self, one: Held) -> bool:
-        return one.id in self.seen or any(one.token == machine.token for machine in self.seen.values())
+    def was_listed(self, rental: LedgerRental) -> bool:
+        return rental.id in self.seen or any(rental.token == instance.token for instance in self.seen.values())
 
-    def since(self, token: str) -> float:
-        """For how many seconds a machine is known to be gone."""
-        return time.monotonic() - self._ended[token] if token in self._ended else 0.0
+    def seconds_since_gone(self, token: str) -> float:
+        return time.monotonic() - self._gone_at[token] if token in self._gone_at else 0.0
 
-    def _see(self, listed: Iterable[Rented]) -> None:
+    def _note(self, listed: Iterable[RentedInstance]) -> None:
         before = self.left
-        self.left = {machine.id: machine for machine in listed}
+        self.left = {instance.id: instance for instance in listed}
         self.seen |= self.left
-        for id, machine in before.items():
+        for id, instance in before.items():
             if id not in self.left:
-                self._ended[machine.token] = time.monotonic()
+                self._gone_at[instance.token] = time.monotonic()
 
-    def _lag(self, grace: float) -> float:
-        """Seconds from the beginning until an empty list can be believed."""
-        if self.known is None:
+    def _list_lag(self, grace: float) -> float:
+        """Seconds from the start until an empty list can be trusted."""
+        if self.rentals is None:
             return grace
-        shown = {machine.token for machine in self.seen.values()}
-        return max((grace - one.age for one in self.known if one.token not in shown), default=0.0)
+        tokens = {instance.token for instance in self.seen.values()}
+        return max((grace - rental.age for rental in self.rentals if rental.token not in tokens), default=0.0)
 
-    def _doing(self, rest: float) -> str:
+    def _progress(self, lag: float) -> str:
         if self.left:
             return f"{len(self.left)} to go"
-        return f"lists none; one may turn up for {rest:.0f} s yet" if rest > 0 else "lists none"
+        return f"lists none; one may still appear for {lag:.0f} s" if lag > 0 else "lists none"
 
-    def _stay(self, said: str) -> ProviderError:
-        text = f"{len(self.left)} machines are still there after {ROUNDS} looks" + (f": {said}" if said else "")
+    def _undeletable(self, error_text: str) -> ProviderError:
+        text = f"{len(self.left)} machines are still there after {MAX_LISTS} lists"
+        text += f": {error_text}" if error_text else ""
         return ProviderError(text, hint="delete them in the provider's console")
 
-    async def _delete(self, at: Renter, due: list[Rented]) -> str:
-        """Delete them; what went wrong with one of them, if anything did."""
+    async def _delete(self, provider: RentalProvider, due: list[RentedInstance]) -> str:
+        """Delete instances. Returns the error of one of them, if any failed."""
         try:
-            outcomes = await at.delete(due)
+            outcomes = await provider.delete(due)
         except ProviderError as error:
             return error.message
-        refused = next((outcome for outcome in outcomes if not outcome.ok), None)
-        if refused is not None and refused.trouble is Trouble.AUTH:
-            raise ProviderError(refused.message, hint="see that the key is right and may delete")
-        return refused.message if refused else ""
+        failed = next((outcome for outcome in outcomes if not outcome.ok), None)
+        if failed is not None and failed.failure is FailureKind.AUTH:
+            raise ProviderError(failed.message, hint="check that the key is valid and may delete")
+        return failed.message if failed else ""

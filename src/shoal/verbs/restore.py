@@ -1,4 +1,4 @@
-"""`shoal restore`: the backups of the accounting database, and one of them put back."""
+"""`shoal restore`: list the backups of the accounting database, and restore one of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Host
-from shoal.roles.accounting import DATABASE_PROGRAM, WITH_OUR_CONF, database_host
+from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_ENV, database_host
 from shoal.verbs.context import Context
 from shoal.verbs.usage import require_accounting
 
 LATEST = "latest"
-PATIENCE = 3600.0
-"""Seconds for a large database."""
-ASK = (
-    *(*WITH_OUR_CONF, "sh", "-c"),
+RESTORE_TIMEOUT_S = 3600.0
+"""For a large database."""
+SLURMDBD_COMMAND = (
+    *(*SACCTMGR_ENV, "sh", "-c"),
     "timeout 60 sacctmgr -nP show cluster >/dev/null 2>&1 && echo answers || systemctl is-active slurmdbd",
 )
-"""Prints `answers` where slurmdbd does; else after half a minute what systemd says of it."""
+"""Prints `answers` where slurmdbd does; else, after half a minute, its state in systemd."""
 
 
 @dataclass(frozen=True)
@@ -33,48 +33,48 @@ class Backup:
 class RestoreResult:
     cluster: str
     host: str
-    """The member that has the database."""
+    """The member that runs the database."""
     backups: tuple[Backup, ...]
     """Newest first."""
     restored: str | None = None
-    """The one that was put back."""
+    """The name of the backup that was restored."""
     before: str | None = None
-    """The backup of what was there until then."""
+    """The backup of the database before that."""
 
 
 async def list_backups(context: Context) -> RestoreResult:
-    """The backups there are."""
+    """List the backups."""
     name = _database_host(context)
     async with await context.connections([context.choose_one(name)]) as fleet:
         return RestoreResult(context.cluster, name, await _backups(await fleet.host(name)))
 
 
-async def restore(context: Context, wanted: str) -> RestoreResult:
-    """Put a backup back. What is there now is backed up first, and jobs do not notice."""
+async def restore(context: Context, backup: str) -> RestoreResult:
+    """Restore a backup. The current database is backed up first; jobs are not affected."""
     name = _database_host(context)
     hosts = {member.name: member for member in (context.choose_one(name), context.controller)}
     async with await context.connections(hosts.values()) as fleet:
         host = await fleet.host(name)
         before = await _backups(host)
-        chosen = _choose(before, wanted)
+        chosen = _choose(before, backup)
         with context.progress.phase(f"restore {chosen.name}", 1) as phase:
-            done = await host.run((DATABASE_PROGRAM, "restore", chosen.name), timeout=PATIENCE)
-            if done.status != 0:
+            result = await host.run((DATABASE_PROGRAM, "restore", chosen.name), timeout=RESTORE_TIMEOUT_S)
+            if result.status != 0:
                 raise ShoalError(
-                    f"{name}: {chosen.name} could not be restored: {done.error_text.strip() or done.text.strip()}",
-                    hint="the records are as they were; `shoal restore` lists the other backups",
+                    f"{name}: cannot restore {chosen.name}: {result.error_text.strip() or result.text.strip()}",
+                    hint="try another backup (`shoal restore` lists them); the records are unchanged",
                 )
-            phase.at(0.8, "waiting for slurmdbd")
+            phase.set_fraction(0.8, "waiting for slurmdbd")
             await _wait_for_slurmdbd(host, before=_newest_of(await _backups(host), "restore"))
-            # It has the accounts of the other database in mind; it reads them when it starts, and jobs run on.
+            # slurmctld reads the accounts only when it starts; jobs run on.
             controller = await fleet.host(context.controller.name)
-            again = await controller.run(
+            restart = await controller.run(
                 ("sh", "-c", "systemctl restart slurmctld || scontrol reconfigure"), timeout=120
             )
-            if again.status != 0:
+            if restart.status != 0:
                 raise SlurmError(
                     f"{chosen.name} is restored, but slurmctld on {controller.name} did not start again: "
-                    f"{again.error_text.strip()}",
+                    f"{restart.error_text.strip()}",
                     hint="run `shoal up`",
                 )
             phase.done(name)
@@ -87,21 +87,19 @@ async def _backups(host: Host) -> tuple[Backup, ...]:
     if result.status != 0:
         raise ShoalError(f"{host.name} has no accounting database yet", hint="run `shoal up`")
     rows = [line.split(" ") for line in result.text.splitlines() if line.count(" ") == 2]
-    found = [Backup(name, int(size), float(made)) for name, size, made in rows]
-    return tuple(sorted(found, key=lambda backup: (backup.made, backup.name), reverse=True))
+    backups = [Backup(name, int(size), float(made)) for name, size, made in rows]
+    return tuple(sorted(backups, key=lambda backup: (backup.made, backup.name), reverse=True))
 
 
-def _choose(backups: tuple[Backup, ...], wanted: str) -> Backup:
+def _choose(backups: tuple[Backup, ...], name: str) -> Backup:
     if not backups:
         raise ShoalError("there is no backup yet", hint="one is made every night, and before every change")
-    if wanted == LATEST:
+    if name == LATEST:
         return backups[0]
     for backup in backups:
-        if backup.name == wanted:
+        if backup.name == name:
             return backup
-    raise UsageError(
-        f"there is no backup {wanted!r}", hint=f"`shoal restore` lists them; the newest: {backups[0].name}"
-    )
+    raise UsageError(f"there is no backup {name!r}", hint=f"`shoal restore` lists them; the newest: {backups[0].name}")
 
 
 def _newest_of(backups: tuple[Backup, ...], reason: str) -> str | None:
@@ -109,13 +107,13 @@ def _newest_of(backups: tuple[Backup, ...], reason: str) -> str | None:
 
 
 async def _wait_for_slurmdbd(host: Host, before: str | None) -> None:
-    """It may first have to bring the tables of an older Slurm to its own. Those of a newer one it does not take."""
+    """slurmdbd first converts the tables of an older Slurm. It does not start with those of a newer one."""
     failed = 0
     for _ in range(20):
-        said = (await host.run(ASK, timeout=90)).text.strip()
-        if said == "answers":
+        state = (await host.run(SLURMDBD_COMMAND, timeout=90)).text.strip()
+        if state == "answers":
             return
-        failed += said != "active"
+        failed += state != "active"
         if failed == 3:
             break
     raise SlurmError(

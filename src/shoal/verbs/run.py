@@ -8,44 +8,48 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from shoal.contract import PROFILE_DIRECTORY
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
-from shoal.jobs.model import SECRETS, JobSpec, ResolvedJob, Shipped, job_root
-from shoal.jobs.profilers import lacks_profiler, refuse_without_profiler
+from shoal.jobs.launchers import is_profiler_missing, require_profiler
+from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
 from shoal.jobs.script import SUBMISSION, sbatch_script
-from shoal.jobs.ship import Found, clean, look, mark, refuse_partly, send, who_needs_it
-from shoal.plan.connections import Connections
-from shoal.slurm.state import parse_nodes, parse_partitions
-from shoal.tracking.mlflow import job_variables
-from shoal.train.contract import PROFILE_DIRECTORY
-from shoal.verbs.connect_early import AT_ONCE, Reached, reach, reach_controller
-from shoal.verbs.context import Context, computing
-from shoal.verbs.status import ask
+from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
+from shoal.plan.fleet import Connections
+from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
+from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
+from shoal.verbs.context import Context, compute_hosts
+from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 if TYPE_CHECKING:
-    from shoal.environments.place import Made
+    from shoal.environments.store import BuiltEnvironment
+
+
+MAX_EAGER_HOSTS = 16
+"""All hosts of a cluster up to this size are connected at once, because the job may go to any of them."""
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A job that is ready to be sent: what `--dry-run` shows and what is submitted are this one value."""
 
     job: ResolvedJob
-    shipped: Shipped
+    shipped: JobPaths
     tree: Bundle
     runtime: Bundle
     script: str
-    environment: Made | None = None
+    environment: BuiltEnvironment | None = None
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """A job in the queue."""
 
     id: str
@@ -66,11 +70,62 @@ class Submitted:
     """It is as many jobs as `--array` says, each with a number behind its own."""
 
 
-async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> Prepared:
+@dataclass(frozen=True)
+class JobConnections:
+    """The connections to a cluster, which may still be opening, and the questions its controller was asked."""
+
+    fleet: Connections
+    slurm: asyncio.Future[list[str]]
+    """Slurm's nodes and partitions."""
+    tracking: asyncio.Future[str]
+    """The address of the tracking server."""
+
+    async def close(self) -> None:
+        self.slurm.cancel()
+        self.tracking.cancel()
+        await asyncio.gather(self.slurm, self.tracking, return_exceptions=True)
+        await self.fleet.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def connect_all(context: Context) -> JobConnections:
+    """Start to connect to the hosts that a job may need, and ask Slurm once its controller is connected."""
+    fleet, controller = await context.connections(), context.controller.name
+    fleet.start_connecting([controller])  # first: Slurm's answer takes longest
+    if len(fleet.targets) <= MAX_EAGER_HOSTS:
+        fleet.start_connecting(fleet.targets)
+    return _ask_controller(fleet, controller)
+
+
+async def _connect_controller(context: Context) -> JobConnections:
+    """Connect to the controller only: --dry-run sends nothing to nodes."""
+    fleet = await context.connections([context.controller])
+    return _ask_controller(fleet, context.controller.name)
+
+
+def _ask_controller(fleet: Connections, controller: str) -> JobConnections:
+    async def slurm() -> list[str]:
+        host = await fleet.host(controller)
+        return await gather_answers(host, slurm_output(host, NODES_COMMAND), slurm_output(host, PARTITIONS_COMMAND))
+
+    async def tracking() -> str:
+        return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
+
+    return JobConnections(fleet, asyncio.ensure_future(slurm()), asyncio.ensure_future(tracking()))
+
+
+async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> PreparedJob:
     """What `run` would submit. Asks Slurm, changes nothing."""
-    async with await reach_controller(context) as reached:
+    async with await _connect_controller(context) as connections:
         tree, ours = await _bundles(job, here, limit)
-        return await _resolve(context, reached, job, tree, ours)
+        return await _resolve(context, connections, job, tree, ours)
 
 
 async def run(
@@ -79,36 +134,35 @@ async def run(
     here: Path,
     limit: int = DEFAULT_LIMIT,
     environ: Mapping[str, str] = os.environ,
-) -> Submitted:
-    """Send the working tree to the nodes and queue the job. Whatever can be refused is refused before."""
-    check_secrets(job, environ)
-    async with await reach(context) as reached:
-        return await submit(context, reached, job, here, limit, environ)
+) -> SubmittedJob:
+    """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
+    secrets = check_secrets(job, environ)
+    async with await connect_all(context) as connections:
+        return await _submit(context, connections, job, here, limit, environ, secrets)
 
 
-async def submit(
+async def _submit(
     context: Context,
-    reached: Reached,
+    connections: JobConnections,
     job: JobSpec,
     here: Path,
-    limit: int = DEFAULT_LIMIT,
-    environ: Mapping[str, str] = os.environ,
-) -> Submitted:
-    """The same over connections that are there, or on their way."""
-    secrets = check_secrets(job, environ)
-    fleet = reached.fleet
-    prepared, found = await _prepare_and_look(context, reached, job, here, limit)
+    limit: int,
+    environ: Mapping[str, str],
+    secrets: Mapping[str, str],
+) -> SubmittedJob:
+    fleet = connections.fleet
+    prepared, found = await _prepare_and_inspect(context, connections, job, here, limit)
     controller = await fleet.host(context.controller.name)
     if prepared.environment is not None:
-        from shoal.verbs.env_use import expect_environment
+        from shoal.verbs.env import require_environment
 
-        await expect_environment(fleet, prepared.environment, prepared.job.hosts)
-    await _expect_profiler(fleet, prepared.job)
-    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(reached, prepared.job, environ))
+        await require_environment(fleet, prepared.environment, prepared.job.hosts)
+    await _check_profiler(fleet, prepared.job)
+    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(connections, prepared.job, environ))
     number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
     await _clean(fleet, controller, prepared, found)
     resolved = prepared.job
-    return Submitted(
+    return SubmittedJob(
         number,
         job.name,
         resolved.partition,
@@ -118,28 +172,28 @@ async def submit(
         sent,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
-        _in_common(found, prepared.job),
+        _is_shared(found, prepared.job),
         bool(job.array),
     )
 
 
-async def _prepare_and_look(
-    context: Context, reached: Reached, job: JobSpec, here: Path, limit: int
-) -> tuple[Prepared, dict[str, Found]]:
-    """The job, and what every node that Slurm may choose has already. Small clusters are looked at meanwhile."""
+async def _prepare_and_inspect(
+    context: Context, connections: JobConnections, job: JobSpec, here: Path, limit: int
+) -> tuple[PreparedJob, dict[str, StorageState]]:
+    """The job, and what each node that Slurm may choose has already. Small clusters are inspected meanwhile."""
     tree, ours = await _bundles(job, here, limit)
-    fleet, root = reached.fleet, job_root(job, context.cluster)
-    looking: dict[str, asyncio.Future[Found]] = {}
+    fleet, root = connections.fleet, job_root(job, context.cluster)
+    looking: dict[str, asyncio.Future[StorageState]] = {}
 
-    async def see(name: str) -> Found:
-        return await look(await fleet.host(name), root, tree.hash, ours.hash)
+    async def see(name: str) -> StorageState:
+        return await inspect_storage(await fleet.host(name), root, tree.hash, ours.hash)
 
     try:
-        if len(fleet.targets) <= AT_ONCE:
-            looking = {name: asyncio.ensure_future(see(name)) for name in computing(context)}
-        prepared = await _resolve(context, reached, job, tree, ours)
+        if len(fleet.targets) <= MAX_EAGER_HOSTS:
+            looking = {name: asyncio.ensure_future(see(name)) for name in compute_hosts(context)}
+        prepared = await _resolve(context, connections, job, tree, ours)
         wanted = prepared.job.hosts
-        _refuse_strangers(wanted, fleet)
+        _require_known_hosts(wanted, fleet)
         if prepared.job.rented or prepared.job.containers:
             wanted = tuple(dict.fromkeys((*wanted, context.controller.name)))
         found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
@@ -147,7 +201,7 @@ async def _prepare_and_look(
         for answer in looking.values():
             answer.cancel()
         await asyncio.gather(*looking.values(), return_exceptions=True)
-    refuse_partly(wanted, found, fleet.failures)
+    require_all_hosts(wanted, found, fleet.failures)
     if prepared.job.rented and len({state.id for state in found.values()}) > 1:
         raise UsageError(
             f"{root} is not the same on all hosts, so {compress(prepared.job.rented)} would not have the job's code",
@@ -160,43 +214,45 @@ async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle
     return await asyncio.to_thread(lambda: (working_tree(here, job.script, limit), runtime()))
 
 
-async def _resolve(context: Context, reached: Reached, job: JobSpec, tree: Bundle, ours: Bundle) -> Prepared:
-    _refuse_without_accounting(context, job)
-    environment = await _environment(context, reached.fleet, job)
+async def _resolve(
+    context: Context, connections: JobConnections, job: JobSpec, tree: Bundle, ours: Bundle
+) -> PreparedJob:
+    _require_accounting(context, job)
+    environment = await _environment(context, connections.fleet, job)
     if environment is not None:
         job = job.model_copy(update={"python": environment.program})
-    said, partitions = await reached.slurm
-    nodes = parse_nodes(said)
+    node_text, partition_text = await connections.slurm
+    nodes, partitions = parse_nodes(node_text), parse_partitions(partition_text)
     root, place = job_root(job, context.cluster), environment.path if environment else ""
     if any(node.cloud for node in nodes):
         from shoal.verbs.run_rented import resolve_rented  # it reads the whole spec
 
-        resolved = resolve_rented(context, job, nodes, parse_partitions(partitions), environment)
+        resolved = resolve_rented(context, job, nodes, partitions, environment)
     else:
-        resolved = resolve(job, nodes, parse_partitions(partitions))
+        resolved = resolve(job, nodes, partitions)
     staged = bool(resolved.containers)
-    shipped = Shipped(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares, staged)
-    return Prepared(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
+    shipped = JobPaths(context.cluster, root, tree.hash, ours.hash, tree.workdir, place, context.shares, staged)
+    return PreparedJob(resolved, shipped, tree, ours, sbatch_script(resolved, shipped), environment)
 
 
-def _refuse_without_accounting(context: Context, job: JobSpec) -> None:
+def _require_accounting(context: Context, job: JobSpec) -> None:
     given = [f"--{name}" for name in ("account", "qos") if getattr(job, name) is not None]
     if given and context.spec.accounting is None:
         raise UsageError(
-            f"the cluster has no accounting, and Slurm would ignore {' and '.join(given)} without a word",
+            f"the cluster has no accounting, so Slurm would ignore {' and '.join(given)}",
             hint="put `accounting: true` into the file and run `shoal up`, or leave it out",
         )
 
 
-async def _environment(context: Context, fleet: Connections, job: JobSpec) -> Made | None:
+async def _environment(context: Context, fleet: Connections, job: JobSpec) -> BuiltEnvironment | None:
     if job.environment is None:
         return None
-    from shoal.verbs.env_use import environment_of  # it reads the whole spec, which no other job needs
+    from shoal.verbs.env import job_environment  # it reads the whole spec, which no other job needs
 
-    return await environment_of(context, fleet, job)
+    return await job_environment(context, fleet, job)
 
 
-def _refuse_strangers(wanted: Sequence[str], fleet: Connections) -> None:
+def _require_known_hosts(wanted: Sequence[str], fleet: Connections) -> None:
     strangers = [name for name in wanted if name not in fleet.targets]
     if strangers:
         raise UsageError(
@@ -205,21 +261,21 @@ def _refuse_strangers(wanted: Sequence[str], fleet: Connections) -> None:
         )
 
 
-async def _expect_profiler(fleet: Connections, job: ResolvedJob) -> None:
+async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
     if job.spec.profile is None:
         return
 
     async def one(name: str) -> bool:
-        return await lacks_profiler(await fleet.host(name), job.spec)
+        return await is_profiler_missing(await fleet.host(name), job.spec)
 
     lacking = await fleet.each(job.hosts, one)
-    refuse_without_profiler(job.spec, [name for name, lacks in lacking.items() if lacks])
+    require_profiler(job.spec, [name for name, lacks in lacking.items() if lacks])
 
 
-async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Found]) -> int:
-    """The code to every node, or once to the storage they share; how many bytes were sent."""
+async def _ship(fleet: Connections, prepared: PreparedJob, found: Mapping[str, StorageState]) -> int:
+    """Send the code to every node, or once to shared storage; returns how many bytes."""
     root = prepared.shipped.root
-    shared = _in_common(found, prepared.job)
+    shared = _is_shared(found, prepared.job)
 
     async def give(name: str) -> int:
         host = await fleet.host(name)
@@ -227,23 +283,25 @@ async def _ship(fleet: Connections, prepared: Prepared, found: Mapping[str, Foun
             await mark(host, root, shared)
         return await send(host, root, prepared.tree, prepared.runtime, found[name])
 
-    chosen = who_needs_it(found)
+    chosen = one_host_per_storage(found)
     sent = await fleet.each(chosen, give)
-    refuse_partly(chosen, sent, fleet.failures)
+    require_all_hosts(chosen, sent, fleet.failures)
     return sum(sent.values())
 
 
-def _in_common(found: Mapping[str, Found], job: ResolvedJob) -> bool:
+def _is_shared(found: Mapping[str, StorageState], job: ResolvedJob) -> bool:
     return len(found) + len(job.rented) > 1 and len({state.id for state in found.values()}) == 1
 
 
-async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found: Mapping[str, Found]) -> None:
-    """Remove old code where there is much of it. The job is in the queue: nothing that fails here may stop it."""
-    crowded = [name for name in who_needs_it(found) if found[name].old]
+async def _clean(
+    fleet: Connections, controller: Host, prepared: PreparedJob, found: Mapping[str, StorageState]
+) -> None:
+    """Remove old code where there is much of it. The job is submitted already, so failures are ignored."""
+    crowded = [name for name in one_host_per_storage(found) if found[name].old]
     if not crowded:
         return
     with contextlib.suppress(ShoalError):
-        active = [record for record in parse_records(await ask(controller, show_command())) if record.active]
+        active = [record for record in parse_records(await slurm_output(controller, show_command())) if record.active]
         hashes = {part for record in active if record.note for part in (record.note.code, record.note.runtime)}
 
         async def one(name: str) -> None:
@@ -252,25 +310,25 @@ async def _clean(fleet: Connections, controller: Host, prepared: Prepared, found
         await fleet.each(crowded, one)
 
 
-async def _tracking(reached: Reached, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
+async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
     """The cluster's own tracking server, for a job that names no other. Its password goes by no script or argument.
 
-    Rented containers do not reach it, and are not told its password.
+    Rented containers do not reach it, and do not get its password.
     """
     if job.spec.tracking_uri or job.containers:
         return {}
-    found = job_variables(await reached.tracking)
+    found = job_variables(await connections.tracking)
     # A server that somebody else set up has a password that only the operator knows.
-    known = {} if "MLFLOW_TRACKING_USERNAME" in found or not found else _given(environ)
+    known = {} if "MLFLOW_TRACKING_USERNAME" in found or not found else _read_secrets(environ)
     return {**known, **found}
 
 
 def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the job's tracker wants to know and nobody else may."""
-    return _given(environ) if job.tracking_uri else {}
+    """The credentials of the job's tracker, from the environment."""
+    return _read_secrets(environ) if job.tracking_uri else {}
 
 
-def _given(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[name] for name in SECRETS if environ.get(name)}
     broken = [name for name, value in found.items() if not value.isprintable()]
     if broken:
@@ -286,12 +344,12 @@ exec sbatch --parsable
 
 
 async def _sbatch(controller: Host, script: str, secrets: Mapping[str, str]) -> str:
-    """Queue the job. Slurm keeps the environment of sbatch with it, where only its user and root can read it."""
+    """Submit the job. Slurm stores the environment of sbatch with it, readable by its user and root only."""
     variables = {SUBMISSION: os.urandom(4).hex(), **secrets}
-    told = "".join(f"{name}={value}\n" for name, value in variables.items())
-    stdin = f"{told}\n{script}".encode()
+    exports = "".join(f"{name}={value}\n" for name, value in variables.items())
+    stdin = f"{exports}\n{script}".encode()
     result = await controller.run(["sh", "-c", SUBMIT], stdin=stdin, timeout=60, root=False)
     if result.status != 0:
-        said = result.error_text.strip().removeprefix("sbatch: error: ")
-        raise SlurmError(f"sbatch refused the job: {said}", hint="`shoal run --dry-run` shows the script")
+        message = result.error_text.strip().removeprefix("sbatch: error: ")
+        raise SlurmError(f"sbatch rejected the job: {message}", hint="`shoal run --dry-run` shows the script")
     return result.text.strip().partition(";")[0]

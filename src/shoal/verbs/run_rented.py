@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.environments.place import LOCAL, Made
+from shoal.environments.store import LOCAL_DIRECTORY, BuiltEnvironment
 from shoal.errors import UsageError
 from shoal.hostlist import compress
-from shoal.jobs.model import JOBS_DIRECTORY, JobSpec, ResolvedJob, job_root
+from shoal.jobs.model import JobSpec, ResolvedJob, job_root
+from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.jobs.resolve import resolve
 from shoal.roles.rented import rented_containers
 from shoal.slurm.state import NodeState, PartitionState
-from shoal.spec.rented import SANDBOX
-from shoal.spec.storage_rules import SANDBOX_SHARED
+from shoal.spec.rental import SANDBOX
+from shoal.spec.storage import SANDBOX_SHARED
 from shoal.verbs.context import Context
 
 
@@ -25,27 +26,27 @@ def resolve_rented(
     job: JobSpec,
     nodes: Sequence[NodeState],
     partitions: Sequence[PartitionState],
-    environment: Made | None,
+    environment: BuiltEnvironment | None,
 ) -> ResolvedJob:
     """The job with every number known. Raises UsageError where nodes that are yet to be rented could not run it."""
     resolved = resolve(job, nodes, partitions, rented_containers(context.spec))
     if resolved.rented:
         _expect_on_shares(context, resolved, environment)
     if resolved.containers:
-        _expect_carried(context, resolved, environment)
+        _require_transferable(context, resolved, environment)
     return resolved
 
 
-def _expect_on_shares(context: Context, job: ResolvedJob, environment: Made | None) -> None:
+def _expect_on_shares(context: Context, job: ResolvedJob, environment: BuiltEnvironment | None) -> None:
     """Refuse a job whose rented machines would lack its code or its environment."""
     shares = _shares(context)
     root = job_root(job.spec, context.cluster)
-    _expect(root, "the job's code", [share for share, writable in shares.items() if writable], job.rented)
+    _require_on_share(root, "the job's code", [share for share, writable in shares.items() if writable], job.rented)
     if environment is not None:
-        _expect(environment.path, f"environment {environment.name}", list(shares), job.rented)
+        _require_on_share(environment.path, f"environment {environment.name}", list(shares), job.rented)
 
 
-def _expect_carried(context: Context, job: ResolvedJob, environment: Made | None) -> None:
+def _require_transferable(context: Context, job: ResolvedJob, environment: BuiltEnvironment | None) -> None:
     """Refuse a job whose files could not be brought to a rented container, or back from it."""
     nodes = compress(job.containers)
     for option, value in (("--directory", job.spec.directory), ("--output", job.spec.output or job.spec.error)):
@@ -56,7 +57,7 @@ def _expect_carried(context: Context, job: ResolvedJob, environment: Made | None
                 hint=f"leave {option} out: logs and checkpoints come back to {JOBS_DIRECTORY}/{context.cluster} on"
                 f" {context.controller.name}",
             )
-    if environment is not None and not environment.path.startswith(f"{LOCAL}/"):
+    if environment is not None and not environment.path.startswith(f"{LOCAL_DIRECTORY}/"):
         copied = [path for path, share in context.spec.storage.items() if not share.homes]
         if not _inside(environment.path, copied):
             raise UsageError(
@@ -73,7 +74,7 @@ def _shares(context: Context) -> dict[str, bool]:
     return found | ({SANDBOX_SHARED: True} if sandbox else {})
 
 
-def _expect(path: str, what: str, shares: Sequence[str], nodes: Sequence[str]) -> None:
+def _require_on_share(path: str, what: str, shares: Sequence[str], nodes: Sequence[str]) -> None:
     if not _inside(path, shares):
         raise UsageError(
             f"{path} is on no share of the cluster, so {compress(nodes)} would not have {what}",

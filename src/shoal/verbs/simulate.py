@@ -1,22 +1,14 @@
-"""`shoal simulate`: a simulated cloud on this machine, until the person leaves."""
+"""`shoal simulate`: a simulated cloud on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import ProviderError, ShoalError, UsageError
-from shoal.simulators import cloud
-from shoal.simulators.faults import Fault, read_faults
-from shoal.simulators.ground import Ground, Nowhere
-from shoal.simulators.machines import Profile
-
-QUICK = 1.0
-"""Seconds until the address is known and until a machine is gone, where hosts are real: their own time is enough."""
+from shoal.errors import ProviderError, ShoalError
 
 
 @dataclass(frozen=True)
@@ -27,9 +19,9 @@ class Simulated:
     url: str
     """For `url` of the account in shoal.yaml."""
     cluster: str
-    """The sandbox cluster beside whose hosts its machines are; empty where there are no machines."""
+    """The sandbox cluster that its machines are in; empty without machines."""
     machines: int
-    """How many were there already."""
+    """How many machines it has from an earlier run."""
     warning: str = ""
 
 
@@ -45,63 +37,42 @@ async def simulate(
     limited: bool = True,
     keep: bool = False,
 ) -> None:
-    """Run a provider's simulator until it is cancelled. Its machines go then, unless they are to be kept.
+    """Run a provider's simulator until it is cancelled. Then its machines are removed, unless `keep`.
 
-    A start that fails touches nothing that a former run left.
+    A start that fails leaves the machines of an earlier run alone.
     """
-    try:
-        from shoal.simulators import sandbox_ground, server
-        from shoal.simulators.market import Market
+    try:  # the simulators and their web server are an optional part
+        from shoal_simulators import backend, find_simulator, instances, sandbox_backend, server
+        from shoal_simulators.market import Market
     except ModuleNotFoundError as error:
         raise ShoalError(
-            f"simulators need {error.name}, which is not installed", hint="install Shoal as `shoal[simulate]`"
+            f"cannot simulate {kind}: the package {error.name} is not installed", hint="pip install 'shoal[simulate]'"
         ) from None
-    wanted = _read(faults) if faults else []
-    made = cloud(kind)
-    hosts = sandbox_ground.SandboxGround(kind, cluster, image=image) if cluster else None
-    ground: Ground = hosts or Nowhere()
+    fault_list = instances.read_fault_file(faults) if faults else []
+    simulator = find_simulator(kind)
+    hosts = sandbox_backend.SandboxBackend(kind, cluster, image=image) if cluster else None
+    machines: backend.HostBackend = hosts or backend.NoHosts()
     address, warning, started = "127.0.0.1", "", False
     metadata: socket.socket | None = None
     try:
         if hosts is not None:
             address = await hosts.open()
-            if made.metadata is not server.Cloud.metadata:
+            if simulator.metadata is not server.Simulator.metadata:
                 try:
                     metadata = await hosts.listen_for_metadata()
                 except ProviderError as error:
-                    warning = f"machines are not told that they will be taken away: {error.message}"
-        profile = _profile(made.profile, bool(cluster), boot_seconds)
-        market = Market(profile, made.types, ground, store=hosts.store if hosts else None)
-        market.faults = wanted
+                    warning = f"machines get no notice of preemption: {error.message}"
+        profile = simulator.profile.adjusted(real_hosts=bool(cluster), boot_seconds=boot_seconds)
+        market = Market(profile, simulator.types, machines, store=hosts.store if hosts else None)
+        market.faults = fault_list
         market.adopt()
-        simulation = server.Simulation(made(market), limited=limited)
-        async with server.serving(simulation, port, dict.fromkeys(("127.0.0.1", address)), metadata) as url:
+        app = server.SimulatorApp(simulator(market), limited=limited)
+        async with server.serve(app, port, dict.fromkeys(("127.0.0.1", address)), metadata) as url:
             started = True
-            alive = sum(one.phase != "gone" for one in market.machines.values())
-            opened(Simulated(kind, url.removesuffix(made.base), cluster, alive, warning))
+            alive = sum(machine.phase != "gone" for machine in market.instances.values())
+            opened(Simulated(kind, url.removesuffix(simulator.base), cluster, alive, warning))
             await asyncio.Event().wait()
     finally:
         if metadata is not None:
             metadata.close()
-        await ground.close(keep or (not started and hosts is not None and hosts.found))
-
-
-def _profile(usual: Profile, real: bool, boot_seconds: float | None) -> Profile:
-    """The provider's own delays; with real hosts, those hosts' own."""
-    boots = boot_seconds if boot_seconds is not None else 0.0 if real else usual.boot_seconds
-    quick = QUICK if real else usual.stop_seconds
-    return replace(
-        usual,
-        boot_seconds=boots,
-        address_seconds=min(usual.address_seconds, boots / 4),
-        stop_seconds=min(usual.stop_seconds, quick),
-    )
-
-
-def _read(path: Path) -> list[Fault]:
-    try:
-        return read_faults(json.loads(path.read_text()))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}", hint='write it like [{"kind": "stockout", "times": -1}]') from None
+        await machines.close(keep or (not started and hosts is not None and hosts.has_state))

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
+from datetime import datetime
 
 from shoal.errors import SlurmError, UsageError
 from shoal.hosts.api import Host
 from shoal.roles.accounting import database_host
-from shoal.slurm.usage import WAYS, By, UsageRow, parse_usage, sum_up, total, usage_command
+from shoal.slurm.usage import GROUPINGS, Grouping, UsageRow, parse_usage, summarize_usage, usage_command, usage_total
 from shoal.spec.members import all_members
 from shoal.verbs.context import Context
-from shoal.verbs.period import parse_period
-from shoal.verbs.status import ask, refuse_without_cluster
+from shoal.verbs.slurmctld import require_configuration, slurm_output
 
-PATIENCE = 120.0
-"""Seconds for a year of jobs."""
-ANSWERS = ("timeout", "15", "sacctmgr", "-nP", "show", "cluster", "format=cluster")
-"""A small question to slurmdbd: sacct waits minutes for one whose host is away."""
+SACCT_TIMEOUT_S = 120.0
+"""For a year of jobs."""
+PING_COMMAND = ("timeout", "15", "sacctmgr", "-nP", "show", "cluster", "format=cluster")
+"""A quick question to slurmdbd: sacct waits minutes for one that is unreachable."""
 
 
 @dataclass(frozen=True)
 class UsageResult:
     cluster: str
-    by: By
+    by: Grouping
     since: float
     until: float
     rows: tuple[UsageRow, ...]
@@ -31,32 +32,32 @@ class UsageResult:
 
 
 async def usage(context: Context, by: str, since: str | None, until: str | None) -> UsageResult:
-    """What was used in a period, the last 30 days by default. Jobs that still run count up to now."""
-    way = next((known for known in WAYS if known == by), None)
+    """The usage in a period, the last 30 days by default. Running jobs count up to now."""
+    way = next((known for known in GROUPINGS if known == by), None)
     if way is None:
-        raise UsageError(f"--by {by}: there is no such sum", hint=f"use one of {', '.join(WAYS)}")
+        raise UsageError(f"--by {by} is not a grouping", hint=f"use one of {', '.join(GROUPINGS)}")
     now = time.time()
     begin, end = parse_period(since, until, now, default="30d")
     require_accounting(context)
     async with await context.connections([context.controller]) as fleet:
         controller = await fleet.host(context.controller.name)
-        await _expect_slurmdbd(controller, context)
-        text = await ask(controller, usage_command(begin, end), PATIENCE)
+        await _require_slurmdbd(controller, context)
+        text = await slurm_output(controller, usage_command(begin, end), SACCT_TIMEOUT_S)
     runs = parse_usage(text, now)
     nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
     prices = {name: nodeset.price for name, nodeset in context.spec.nodesets.items() if nodeset.price is not None}
-    rows = sum_up(runs, way, begin, end, nodesets, prices)
-    return UsageResult(context.cluster, way, begin, end, rows, total(rows, len({run.id for run in runs})))
+    rows = summarize_usage(runs, way, begin, end, nodesets, prices)
+    return UsageResult(context.cluster, way, begin, end, rows, usage_total(rows, len({run.id for run in runs})))
 
 
-async def _expect_slurmdbd(controller: Host, context: Context) -> None:
-    result = await controller.run(ANSWERS, timeout=60)
-    refuse_without_cluster(controller.name, result)
+async def _require_slurmdbd(controller: Host, context: Context) -> None:
+    result = await controller.run(PING_COMMAND, timeout=60)
+    require_configuration(controller.name, result)
     if result.status != 0:
-        said = result.error_text.strip().splitlines()
+        output = result.error_text.strip().splitlines()
         raise SlurmError(
-            f"slurmdbd on {database_host(context.spec)} does not answer" + (f": {said[-1]}" if said else ""),
-            hint="`shoal status` says how it does; `shoal jobs --all` knows ended jobs without it",
+            f"slurmdbd on {database_host(context.spec)} does not answer" + (f": {output[-1]}" if output else ""),
+            hint="`shoal status` shows its state; `shoal jobs --all` lists ended jobs without it",
         )
 
 
@@ -65,5 +66,32 @@ def require_accounting(context: Context) -> None:
     if context.spec.accounting is None:
         raise UsageError(
             f"cluster {context.cluster} has no accounting",
-            hint="write `accounting: true` into the file and run `shoal up`; it counts from then on",
+            hint="add `accounting: true` to the file and run `shoal up`; it records jobs from then on",
         )
+
+
+_AGO = re.compile(r"([0-9]{1,5})\s*([hdw])")
+_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
+_FIX = "write 2026-11-01, 2026-11-01T14:30, or how long ago: 12h, 7d, 4w"
+
+
+def parse_when(option: str, text: str, now: float) -> float:
+    """A time as seconds since the epoch, in the time zone of this machine."""
+    ago = _AGO.fullmatch(text.strip())
+    if ago:
+        return now - int(ago[1]) * _SECONDS[ago[2]]
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
+        raise UsageError(f"{option} {text!r} is not a time", hint=_FIX) from None
+
+
+def parse_period(since: str | None, until: str | None, now: float, default: str) -> tuple[float, float]:
+    """Begin and end of a period, checked: the begin is past, and the end is later."""
+    begin = parse_when("--since", since or default, now)
+    end = parse_when("--until", until, now) if until else now
+    if begin > now:
+        raise UsageError(f"--since {since} is in the future", hint=_FIX)
+    if begin >= end:
+        raise UsageError(f"--until {until} is not later than --since {since or default}", hint="swap them")
+    return begin, end

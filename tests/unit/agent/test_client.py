@@ -15,9 +15,9 @@ from shoal.agent import client
 from shoal.agent.client import AgentSession, ItemResult, Report
 from shoal.agent.document import File, SecretRef
 from shoal.agent.loader import COMMAND, LOADER
-from shoal.errors import AgentFailed, SudoRefused
+from shoal.errors import AgentFailed, SudoDenied
 from shoal.hosts.api import Result
-from shoal.hosts.fake import FakeHost, FakeProgram
+from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
 async def test_a_python_older_than_3_8_is_refused_with_the_fix() -> None:
@@ -103,7 +103,7 @@ def test_a_failed_item_is_told_with_what_to_do_and_the_command_to_run_then(faile
 
 
 async def test_a_user_without_sudo_is_told_as_such() -> None:
-    with pytest.raises(SudoRefused):
+    with pytest.raises(SudoDenied):
         async with await AgentSession.open(FakeHost("n1", sudo_refused=True)) as session:
             await session.facts()
 
@@ -175,7 +175,7 @@ async def test_an_agent_that_does_not_hear_is_ended(monkeypatch: pytest.MonkeyPa
         await asyncio.Event().wait()
         return 0
 
-    monkeypatch.setattr(client, "FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr(client, "CLOSE_TIMEOUT_S", 0.05)
     host = FakeHost("n1", {("python3",): deaf})
     await (await AgentSession.open(host)).close()
     assert host.calls[-1].killed

@@ -15,7 +15,7 @@ from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession, ItemEvent
 from shoal.agent.document import Packages
-from shoal.agent.program.packages import POLICY_TEXT
+from shoal.remote.agent.packages import POLICY_TEXT
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/apt-get").exists(), reason="needs root and apt")
 

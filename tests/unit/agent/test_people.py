@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.program import accounts
-from shoal.agent.program.failure import Failure
+from shoal.remote.agent import accounts
+from shoal.remote.agent.failure import Failure
 
 DAEMON = pwd.getpwnam("daemon")
 
@@ -54,7 +54,7 @@ def test_who_is_there_already_keeps_further_groups_and_may_log_in_again(monkeypa
     there = SimpleNamespace(pw_uid=2001, pw_gid=2001, pw_dir="/home/ann", pw_shell="/bin/sh")
     ran: list[list[str]] = []
     monkeypatch.setattr(accounts, "user_of", lambda name: there)
-    monkeypatch.setattr(accounts, "must", lambda argv, what: ran.append(argv))
+    monkeypatch.setattr(accounts, "run_checked", lambda argv, what: ran.append(argv))
     assert accounts.make_user(user("ann", 2001, groups=("team",)), world()) == ""
     [argv] = ran
     assert argv[0] == "usermod" and argv[-1] == "ann" and "--append" in argv

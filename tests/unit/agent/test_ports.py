@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-from shoal.agent.program.ports import listens, port_holder
+from shoal.remote.agent.network import listens, port_holder
 
 
 def test_a_process_listens_from_the_moment_others_can_connect() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.agent.program import facts, mounts, netlink, packages
+from shoal.remote.agent import facts, mounts, network, packages
 
 
 def sysfs(folder: Path, cpus: dict[int, tuple[int, int]]) -> str:
@@ -149,10 +149,10 @@ def attribute(kind: int, data: bytes) -> bytes:
 def test_fields_of_a_netlink_message_are_read_with_their_padding_and_a_broken_one_ends_it() -> None:
     nested = 0x8000
     data = attribute(1, b"filter\0") + attribute(4 | nested, attribute(1, b"\0\0\0\1"))
-    fields = netlink.netlink_fields(data)
+    fields = network.netlink_fields(data)
     assert fields[1] == b"filter\0"
-    assert netlink.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
-    assert netlink.netlink_fields(data + bytes(8)) == fields
+    assert network.netlink_fields(fields[4]) == {1: b"\0\0\0\1"}
+    assert network.netlink_fields(data + bytes(8)) == fields
 
 
 RULESETS = [
@@ -172,7 +172,7 @@ RULESETS = [
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nft"), reason="needs root and nftables")
 @pytest.mark.parametrize(("rules", "expected"), RULESETS)
 def test_a_chain_that_drops_what_comes_in_is_found_without_any_program(rules: str, expected: str) -> None:
-    ask = "from shoal.agent.program.netlink import firewall; print(firewall())"
+    ask = "from shoal.remote.agent.network import firewall; print(firewall())"
     script = f"nft '{rules}' && exec {sys.executable} -c \"$1\"" if rules else 'exec "$0" -c "$1"'
     line = ["unshare", "--net", "sh", "-c", script, sys.executable, ask]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
@@ -187,7 +187,7 @@ def test_a_file_can_be_asked_for_without_being_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what root may do: run the tests as root")
 def test_a_kernel_that_refuses_programs_for_devices_is_noticed() -> None:
-    ask = "from shoal.agent.program.cgroups import may_load_device_programs as may; print(may())"
+    ask = "from shoal.remote.agent.facts import may_load_device_programs as may; print(may())"
     # Without capabilities, as in a container: whatever the kernel lets other processes do.
     bare = ["setpriv", "--inh-caps", "-all", "--bounding-set", "-all", "--no-new-privs"]
     source = os.fspath(Path(facts.__file__).parents[3])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.agent.program.fast_stdlib import dumps, loads
+from shoal.remote.agent.fast_stdlib import dumps, loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -44,7 +44,7 @@ OTHER = "import _json\n_json.{} = lambda *words: 1 / 0\n"
 def test_a_python_without_the_inner_parts_or_with_other_ones_does_the_same(change: str) -> None:
     script = (
         f"import json, signal, socket, sys\n{change}"
-        "from shoal.agent.program import fast_stdlib\n"
+        "from shoal.remote.agent import fast_stdlib\n"
         "assert (fast_stdlib.signal.SIGTERM, fast_stdlib.socket.AF_UNIX) == (signal.SIGTERM, socket.AF_UNIX)\n"
         'assert fast_stdlib.dumps(fast_stdlib.loads(\' {"a": [1, 2.5, null, "\\u00e9"]} \')) == sys.argv[1]\n'
         "for text in ('', '{} {}', 'nope'):\n"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent import loader, program
+from shoal.agent import loader
+from shoal.remote import agent as program
 
 FOLDER = Path(program.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -98,10 +99,10 @@ def test_a_run_that_changes_nothing_loads_little_of_the_standard_library(tmp_pat
 def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
     status, _, complaint = run(tmp_path, b"not JSON\n")
     assert status == 1
-    places = re.findall(r'File "shoal/agent/program/(\w+)\.py", line (\d+), in (\w+)', complaint)
+    places = re.findall(r'File "shoal/remote/agent/(\w+)\.py", line (\d+), in (\w+)', complaint)
     assert [(file, function) for file, _, function in places] == [
         ("main", "main"),
-        ("wire", "request"),
+        ("connection", "request"),
         ("fast_stdlib", "loads"),
     ]
     for file, line, _ in places:

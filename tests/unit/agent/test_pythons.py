@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agent_place import Place, WithPython
 
-from shoal.agent.client import AgentSession, Ask
+from shoal.agent.client import AgentSession, FactsRequest
 from shoal.agent.document import Block, Command, SecretRef
 from shoal.errors import AgentFailed
 
@@ -28,7 +28,9 @@ def interpreter(version: str) -> str:
 async def test_a_document_is_converged_and_facts_are_told(tmp_path: Path, version: str) -> None:
     async with await AgentSession.open(WithPython([interpreter(version)]), state=f"{tmp_path}/state") as session:
         place = Place(tmp_path, session)
-        ask = Ask(packages=("dpkg",), users=("root", "nobody-at-all"), files={"/etc/hostname": "hash"}, services=("x",))
+        ask = FactsRequest(
+            packages=("dpkg",), users=("root", "nobody-at-all"), files={"/etc/hostname": "hash"}, services=("x",)
+        )
         facts = await session.facts(ask)
         assert facts.python.startswith(f"{version}.") and facts.users["root"].id == 0 and facts.addresses
         Path(place.path("hosts")).write_text("old\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from shoal.agent.program.reach import reach
+from shoal.remote.agent.network import reach
 
 
 def test_who_listens_is_open_and_who_does_not_refuses() -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shoal.agent.program.running import at_work, reap
+from shoal.remote.agent.running import is_busy, reap
 
 BUSY = "while :; do :; done"
 
@@ -27,7 +27,7 @@ def test_a_process_is_at_work_while_it_or_one_of_its_session_wants_the_cpu(scrip
     process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
     try:
         for _ in range(600):  # all of them are, while they start
-            if at_work(str(process.pid)) is works:
+            if is_busy(str(process.pid)) is works:
                 break
             time.sleep(0.1)
         else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.program import accounts, disk, facts, mounts
-from shoal.agent.program.failure import Failure
+from shoal.remote.agent import accounts, facts, file_io, mounts
+from shoal.remote.agent.failure import Failure
 
 MOUNTINFO = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     files: dict[str, str] = {"/proc/self/mountinfo": MOUNTINFO}
     for module in (accounts, facts, mounts):
         monkeypatch.setattr(module, "read_text", lambda path: files.get(path, ""))
-    assert disk.read_text("/proc/self/mountinfo") != MOUNTINFO
+    assert file_io.read_text("/proc/self/mountinfo") != MOUNTINFO
     return files
 
 
@@ -52,14 +52,14 @@ def test_what_the_kernel_can_mount_is_told_from_its_tables(host: dict[str, str])
 
 
 def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
-    mounts.refuse_hiding(str(tmp_path / "none"), mounted=False)
-    mounts.refuse_hiding(str(tmp_path), mounted=False)
+    mounts.reject_hidden_files(str(tmp_path / "none"), mounted=False)
+    mounts.reject_hidden_files(str(tmp_path), mounted=False)
     (tmp_path / "lost+found").mkdir()
-    mounts.refuse_hiding(str(tmp_path), mounted=False)
+    mounts.reject_hidden_files(str(tmp_path), mounted=False)
     for name in ("a", "b", "c"):
         (tmp_path / name).touch()
     with pytest.raises(Failure) as caught:
-        mounts.refuse_hiding(str(tmp_path), mounted=False)
+        mounts.reject_hidden_files(str(tmp_path), mounted=False)
     assert str(caught.value) == (
         f"{tmp_path} has files here that the share would hide: a, b, c, .... Move them away "
         f"(mv {tmp_path} {tmp_path}.old), or give the share another path"
@@ -67,13 +67,13 @@ def test_a_directory_with_files_in_it_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "ubuntu" / ".ssh").mkdir(parents=True)
     (tmp_path / "ubuntu" / ".ssh" / "authorized_keys").touch()
     with pytest.raises(Failure) as caught:
-        mounts.refuse_hiding(str(tmp_path), mounted=False)
+        mounts.reject_hidden_files(str(tmp_path), mounted=False)
     assert str(caught.value).endswith(
         "a, b, c, .... ubuntu could no longer log in. Give the share another path: homes may be on any, such as /homes "
         "with `homes: true`"
     )
     with pytest.raises(Failure, match="something else is mounted on"):
-        mounts.refuse_hiding(str(tmp_path), mounted=True)
+        mounts.reject_hidden_files(str(tmp_path), mounted=True)
 
 
 def test_an_option_is_given_to_a_release_that_has_it_and_to_no_other(

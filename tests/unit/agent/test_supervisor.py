@@ -18,7 +18,7 @@ from agent_place import Apart, Place
 
 from shoal.agent.client import AgentSession
 from shoal.agent.document import Command, Service
-from shoal.agent.program.supervise import process_start
+from shoal.remote.agent.supervise import process_start
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.agent.program import complaints
+from shoal.remote.agent import services
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def port() -> Iterator[int]:
 )
 def test_who_has_the_port_is_named(monkeypatch: pytest.MonkeyPatch, port: int, journal: str, unit: str) -> None:
     said = {"journalctl": journal.format(port=port), "systemctl": unit.format(port=port)}
-    monkeypatch.setattr(complaints, "run", lambda argv: (0, said[argv[0]]))
-    told = complaints.taken_port("it")
+    monkeypatch.setattr(services, "run", lambda argv: (0, said[argv[0]]))
+    told = services.describe_port_conflict("it")
     assert told.startswith(f"\nport {port} is taken by ") and told.endswith(
         f"(pid {os.getpid()}); stop it and run again"
     )
@@ -44,5 +44,5 @@ def test_where_that_is_not_the_complaint_or_not_known_nothing_is_added(
     monkeypatch: pytest.MonkeyPatch, port: int, journal: str
 ) -> None:
     unit = f"--port {port}" if "use" not in journal else "ExecStart=it"
-    monkeypatch.setattr(complaints, "run", lambda argv: (0, journal if argv[0] == "journalctl" else unit))
-    assert complaints.taken_port("it") == ""
+    monkeypatch.setattr(services, "run", lambda argv: (0, journal if argv[0] == "journalctl" else unit))
+    assert services.describe_port_conflict("it") == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agent_place import Apart, Place
 
-from shoal.agent.client import AgentSession, Ask
+from shoal.agent.client import AgentSession, FactsRequest
 from shoal.agent.document import Service
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemctl"), reason="needs root and systemctl")
@@ -48,7 +48,7 @@ def calls(place: Place) -> list[str]:
 
 
 async def test_a_dry_run_goes_by_what_the_facts_before_it_told(place: Place) -> None:
-    facts = await place.session.facts(Ask(services=("a", "b")))
+    facts = await place.session.facts(FactsRequest(services=("a", "b")))
     assert facts.services == {"a": "active", "b": "active"}
     assert [item.status for item in await place.check(Service("a"), Service("b"))] == ["ok", "ok"]
     assert calls(place) == ["a b"]
@@ -57,9 +57,9 @@ async def test_a_dry_run_goes_by_what_the_facts_before_it_told(place: Place) -> 
 
 
 async def test_facts_and_changes_go_by_what_is_so_now(place: Place) -> None:
-    await place.session.facts(Ask(services=("a",)))
+    await place.session.facts(FactsRequest(services=("a",)))
     (place.folder / "state").write_text("failed")
-    assert (await place.session.facts(Ask(services=("a",)))).services == {"a": "failed"}
+    assert (await place.session.facts(FactsRequest(services=("a",)))).services == {"a": "failed"}
     (place.folder / "state").write_text("active")
     assert (await place.apply(Service("a")))[0].status == "ok"
     assert calls(place) == ["a", "a", "a"]

@@ -19,7 +19,7 @@ from tests.unit.hosts.sshd_server import Sshd, needs_sshd, running_sshd
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from shoal.cli.app import app
+from shoal.cli.app import make_app
 from shoal.cli.help import placeholder
 
 BAD = "cluster: reef\ncontroler: {host: c1}\nnodesets:\n  lab: {hosts: [n1, n1]}\n"
@@ -52,7 +52,7 @@ def shoal(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def invoke(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
+    return CliRunner().invoke(make_app(), list(words))
 
 
 def with_json(words: list[str]) -> list[str]:
@@ -61,7 +61,7 @@ def with_json(words: list[str]) -> list[str]:
 
 
 def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in (group or get_command(app)).commands.items():
+    for name, command in (group or get_command(make_app())).commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*before, name))
         else:
@@ -162,10 +162,10 @@ def test_a_wrong_file_is_one_json_object_of_findings(words: list[str]) -> None:
         (["status", "--cluster", "a b"], "'a b' is not a cluster name", "use lower-case letters, digits and -"),
         (["exec", "-w", "x", "true"], "cluster sandbox has no host x", "use one of controller, fish1, fish2"),
         (["node", "drain", "controller"], "not a compute node: controller", "name a node that `shoal status` lists"),
-        (["node", "remove", "fish1"], "there is no file to take fish1 out of", "write one with `shoal init`"),
-        (["ssh", "fish1", "--forget-key"], "--forget-key stands after the host", "put --forget-key before the host"),
-        (["ssh", "fish1", "-L", "80:a:80"], "-L stands after the host", "`shoal ssh --json fish1` prints"),
-        (["init", "--hosts", "a,a"], "no spec can be made of this", "change these names"),
+        (["node", "remove", "fish1"], "cannot remove fish1: the cluster has no file", "write one with `shoal init`"),
+        (["ssh", "fish1", "--forget-key"], "--forget-key is after the host", "put --forget-key before the host"),
+        (["ssh", "fish1", "-L", "80:a:80"], "-L is after the host", "`shoal ssh --json fish1` prints"),
+        (["init", "--hosts", "a,a"], "cannot make a spec of this", "change these names"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -183,14 +183,14 @@ def test_a_wrong_command_line_exits_2_and_says_what_to_do(words: list[str], mess
 
 def test_init_writes_a_file_once() -> None:
     done = invoke("init", "--hosts", "desktop,gpu[01,03]")
-    assert (done.exit_code, done.stdout) == (0, "wrote shoal.yaml; look at it, run `shoal check`, then `shoal up`\n")
+    assert (done.exit_code, done.stdout) == (0, "wrote shoal.yaml; review it, run `shoal check`, then `shoal up`\n")
     text = Path("shoal.yaml").read_text()
     assert "      - gpu[01,03]\n" in text or "      - 'gpu[01,03]'\n" in text
     again = invoke("init", "--json")
     assert again.exit_code == 2
     assert json.loads(again.stdout) == {
         "error": "UsageError",
-        "message": "shoal.yaml is there already",
+        "message": "shoal.yaml exists already",
         "fix": "edit it, or name another file",
     }
     assert json.loads(invoke("init", "--json", "-f", "other.yaml").stdout) == {"file": "other.yaml"}
@@ -287,8 +287,8 @@ def test_ctrl_c_puts_everything_away_and_says_how_to_go_on(empty_place: Path, nu
         assert process.returncode == 130
         assert out == ""
         assert err == (
-            "\nstopping: each host finishes the step it is at; Ctrl-C again leaves at once\n"
-            "stopped\n  run the same command again to go on from here\n"
+            "\nstopping: each host finishes its current step; Ctrl-C again exits at once\n"
+            "stopped\n  run the same command again to continue\n"
         )
         gone(int(mark.read_text()))
 
@@ -345,7 +345,7 @@ def test_a_reader_that_leaves_early_ends_the_command_quietly_as_sigpipe_does(wor
 def test_a_terminal_without_utf_8_gets_words_for_marks(encoding: str) -> None:
     done = shoal("check", "--cluster", "t-marks", env={**os.environ, "PYTHONIOENCODING": encoding})
     assert done.returncode in (0, 1), done.stderr
-    assert done.stdout.splitlines()[-1].startswith(("ok nothing in the way", "FAILED"))
+    assert done.stdout.splitlines()[-1].startswith(("ok no errors", "FAILED"))
 
 
 def test_json_for_a_reader_without_utf_8_is_still_whole() -> None:
@@ -362,8 +362,8 @@ def test_a_full_disk_is_told_and_is_no_bug_of_ours() -> None:
         )
     assert done.returncode == 1
     assert done.stderr == (
-        "error: this machine refuses: No space left on device\n"
-        "  fix: make room on this machine's disk, then run the same command again\n"
+        "error: on this machine: No space left on device\n"
+        "  fix: free space on this machine's disk, then run the same command again\n"
     )
 
 

@@ -9,17 +9,17 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from shoal.cli.job_commands import left_running
-from shoal.cli.job_results import finish_follow, finish_logs, finish_wait
-from shoal.cli.render_jobs import progress_text, show_ending, show_jobs, show_line, show_submitted
+from shoal.cli.job_commands import finish_follow, finish_logs, keep_running
+from shoal.cli.job_screens import progress_text, show_job_end, show_jobs, show_line, show_submitted
+from shoal.cli.run_command import finish_wait
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, Unreachable
+from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import BATCH, LogLine
-from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
 from shoal.verbs.jobs import JobsResult, JobView
 from shoal.verbs.logs import LogsResult
-from shoal.verbs.run import Submitted
+from shoal.verbs.run import SubmittedJob
 
 
 def screen() -> tuple[Console, io.StringIO]:
@@ -46,7 +46,7 @@ def test_the_list_shows_progress_or_the_reason() -> None:
     failed = JobRecord("18", "FAILED", "[red]x", "ann", restarts=2)
     views = (
         JobView(running, {"step": 12, "total_steps": 100, "loss": 0.51234, "state": "running"}),
-        JobView(failed, reason=Reason("script", "rank 2 on n2 failed first")),
+        JobView(failed, reason=FailureReason("script", "rank 2 on n2 failed first")),
         JobView(JobRecord("19", "PENDING", reason="Resources", node_count=4)),
         JobView(JobRecord("21", "PENDING", reason="BeginTime", waits_for="lambda us-west-1 out of gpu_1x_a10")),
         JobView(JobRecord("22", "FAILED", reason="NonZeroExitCode")),
@@ -75,8 +75,10 @@ def test_without_jobs_it_says_so() -> None:
 
 def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None:
     console, out = screen()
-    reason = Reason("script", "rank 2 failed first", 2, "n2", ("Traceback:", "ValueError: [x]\x1b[2J"), "look at it")
-    show_ending(console, JobRecord("17", "FAILED"), reason)
+    reason = FailureReason(
+        "script", "rank 2 failed first", 2, "n2", ("Traceback:", "ValueError: [x]\x1b[2J"), "look at it"
+    )
+    show_job_end(console, JobRecord("17", "FAILED"), reason)
     assert out.getvalue().splitlines() == [
         "✗ job 17: failed: rank 2 failed first",
         "    Traceback:",
@@ -88,7 +90,7 @@ def test_an_ending_says_why_with_the_lines_that_show_it_and_what_to_do() -> None
 FINISH: dict[str, Callable[[Session, LogsResult], None]] = {
     "logs": lambda session, result: finish_logs(session, result, None, False),
     "logs -f": lambda session, result: finish_follow(session, result, None),
-    "run --wait": lambda session, result: finish_wait(session, Submitted("17", "x", "p", 1, 1, "", 0, ""), result),
+    "run --wait": lambda session, result: finish_wait(session, SubmittedJob("17", "x", "p", 1, 1, "", 0, ""), result),
 }
 
 
@@ -110,7 +112,7 @@ def test_nodes_that_could_not_be_asked_are_told_by_whatever_shows_a_log(
 
 def test_a_job_in_the_queue_says_how_to_see_it() -> None:
     console, out = screen()
-    show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 2048, ""))
+    show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 2048, ""))
     assert out.getvalue() == (
         "✓ job 17 (train): 4 processes on 2 nodes of main; 2 KiB sent\n  `shoal logs -f 17` shows what it prints\n"
     )
@@ -119,19 +121,19 @@ def test_a_job_in_the_queue_says_how_to_see_it() -> None:
 def test_a_job_on_nodes_that_share_no_storage_says_what_that_costs_it() -> None:
     for nodes, said in ((1, []), (2, ["  checkpoints need storage that its nodes share: name it with --directory"])):
         console, out = screen()
-        show_submitted(console, Submitted("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False))
+        show_submitted(console, SubmittedJob("17", "train", "main", nodes, 4, "c0de", 2048, "", shared=False))
         assert out.getvalue().splitlines()[2:] == said
 
 
 def test_an_array_that_was_queued_says_how_one_of_it_is_followed() -> None:
     console, output = screen()
-    show_submitted(console, Submitted("17", "train", "main", 1, 4, "c0de", 0, "", array=True))
+    show_submitted(console, SubmittedJob("17", "train", "main", 1, 4, "c0de", 0, "", array=True))
     assert "  `shoal logs -f 17_N` shows what its task N prints\n" in output.getvalue()
 
 
 def test_a_profiled_job_says_where_its_traces_will_be() -> None:
     console, out = screen()
-    show_submitted(console, Submitted("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
+    show_submitted(console, SubmittedJob("17", "train", "main", 2, 4, "c0de", 0, "", "/jobs/17/profile"))
     assert out.getvalue().splitlines()[-1] == "  its profile will be on its nodes in /jobs/17/profile"
 
 
@@ -152,7 +154,7 @@ def test_progress_in_one_line(progress: dict[str, object], text: str) -> None:
 
 
 def test_who_stops_watching_a_job_is_told_that_it_goes_on() -> None:
-    with pytest.raises(Interrupted) as told, left_running("17"):
+    with pytest.raises(Interrupted) as told, keep_running("17"):
         raise Interrupted("stopped")
     assert told.value.message == "job 17 goes on"
     assert told.value.hint == "`shoal logs -f 17` shows it, `shoal cancel 17` ends it"

@@ -11,33 +11,32 @@ from tests.documents import ROOT
 from tests.unit.cli.test_command_line import ALL
 from tests.unit.cli.test_screens import FINISHES, ended
 
-from shoal.cli.render_money import cost_json
+from shoal.cli.rental_commands import cost_json
 from shoal.cli.session import Session
-from shoal.elastic.costs import Costs
+from shoal.cloud.providers.api import Offer
+from shoal.cloud.service.costs import CostReport
+from shoal.jobs.failure import FailureReason
 from shoal.jobs.logs import LogLine
-from shoal.jobs.reason import Reason
 from shoal.jobs.record import JobRecord
-from shoal.network.links import Link
+from shoal.network.links import LinkSpeed
 from shoal.plan.model import Change
 from shoal.proof.model import ProofResult
-from shoal.providers.rental import Offer
 from shoal.slurm.state import JobState, NodeState, PartitionState
 from shoal.slurm.usage import UsageRow
 from shoal.spec.finding import Finding
-from shoal.verbs.cancel import CancelResult
 from shoal.verbs.cost import CostResult
-from shoal.verbs.env import CleanResult, Listed
+from shoal.verbs.env import CleanResult, EnvironmentState
 from shoal.verbs.env_build import BuildResult
-from shoal.verbs.jobs import JobsResult, JobView
+from shoal.verbs.jobs import CancelResult, JobsResult, JobView
 from shoal.verbs.keys import KeysResult
 from shoal.verbs.links import LinksResult
 from shoal.verbs.logs import LogsResult
 from shoal.verbs.offers import OffersResult
 from shoal.verbs.reap import ReapResult
 from shoal.verbs.restore import Backup, RestoreResult
-from shoal.verbs.run import Submitted
+from shoal.verbs.run import SubmittedJob
 from shoal.verbs.simulate import Simulated
-from shoal.verbs.ui import Page
+from shoal.verbs.ui import WebPage
 from shoal.verbs.usage import UsageResult
 
 PAGE = (ROOT / "docs/json.md").read_text()
@@ -49,7 +48,7 @@ def of(kind: type, *more: str) -> set[str]:
 
 
 COMMANDS = {
-    "run": of(Submitted),
+    "run": of(SubmittedJob),
     "logs": of(LogsResult),
     "jobs": of(JobsResult),
     "cancel": of(CancelResult),
@@ -58,12 +57,12 @@ COMMANDS = {
     "restore": of(RestoreResult),
     "keys rotate": of(KeysResult),
     "offers": of(OffersResult),
-    "cost": set(cost_json(CostResult("reef", Costs(0, "2026-11", 0, 0, 0, 0)))),
+    "cost": set(cost_json(CostResult("reef", CostReport(0, "2026-11", 0, 0, 0, 0)))),
     "reap": of(ReapResult),
     "bench links": of(LinksResult, "whole"),
     "env build": of(BuildResult),
     "env clean": of(CleanResult),
-    "ui": of(Page),
+    "ui": of(WebPage),
     "simulate": of(Simulated),
 }
 """What commands print whose object is a value of a class; those of the others are printed below."""
@@ -75,13 +74,13 @@ PARTS = {
     "`jobs` of `status`": of(JobState),
     "`jobs` of `jobs`": of(JobView),
     "`record`": of(JobRecord),
-    "`reason` beside a `record`": of(Reason),
+    "`reason` beside a `record`": of(FailureReason),
     "`lines` of `logs`": of(LogLine),
     "`rows` and `total` of `usage`": of(UsageRow),
     "`backups` of `restore`": of(Backup),
     "`offers` of `offers`": of(Offer),
-    "`links` of `bench links`": of(Link),
-    "`environments` of `env list`": of(Listed),
+    "`links` of `bench links`": of(LinkSpeed),
+    "`environments` of `env list`": of(EnvironmentState),
 }
 
 

@@ -8,11 +8,11 @@ import sys
 
 WORK = """
 import asyncio
-from shoal.cli.interrupt import run
-from shoal.verbs.last_words import last_words
+from shoal.cli.session import run_interruptible
+from shoal.verbs.context import note_at_exit
 
 async def work():
-    with last_words(lambda: "left: cloud1; run `shoal down` again"):
+    with note_at_exit(lambda: "left: cloud1; run `shoal down` again"):
         print("begun", flush=True)
         try:
             await asyncio.Event().wait()
@@ -20,7 +20,7 @@ async def work():
             print("told to stop", flush=True)
             await asyncio.Event().wait()
 
-run(work())
+run_interruptible(work())
 """
 
 
@@ -33,7 +33,7 @@ def test_the_second_one_says_what_is_left_and_ends_with_the_status_of_an_interru
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said == (
-        "\nstopping: each host finishes the step it is at; Ctrl-C again leaves at once\n"
+        "\nstopping: each host finishes its current step; Ctrl-C again exits at once\n"
         "\nleft: cloud1; run `shoal down` again\n"
-        "left; run the same command again to go on from here\n"
+        "stopped at once; run the same command again to continue\n"
     )

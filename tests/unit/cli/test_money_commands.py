@@ -21,19 +21,19 @@ from typing import Any
 import httpx
 import pytest
 from tests.documents import ROOT, commands
-from tests.unit.elastic.rentals import rental
+from tests.unit.cloud.rentals import rental
 from tests.unit.hosts.sshd_server import needs_sshd, running_sshd
 from typer.testing import CliRunner
 
-from shoal.cli.app import app
-from shoal.elastic.ledger import Ledger
-from shoal.providers.rental import Account, Offer, Order
-from shoal.providers.rented import renter
-from shoal.simulators import cloud
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.market import Market
-from shoal.simulators.server import Simulation, serving
-from shoal.verbs import cost, held_machines, reap
+from shoal.cli.app import make_app
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import Offer, ProviderLogin, RentalOrder
+from shoal.cloud.service.ledger import Ledger
+from shoal.verbs import cost, reap, rentals
+from shoal_simulators import find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.market import Market
+from shoal_simulators.server import SimulatorApp, serve
 
 KEY = "sk-0123456789abcdef"
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFyC2Ek5rVqbJ4s0JDmUI7jH9pO7Vt5vYb0Kqk4m8zqF controller"
@@ -45,17 +45,17 @@ def simulated(kind: str) -> Iterator[str]:
     """A simulated cloud, served by a thread of its own, in which machines are up and gone at once; its URL."""
     ready: queue.SimpleQueue[tuple[str, Callable[[], object]] | BaseException] = queue.SimpleQueue()
 
-    async def serve() -> None:
-        made, over, loop = cloud(kind), asyncio.Event(), asyncio.get_running_loop()
+    async def simulate() -> None:
+        made, over, loop = find_simulator(kind), asyncio.Event(), asyncio.get_running_loop()
         profile = replace(made.profile, boot_seconds=0.0, address_seconds=0.0, stop_seconds=0.0)
-        simulation = Simulation(made(Market(profile, made.types, Nowhere())), limited=False)
-        async with serving(simulation) as url:
+        simulation = SimulatorApp(made(Market(profile, made.types, NoHosts())), limited=False)
+        async with serve(simulation) as url:
             ready.put((url.removesuffix(made.base), partial(loop.call_soon_threadsafe, over.set)))
             await over.wait()
 
     def run() -> None:
         try:
-            asyncio.run(serve())
+            asyncio.run(simulate())
         except BaseException as error:
             ready.put(error)
             raise
@@ -86,9 +86,9 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CLOUD_KEY", KEY)
-    monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=at_once))
-    monkeypatch.setattr(held_machines, "LEDGER", tmp_path / "ledger.db")
-    monkeypatch.setattr(held_machines, "STATUS", tmp_path / "status.json")
+    monkeypatch.setattr(reap, "POLLING", reap.Polling(sleep=at_once))
+    monkeypatch.setattr(rentals, "LEDGER", tmp_path / "ledger.db")
+    monkeypatch.setattr(rentals, "STATUS", tmp_path / "status.json")
     for name in ("SHOAL_CLUSTER", "SHOAL_FILE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     with simulated("lambda") as first, simulated("runpod") as second:
@@ -119,9 +119,13 @@ def order(clouds: dict[str, str], cluster: str = "reef") -> None:
             ("lambda", Offer("lambda", "gpu_1x_h100_sxm5", "us-west-1")),
             ("runpod", Offer("runpod", "NVIDIA H100 80GB HBM3", "US-TX-3")),
         ):
-            one = renter(Account(name, name, KEY, clouds[name], {"request_interval": "0", "create_interval": "0"}))
+            one = rental_provider(
+                ProviderLogin(name, name, KEY, clouds[name], {"request_interval": "0", "create_interval": "0"})
+            )
             key = await one.ensure_key(cluster, PUBLIC_KEY)
-            wanted = Order(cluster, "burst1", f"t-{cluster}-{name}", offer, PUBLIC_KEY, key, user_data="#!/bin/sh\n")
+            wanted = RentalOrder(
+                cluster, "burst1", f"t-{cluster}-{name}", offer, PUBLIC_KEY, key, user_data="#!/bin/sh\n"
+            )
             assert [outcome.ok for outcome in await one.create([wanted])] == [True]
             await one.close()
 
@@ -138,7 +142,7 @@ def still_there(clouds: dict[str, str]) -> list[str]:
 
 
 def shoal(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
+    return CliRunner().invoke(make_app(), list(words))
 
 
 def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_partly_done(
@@ -150,9 +154,9 @@ def test_offers_lists_what_every_cloud_has_and_a_cloud_that_is_down_makes_it_par
     found = json.loads(shoal("offers", "--gpu", "h100", "--provider", "lambda", "--json").stdout)["offers"]
     assert {one["provider"] for one in found} == {"lambda"}
     assert [one["usd_hour"] for one in found] == sorted(one["usd_hour"] for one in found)
-    assert shoal("offers", "--market", "spot").stdout == "nothing of that kind is offered\n"
+    assert shoal("offers", "--market", "spot").stdout == "no such offers\n"
     wrong = shoal("offers", "--market", "bazaar")
-    assert (wrong.exit_code, "--market bazaar: there is no such market" in wrong.stderr) == (2, True)
+    assert (wrong.exit_code, "there is no market 'bazaar'" in wrong.stderr) == (2, True)
     write_file(tmp_path, {**clouds, "runpod": "http://127.0.0.1:9"})
     partly = shoal("offers", "--gpu", "H100")
     assert partly.exit_code == 3
@@ -172,7 +176,7 @@ def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_cluste
     write_file(tmp_path, {**clouds, "runpod": "http://127.0.0.1:9"})
     partly = shoal("reap", "--yes")
     assert partly.exit_code == 3
-    assert partly.stdout.splitlines()[-1] == "! reef: 1 machine given back; run `shoal reap` again"
+    assert partly.stdout.splitlines()[-1] == "! reef: 1 machine released; run `shoal reap` again"
     write_file(tmp_path, clouds)
     whole = shoal("reap", "--yes", "--json")
     assert whole.exit_code == 0, whole.output
@@ -181,7 +185,7 @@ def test_reap_shows_asks_deletes_and_proves_it_and_leaves_what_is_not_the_cluste
     assert (told["remaining"], told["failures"]) == ([], {})
     assert len(still_there(clouds)) == 2  # the other cluster's
     clean = shoal("reap", "--yes")
-    assert (clean.exit_code, clean.stdout) == (0, "reef: no provider has a machine of this cluster\n")
+    assert (clean.exit_code, clean.stdout) == (0, "reef: no provider lists a machine of this cluster\n")
 
 
 @needs_sshd
@@ -207,7 +211,7 @@ def test_the_commands_of_the_page_on_budgets_run_as_they_stand(
     lines = [" ".join(line.split()) for line in shown["shoal cost"].splitlines()]
     assert "now, an hour $4.29 $20.00" in lines
     assert any(line.startswith("burst $0.0") for line in lines)
-    assert shown["shoal reap --yes"].endswith("✓ reef: 2 machines given back; no provider has one any more\n")
+    assert shown["shoal reap --yes"].endswith("✓ reef: 2 machines released; no provider lists any more\n")
     with Ledger.read(ledger) as kept:
         assert kept.live() == [], "what is proved gone costs nothing more"
 
@@ -247,7 +251,7 @@ def test_reap_waits_for_a_machine_that_the_list_does_not_show_yet(
     async def briefly(seconds: float) -> None:
         await asyncio.sleep(seconds / 100)
 
-    monkeypatch.setattr(reap, "PACE", reap.Pace(sleep=briefly))  # as if a hundred times as fast: 300 s are 3
+    monkeypatch.setattr(reap, "POLLING", reap.Polling(sleep=briefly))  # as if a hundred times as fast: 300 s are 3
     httpx.put(f"{clouds['lambda']}/_simulator/faults", json=[{"kind": "lagging-list", "times": -1, "seconds": 1}])
     order(clouds)
     done = shoal("reap", "--yes", "--json")

@@ -16,21 +16,30 @@ import typer
 from rich.console import Console
 from tests.unit.plan.fake_world import lab
 
-from shoal.cli.as_json import plain
-from shoal.cli.columns import Columns
+from shoal.cli.cluster_commands import finish_check, finish_down, finish_plan, finish_status, finish_up
+from shoal.cli.cluster_screens import show_plan, show_status, show_up
+from shoal.cli.host_commands import finish_exec, finish_nodes, show_exec
+from shoal.cli.output import plain
 from shoal.cli.progress import TerminalProgress
-from shoal.cli.render import show_exec, show_plan, show_status, show_up
-from shoal.cli.say import say, show_failures, show_findings
+from shoal.cli.screen import Columns, print_wrapped, show_failures, show_findings
 from shoal.cli.session import Session
-from shoal.errors import ControllerFailed, Interrupted, ProviderError, TimedOut, Unreachable, UsageError, VersionWindow
+from shoal.errors import (
+    CommandTimeout,
+    ControllerFailed,
+    Interrupted,
+    ProviderError,
+    Unreachable,
+    UsageError,
+    VersionMismatch,
+)
 from shoal.hosts.api import Result
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.slurm.state import JobState, NodeState, PartitionState
 from shoal.spec.finding import Finding
 from shoal.verbs.context import Context
 from shoal.verbs.down import DownResult
-from shoal.verbs.remote import ExecResult
-from shoal.verbs.status import Status, status
+from shoal.verbs.exec import ExecResult
+from shoal.verbs.status import ClusterStatus, status
 from shoal.verbs.up import UpResult
 
 AWAY = Unreachable("n9", "does not answer within 10 s", hint="is the host up?")
@@ -41,7 +50,7 @@ NODES = (
     replace(H100, name="n2"),
     NodeState("n3", ("DOWN", "DRAIN"), reason="[red]\x1b[2Jfan", cpus=8, cpus_alloc=8, memory_mb=14700),
 )
-STATUS = Status(
+STATUS = ClusterStatus(
     cluster="reef",
     controller="c1",
     version="22.05.8",
@@ -132,7 +141,7 @@ def test_a_plan_puts_hosts_together_to_which_the_same_happens() -> None:
         "n[1-2]  update /etc/x             nothing\n"
         "c1      restart slurmctld         daemon restart\n"
         "\n"
-        "4 changes on 4 hosts; costs at most: node drained; n9 was not looked at\n"
+        "4 changes on 4 hosts; costs at most: node drained; n9 was not inspected\n"
     )
 
 
@@ -148,15 +157,19 @@ def test_a_finding_says_below_what_to_do_about_it() -> None:
     )
 
 
-def test_what_is_found_on_several_hosts_is_told_once_without_their_names() -> None:
+def test_an_error_of_several_hosts_is_shown_once_and_names_them() -> None:
     found = [Finding("error", "no sudo", "a password", f"on {name}, as root: visudo", host=name) for name in NAMES]
     assert drawn(lambda console: show_findings(console, [*found, Finding("info", "x"), Finding("info", "x")])) == (
-        "error gpu[1-2,12]: no sudo, found a password\n    fix: on HOST, as root: visudo\ninfo x\n"
+        "error gpu[1-2,12]: no sudo, found a password\n    fix: on gpu[1-2,12], as root: visudo\ninfo x\n"
     )
     failed = {name: Unreachable(name, f"{name}:22 is silent", hint=f"compare with: ssh -v {name}") for name in NAMES}
     alone = {"c1": Unreachable("c1", "c1:22 is silent", hint="compare with: ssh -v c1")}
     assert drawn(lambda console: show_failures(console, failed)) == (
-        "✗ gpu[1-2,12]: HOST:22 is silent\n    fix: compare with: ssh -v HOST\n"
+        "✗ gpu[1-2,12]: gpu[1-2,12]:22 is silent\n    fix: compare with: ssh -v gpu1\n"
+    )
+    unknown = {name: Unreachable(name, f"no address is known for {name!r}") for name in NAMES}
+    assert drawn(lambda console: show_failures(console, unknown)) == (
+        "✗ gpu[1-2,12]: no address is known for 'gpu[1-2,12]'\n"
     )
     assert drawn(lambda console: show_failures(console, alone)) == (
         "✗ c1: c1:22 is silent\n    fix: compare with: ssh -v c1\n"
@@ -168,7 +181,7 @@ def test_a_line_is_broken_between_words_and_never_inside_a_command() -> None:
 
     def drawn_at(width: int, terminal: bool) -> str:
         out = StringIO()
-        say(Console(file=out, width=width, force_terminal=terminal, color_system=None), told)
+        print_wrapped(Console(file=out, width=width, force_terminal=terminal, color_system=None), told)
         return out.getvalue()
 
     assert drawn_at(20, True) == (
@@ -191,7 +204,7 @@ def test_an_empty_plan_does_not_speak_for_hosts_it_has_not_seen() -> None:
     assert drawn(lambda console: show_plan(console, away, diff=False)) == (
         "✗ n[9-10]: does not answer within 10 s\n"
         "    fix: is the host up?\n"
-        "reef: no changes on the hosts that answered; n[9-10] were not looked at\n"
+        "reef: no changes on the hosts that answered; n[9-10] were not inspected\n"
     )
 
 
@@ -202,7 +215,7 @@ def test_up_ends_with_what_was_done_and_what_was_not() -> None:
         "✗ n9: does not answer within 10 s\n"
         "    fix: is the host up?\n"
         "! reef: created n1, changed c1,n2; not complete\n"
-        "  solve what is named above, then run `shoal up` again\n"
+        "  fix the problems above, then run `shoal up` again\n"
     )
     assert drawn(lambda console: show_up(console, UpResult("reef", changed=("n1",)))) == (
         "✓ reef: changed n1\n  `shoal status` shows it, `shoal run train.py` trains on it\n"
@@ -226,7 +239,7 @@ def test_exec_shows_equal_outputs_once() -> None:
 
 
 def test_exec_says_failures_once_and_what_was_probably_meant() -> None:
-    late = {name: TimedOut(name, "`sleep` did not end", hint="give it longer") for name in ("n1", "n2")}
+    late = {name: CommandTimeout(name, "`sleep` did not end", hint="give it longer") for name in ("n1", "n2")}
     meant = ExecResult(((("n3",), Result(127, b"", b"sh: not found\n")),), late, "shoal exec -- sh -c 'a | b'")
     assert drawn(lambda console: show_exec(console, meant)) == (
         "n3 (1) (exit 127)\nsh: not found\n  fix: shoal exec -- sh -c 'a | b'\n"
@@ -235,19 +248,19 @@ def test_exec_says_failures_once_and_what_was_probably_meant() -> None:
 
 
 FINISHES: dict[str, tuple[Callable[[Session], None], int, dict[str, Any]]] = {
-    "plan": (lambda s: s.finish_plan(PLAN, False), 3, {"cluster": "reef", "cost": "drain"}),
-    "up": (lambda s: s.finish_up(UP), 3, {"whole": False, "unready": [["n4", "Low RealMemory"]]}),
-    "up again": (lambda s: s.finish_up(UpResult("reef")), 0, {"whole": True, "unchanged": True}),
-    "down": (lambda s: s.finish_down(DownResult("reef", deleted=("n1",))), 0, {"deleted": ["n1"], "failures": {}}),
-    "down partly": (lambda s: s.finish_down(DownResult("reef", failures={"n9": AWAY})), 3, {"released": []}),
-    "status": (lambda s: s.finish_status(STATUS), 0, {"version": "22.05.8", "absent": ["n4", "n5"]}),
-    "check": (lambda s: s.finish_check([Finding("error", "no")]), 1, {"ok": False}),
-    "check ok": (lambda s: s.finish_check([Finding("info", "so")]), 0, {"ok": True}),
-    "exec": (lambda s: s.finish_exec(EXEC), 3, {}),
-    "exec 5": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(5)),))), 5, {"failures": {}}),
-    "exec killed": (lambda s: s.finish_exec(ExecResult(((("n1",), Result(137)),))), 1, {}),
-    "node": (lambda s: s.finish_nodes("draining", ["n1"]), 0, {"draining": ["n1"]}),
-    "no node": (lambda s: s.finish_nodes("resumed", []), 0, {"resumed": []}),
+    "plan": (lambda s: finish_plan(s, PLAN, False), 3, {"cluster": "reef", "cost": "drain"}),
+    "up": (lambda s: finish_up(s, UP), 3, {"whole": False, "unready": [["n4", "Low RealMemory"]]}),
+    "up again": (lambda s: finish_up(s, UpResult("reef")), 0, {"whole": True, "unchanged": True}),
+    "down": (lambda s: finish_down(s, DownResult("reef", deleted=("n1",))), 0, {"deleted": ["n1"], "failures": {}}),
+    "down partly": (lambda s: finish_down(s, DownResult("reef", failures={"n9": AWAY})), 3, {"released": []}),
+    "status": (lambda s: finish_status(s, STATUS), 0, {"version": "22.05.8", "absent": ["n4", "n5"]}),
+    "check": (lambda s: finish_check(s, [Finding("error", "no")]), 1, {"ok": False}),
+    "check ok": (lambda s: finish_check(s, [Finding("info", "so")]), 0, {"ok": True}),
+    "exec": (lambda s: finish_exec(s, EXEC), 3, {}),
+    "exec 5": (lambda s: finish_exec(s, ExecResult(((("n1",), Result(5)),))), 5, {"failures": {}}),
+    "exec killed": (lambda s: finish_exec(s, ExecResult(((("n1",), Result(137)),))), 1, {}),
+    "node": (lambda s: finish_nodes(s, "draining", ["n1"]), 0, {"draining": ["n1"]}),
+    "no node": (lambda s: finish_nodes(s, "resumed", []), 0, {"resumed": []}),
 }
 
 
@@ -329,12 +342,12 @@ def test_a_bug_met_on_a_host_is_no_failure_of_the_host(capsys: pytest.CaptureFix
         (ProviderError("no [red]room[/red]"), 1, "error: no [red]room[/red]\n"),
         (AWAY, 1, "error: n9: does not answer within 10 s\n  fix: is the host up?\n"),
         (Interrupted("stopped", hint="go on"), 130, "stopped\n  go on\n"),
-        (asyncio.CancelledError(), 130, "stopped\n  run the same command again to go on from here\n"),
+        (asyncio.CancelledError(), 130, "stopped\n  run the same command again to continue\n"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/home/a"),
             1,
-            "error: this machine refuses: /home/a: No space left on device\n"
-            "  fix: make room on this machine's disk, then run the same command again\n",
+            "error: on this machine: /home/a: No space left on device\n"
+            "  fix: free space on this machine's disk, then run the same command again\n",
         ),
     ],
 )
@@ -368,12 +381,12 @@ def test_without_the_controller_hosts_that_fail_alike_are_told_once(capsys: pyte
     failures = {name: Unreachable(name, "silent", hint="is it up?") for name in ("n2", "c1", "n1")}
     assert ended(Session(json=False), fails(ControllerFailed("c1", failures))) == 1
     assert capsys.readouterr().err == (
-        "✗ c1,n[1-2]: silent\n    fix: is it up?\nerror: nothing can be done without c1, the controller\n"
+        "✗ c1,n[1-2]: silent\n    fix: is it up?\nerror: cannot go on without c1, the controller\n"
     )
 
 
 def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    window = VersionWindow("cannot talk", findings=(Finding("error", "too old", host="n1"),))
+    window = VersionMismatch("cannot talk", findings=(Finding("error", "too old", host="n1"),))
     assert ended(Session(json=True), fails(window)) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["host"] == "n1"
 
@@ -384,7 +397,7 @@ def test_an_error_that_knows_its_findings_tells_them_in_json(capsys: pytest.Capt
 def test_without_a_terminal_each_phase_is_one_line() -> None:
     console = Console(file=StringIO(), width=200)
     with TerminalProgress(console).phase("connect and look", 2) as phase:
-        phase.say("n1", "busy")
+        phase.update("n1", "busy")
         phase.done("n1")
         phase.done("n2", "it broke")
     assert console.file.getvalue().startswith("  connect and look           failed on n2")  # type: ignore[attr-defined]
@@ -405,7 +418,7 @@ async def test_without_a_terminal_a_long_phase_says_where_it_is() -> None:
     with TerminalProgress(console, every=0.01).phase("packages", 6) as phase:
         phase.done("n1")
         for number in range(2, 7):
-            phase.say(f"n{number}", "[waits] for apt\x1b[2J")
+            phase.update(f"n{number}", "[waits] for apt\x1b[2J")
         await lines_in(console, 2)
     lines = await lines_in(console, 3)
     assert re.fullmatch(
@@ -420,7 +433,7 @@ async def test_without_a_terminal_a_long_phase_says_where_it_is() -> None:
 async def test_work_that_is_not_counted_in_hosts_says_how_much_is_done() -> None:
     console = Console(file=StringIO(), width=200)
     with TerminalProgress(console, every=0.01).phase("sandbox hosts", 1) as phase:
-        phase.at(0.4, "image debian12: unpack")
+        phase.set_fraction(0.4, "image debian12: unpack")
         first, *_ = await lines_in(console, 1)
     assert re.fullmatch(r"  sandbox hosts              40%         \d\.\d s  image debian12: unpack", first)
 
@@ -428,8 +441,8 @@ async def test_work_that_is_not_counted_in_hosts_says_how_much_is_done() -> None
 def test_on_a_terminal_what_a_host_says_is_shown_as_it_is() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100, no_color=True)
     with TerminalProgress(console).phase("nodes", 1) as phase:
-        phase.say("n1", "unpack [/slurmd] \x1b[2J")
-        phase.at(0.5, "[/half]")
+        phase.update("n1", "unpack [/slurmd] \x1b[2J")
+        phase.set_fraction(0.5, "[/half]")
         phase.done("n1")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "✓ nodes" in text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.errors import AuthRefused, ConnectionLost, SudoRefused, Unreachable
+from shoal.errors import AuthenticationFailed, ConnectionLost, SudoDenied, Unreachable
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
 
 async def test_the_longest_matching_command_answers() -> None:
@@ -51,11 +51,11 @@ async def test_the_connection_is_lost_on_command() -> None:
 
 async def test_a_host_can_be_unreachable_for_any_reason() -> None:
     connector = FakeConnector(
-        FakeHost("n1", unreachable=True), FakeHost("n2", unreachable=AuthRefused("n2", "no")), FakeHost("n3")
+        FakeHost("n1", unreachable=True), FakeHost("n2", unreachable=AuthenticationFailed("n2", "no")), FakeHost("n3")
     )
     with pytest.raises(Unreachable, match="n1: does not answer"):
         await connector.connect(Target("n1"))
-    with pytest.raises(AuthRefused, match="n2: no"):
+    with pytest.raises(AuthenticationFailed, match="n2: no"):
         await connector.connect(Target("n2"))
     with pytest.raises(Unreachable, match="no address is known for 'n4'"):
         await connector.connect(Target("n4"))
@@ -66,7 +66,7 @@ async def test_a_host_can_be_unreachable_for_any_reason() -> None:
 
 async def test_sudo_can_be_refused() -> None:
     host = FakeHost(Target("n1", user="ubuntu"), {("true",): b""}, sudo_refused=True)
-    with pytest.raises(SudoRefused, match="n1: ubuntu may not become root: sudo asks for a password"):
+    with pytest.raises(SudoDenied, match="n1: ubuntu may not become root: sudo asks for a password"):
         await host.run(["true"])
     assert (await host.run(["true"], root=False)).status == 0
 

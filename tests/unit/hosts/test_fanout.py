@@ -8,8 +8,8 @@ import pytest
 
 from shoal.errors import SlurmError, Unreachable
 from shoal.hosts.api import Target
-from shoal.hosts.fake import FakeConnector, FakeHost
-from shoal.hosts.fanout import Outcome, fan_out, group_equal
+from shoal.hosts.fanout import HostOutcome, fan_out, group_equal
+from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 
 async def test_one_unreachable_host_stops_no_other_and_order_is_kept() -> None:
@@ -45,7 +45,7 @@ async def test_no_more_than_the_limit_run_at_once() -> None:
 
 
 async def test_each_outcome_is_told_as_it_comes() -> None:
-    seen: list[Outcome[str]] = []
+    seen: list[HostOutcome[str]] = []
 
     async def action(name: str) -> str:
         if name == "b":

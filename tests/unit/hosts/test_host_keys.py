@@ -36,25 +36,25 @@ def test_two_processes_at_once_lose_no_key(tmp_path: Path) -> None:
 def test_a_key_that_another_process_met_first_wins(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     ours, theirs = HostKeys(path), HostKeys(path)
-    assert ours.known("n1") is None
+    assert ours.find("n1") is None
     theirs.remember("n1", "10.0.0.1", 22, A)
     with pytest.raises(HostKeyChanged):
         ours.remember("n1", "10.0.0.1", 22, B)
-    assert HostKeys(path).known("n1") == A
+    assert HostKeys(path).find("n1") == A
 
 
 def test_an_address_may_pass_to_another_host(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     HostKeys(path).remember("n1", "10.0.0.1", 22, A)
     HostKeys(path).remember("n2", "10.0.0.1", 22, B)
-    assert (HostKeys(path).known("n1"), HostKeys(path).known("n2")) == (A, B)
+    assert (HostKeys(path).find("n1"), HostKeys(path).find("n2")) == (A, B)
 
 
 def test_lines_that_are_no_keys_stay_and_vouch_for_nobody(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     path.write_text("# mine\nn1,[10.0.0.1]:22 ssh-ed25519 ???\nhalf a\n")
     keys = HostKeys(path)
-    assert keys.known("n1") is None
+    assert keys.find("n1") is None
     keys.remember("n2", "10.0.0.2", 22, B)
     assert path.read_text().startswith("# mine\nn1,[10.0.0.1]:22 ssh-ed25519 ???\nhalf a\nn2,")
 
@@ -65,7 +65,7 @@ def test_forgetting_leaves_hosts_with_similar_names(tmp_path: Path) -> None:
     keys.remember("n1", "10.0.0.1", 22, A)
     keys.remember("n10", "10.0.0.2", 22, B)
     assert forget(path, "n1")
-    assert (HostKeys(path).known("n1"), HostKeys(path).known("n10")) == (None, B)
+    assert (HostKeys(path).find("n1"), HostKeys(path).find("n10")) == (None, B)
 
 
 def test_forgetting_where_nothing_is_known_makes_no_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ print(list(started), ctypes.util.find_library("c") is not None)
 """
 
 
-@pytest.mark.parametrize("module", ["shoal.hosts.ssh", "shoal.cli, shoal.verbs.up", "shoal.verbs.remote"])
+@pytest.mark.parametrize("module", ["shoal.hosts.ssh", "shoal.cli, shoal.verbs.up", "shoal.verbs.exec"])
 def test_no_program_is_started_and_libraries_are_found_as_ever_afterwards(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", COUNT.format(module=module)], capture_output=True, text=True)
     assert done.stdout == "[] True\n", done.stderr

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running_sshd
 
-from shoal.errors import AuthRefused, ConnectionLost, HostError, HostKeyChanged, TimedOut, Unreachable
+from shoal.errors import AuthenticationFailed, CommandTimeout, ConnectionLost, HostError, HostKeyChanged, Unreachable
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
 from shoal.hosts.host_keys import HostKey
@@ -118,7 +118,7 @@ async def test_a_pinned_key_replaces_the_one_we_met(sshd: Sshd, known_hosts: Pat
 async def test_a_host_that_lacks_its_pinned_key_is_refused(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     make_key(tmp_path / "other")
     pinned = (tmp_path / "other.pub").read_text()
-    with pytest.raises(HostKeyChanged, match="its provider said it has"):
+    with pytest.raises(HostKeyChanged, match="its provider reported"):
         await SshConnector(known_hosts).connect(sshd.target(host_key=pinned))
     assert not known_hosts.exists()
     with pytest.raises(HostError, match="the host key given for it is not a public key"):
@@ -128,10 +128,10 @@ async def test_a_host_that_lacks_its_pinned_key_is_refused(sshd: Sshd, known_hos
 async def test_a_refused_key_names_the_user_and_what_was_tried(sshd: Sshd, known_hosts: Path, tmp_path: Path) -> None:
     stranger = tmp_path / "stranger"
     make_key(stranger)
-    with pytest.raises(AuthRefused) as caught:
+    with pytest.raises(AuthenticationFailed) as caught:
         await SshConnector(known_hosts).connect(sshd.target("gpu01", user="root", identity=stranger))
     place = f"root@127.0.0.1:{sshd.port}"
-    assert caught.value.message == f"gpu01: does not let {place} in (tried {stranger})"
+    assert caught.value.message == f"gpu01: authentication failed for {place} (tried {stranger})"
     assert caught.value.hint.startswith(f"put your public key there: ssh-copy-id -p {sshd.port} root@127.0.0.1")
 
 
@@ -149,7 +149,7 @@ async def test_an_identity_that_cannot_be_used_is_named(
 ) -> None:
     identity = tmp_path / "identity"
     make(identity)  # type: ignore[operator]
-    with pytest.raises(AuthRefused) as caught:
+    with pytest.raises(AuthenticationFailed) as caught:
         await SshConnector(known_hosts, agent=False).connect(sshd.target("gpu01", identity=identity))
     assert caught.value.message.startswith(f"gpu01: the key {identity} {found}")
     assert caught.value.hint
@@ -182,7 +182,7 @@ async def test_a_key_passed_over_for_its_passphrase_is_named(sshd: Sshd, known_h
     make_key(locked)
     lock_key(locked)
     config.write_text(f"Host *\n IdentityFile {locked}\n")
-    with pytest.raises(AuthRefused) as caught:
+    with pytest.raises(AuthenticationFailed) as caught:
         await SshConnector(known_hosts, ssh_config=config, agent=False).connect(sshd.target(identity=None))
     assert caught.value.message.endswith(f"(tried not {locked}: it is protected by a passphrase)")
 
@@ -252,7 +252,7 @@ async def test_a_host_the_jump_host_cannot_reach_is_told_apart(known_hosts: Path
         with pytest.raises(Unreachable, match=r"gpu1: door cannot reach 127\.0\.0\.1:\d+: Connection refused"):
             await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
         jump.stop()
-        with pytest.raises(Unreachable, match=r"door: 127\.0\.0\.1:\d+ refuses the connection"):
+        with pytest.raises(Unreachable, match=r"door: 127\.0\.0\.1:\d+ refused the connection"):
             await SshConnector(known_hosts, ssh_config=config).connect(Target("gpu1"))
 
 
@@ -342,9 +342,9 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "seconds", "found"),
     [
-        ("sh -c 'exit 3'", 60, "`sh` ended before we were logged in"),
-        ("sh -c 'echo no such tunnel >&2; exit 3'", 60, "`sh` ended before we were logged in: no such tunnel"),
-        ("/no/such %h", 60, "`/no/such` ended before we were logged in: /bin/sh: 1: exec: /no/such: not found"),
+        ("sh -c 'exit 3'", 60, "`sh` ended before the login"),
+        ("sh -c 'echo no such tunnel >&2; exit 3'", 60, "`sh` ended before the login: no such tunnel"),
+        ("/no/such %h", 60, "`/no/such` ended before the login: /bin/sh: 1: exec: /no/such: not found"),
         ("sleep 61", 0.5, "`sleep` did not lead to 127.0.0.1:{port} within 0.5 s"),
     ],
 )
@@ -367,7 +367,7 @@ async def test_a_name_without_address_is_told(known_hosts: Path, no_config: Path
 
 async def test_a_closed_port_is_told(known_hosts: Path, no_config: Path) -> None:
     port = free_port()
-    with pytest.raises(Unreachable, match=rf"gpu01: 127\.0\.0\.1:{port} refuses the connection"):
+    with pytest.raises(Unreachable, match=rf"gpu01: 127\.0\.0\.1:{port} refused the connection"):
         await SshConnector(known_hosts, ssh_config=no_config).connect(Target("gpu01", "127.0.0.1", port))
 
 
@@ -381,9 +381,9 @@ async def test_a_silent_host_is_given_up_after_the_timeout(known_hosts: Path, no
 @pytest.mark.parametrize(
     ("greeting", "found"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection before we were logged in"),
-        (b"SSH-1.5-ancient\r\n", "does not speak SSH with us"),
-        (b"", "closed the connection before we were logged in"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection before the login"),
+        (b"SSH-1.5-ancient\r\n", "does not speak SSH"),
+        (b"", "closed the connection before the login"),
     ],
 )
 async def test_a_port_that_is_not_ssh_is_told(known_hosts: Path, no_config: Path, greeting: bytes, found: str) -> None:
@@ -460,7 +460,7 @@ async def test_a_program_we_end_is_gone_from_the_host_with_its_children(
         elif how == "close":
             await host.close()
         else:
-            with pytest.raises(TimedOut):
+            with pytest.raises(CommandTimeout):
                 await run_to_end("gpu01", ["sh"], process, b"", 0.1)
     assert len(pids) == 2
     for _ in range(1200):

@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from shoal.errors import SudoRefused
+from shoal.errors import SudoDenied
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
@@ -102,7 +102,7 @@ async def test_a_refusal_names_the_cause_and_the_line_to_add(
     host: SshHost, programs: Path, says: str, told: str
 ) -> None:
     _install(programs, f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
-    with pytest.raises(SudoRefused) as caught:
+    with pytest.raises(SudoDenied) as caught:
         await host.run(["true"], stdin=bytes(100_000))
     assert caught.value.message == f"gpu01: ubuntu may not become root: {told}"
     assert LINE in caught.value.hint
@@ -112,18 +112,18 @@ async def test_a_refusal_shows_itself_to_one_who_speaks_with_the_program(host: S
     _install(programs, '#!/bin/sh\necho "sudo: a password is required" >&2\nexit 1\n')
     process = await host.start(["cat"])
     await process.write(b"hello\n")
-    with pytest.raises(SudoRefused):
+    with pytest.raises(SudoDenied):
         await process.wait()
     process = await host.start(["sh", "-c", "echo hello"])
     await process.write(b"x\n")
     reading = asyncio.create_task(process.readline())
     ended = asyncio.create_task(process.wait())
     results = await asyncio.gather(reading, ended, return_exceptions=True)
-    assert [type(result) for result in results] == [SudoRefused, SudoRefused]
+    assert [type(result) for result in results] == [SudoDenied, SudoDenied]
 
 
 async def test_a_host_without_sudo_is_told(host: SshHost) -> None:
-    with pytest.raises(SudoRefused) as caught:
+    with pytest.raises(SudoDenied) as caught:
         await host.run(["true"])
     assert caught.value.message == "gpu01: ubuntu is not root and there is no usable sudo on the host"
     assert caught.value.hint.startswith("install sudo on gpu01 and allow ubuntu to use it")
@@ -141,13 +141,13 @@ async def test_this_machine_goes_through_sudo_when_we_are_not_root(
 
 def test_of_several_lines_the_refusing_one_is_quoted() -> None:
     result = Result(1, b"", b"sudo: unable to resolve host gpu01\nubuntu is not in the sudoers file.\nreported\n")
-    with pytest.raises(SudoRefused, match=r"sudo says: ubuntu is not in the sudoers file\.\n"):
-        sudo.judge("gpu01", "ubuntu", ["true"], result)
+    with pytest.raises(SudoDenied, match=r"sudo says: ubuntu is not in the sudoers file\.\n"):
+        sudo.check_sudo_result("gpu01", "ubuntu", ["true"], result)
 
 
 def test_a_command_that_wrote_output_was_not_refused() -> None:
     result = Result(1, b"output", b"sudo: a password is required\n")
-    assert sudo.judge("gpu01", "ubuntu", ["make", "install"], result) is result
+    assert sudo.check_sudo_result("gpu01", "ubuntu", ["make", "install"], result) is result
 
 
 class _OpenDoor(asyncssh.SSHServer):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.jobs.load import job_of
-from shoal.jobs.model import JobSpec, ResolvedJob, Shipped
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob, job_from_options
 from shoal.jobs.resolve import resolve
 from shoal.slurm.state import NodeState, PartitionState
 
@@ -31,11 +30,11 @@ PARTITIONS = (
     PartitionState("cpu", "UP", nodes="cpu1"),
     PartitionState("closed", "DOWN", nodes="cpu1"),
 )
-SHIPPED = Shipped("reef", "/var/lib/shoal/jobs/reef", "c0de", "11b", "examples")
+SHIPPED = JobPaths("reef", "/var/lib/shoal/jobs/reef", "c0de", "11b", "examples")
 
 
 def job(script: str = "train.py", **options: Any) -> JobSpec:
-    return job_of({"script": script, **options})
+    return job_from_options({"script": script, **options})
 
 
 def resolved(script: str = "train.py", **options: Any) -> ResolvedJob:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from job_clusters import SHIPPED, resolved
 
+from shoal.contract import EXIT_REQUEUE
 from shoal.jobs.script import sbatch_script
-from shoal.train.contract import EXIT_REQUEUE
 
 
 def _run(tmp_path: Path, srun: str, requeues: bool = True, **options: object) -> tuple[int, str]:

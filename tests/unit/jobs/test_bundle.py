@@ -115,11 +115,11 @@ def test_a_script_that_would_not_be_there_is_refused(tree: Path, tmp_path: Path)
 def test_the_runtime_brings_the_runner_and_the_training_library(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(runtime().data)) as tar:
         names = set(tar.getnames())
-        assert {"programs/start.py", "programs/runner/rank.py", "shoal/hostlist.py", "shoal/train/contract.py"} <= names
+        assert {"programs/start.py", "programs/runner/rank.py", "shoal/hostlist.py", "shoal/contract.py"} <= names
         # It is on the script's PYTHONPATH, before modules of the user's that may be called so.
         assert {name.partition("/")[0] for name in names} == {"programs", "shoal"}
         tar.extractall(tmp_path, filter="data")
-    code = "import shoal, shoal.train.contract; print(shoal.__file__)"
+    code = "import shoal, shoal.contract; print(shoal.__file__)"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )

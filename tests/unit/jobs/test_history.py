@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.jobs.history import merged, parse_jobcomp, parse_sacct, sacct_command
-from shoal.jobs.record import JobRecord
-from shoal.verbs.ended import without
+from shoal.jobs.record import JobRecord, merge_records, parse_jobcomp, parse_sacct, sacct_command
+from shoal.verbs.logs import exclude_known
 
 FILE = """\
 JobId=3 UserId=root(0) GroupId=root(0) Name=true JobState=COMPLETED Partition=main TimeLimit=UNLIMITED \
@@ -51,10 +50,10 @@ def test_a_job_that_was_queued_again_is_told_once(word: str) -> None:
 @pytest.mark.parametrize("word", ["PREEMPTED", "NODE_FAIL"])
 def test_the_turn_before_of_a_job_that_slurmctld_knows_is_not_another_job(word: str) -> None:
     turn = JobRecord("3", word, start="2026-11-15T08:54:03", end="2026-11-15T08:55:00")
-    assert without([turn], [JobRecord("3", "PENDING", restarts=1)]) == []
-    assert without([turn], [JobRecord("3", "PENDING")]) == [turn]  # the controller had lost its state
+    assert exclude_known([turn], [JobRecord("3", "PENDING", restarts=1)]) == []
+    assert exclude_known([turn], [JobRecord("3", "PENDING")]) == [turn]  # the controller had lost its state
     failed = replace(turn, state="FAILED")
-    assert without([failed], [JobRecord("3", "RUNNING", restarts=1)]) == [failed]
+    assert exclude_known([failed], [JobRecord("3", "RUNNING", restarts=1)]) == [failed]
 
 
 def test_a_number_that_is_used_anew_is_told_twice() -> None:
@@ -83,7 +82,7 @@ def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:
 def test_what_both_know_is_told_once() -> None:
     text = sacct("3", "COMPLETED", "root", "main", "gpu1", "1", "0:0", "2026-11-15T09:54:03", "2026-11-15T09:54:03",
                  "00:00:01", "UNLIMITED", "/tmp", "true")  # fmt: skip
-    found = merged(parse_jobcomp(FILE), parse_sacct(text))
+    found = merge_records(parse_jobcomp(FILE), parse_sacct(text))
     assert [(record.id, record.run_time) for record in found] == [
         ("3", "00:00:01"),
         ("1_7", "2-01:00:02"),

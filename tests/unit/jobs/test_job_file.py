@@ -9,7 +9,8 @@ import pytest
 from tests.unit.jobs.job_clusters import job
 
 from shoal.errors import SpecError
-from shoal.jobs.load import job_of, load_job, load_job_text
+from shoal.jobs.load import load_job, load_job_text
+from shoal.jobs.model import job_from_options
 
 FILE = """\
 script: train.py
@@ -17,7 +18,7 @@ args: ["--lr", "0.1"]
 launcher: torchrun
 nodes: 2
 time: 01:30:00
-env: {OMP_NUM_THREADS: 4}
+export: {OMP_NUM_THREADS: 4}
 """
 
 
@@ -25,7 +26,7 @@ def test_a_file_holds_the_same_fields_as_the_command_line(tmp_path: Path) -> Non
     path = tmp_path / "job.yaml"
     path.write_text(FILE)
     assert load_job(path) == job(
-        args=("--lr", "0.1"), launcher="torchrun", nodes=2, time="01:30:00", env={"OMP_NUM_THREADS": "4"}
+        args=("--lr", "0.1"), launcher="torchrun", nodes=2, time="01:30:00", export={"OMP_NUM_THREADS": "4"}
     )
 
 
@@ -55,13 +56,26 @@ def test_what_is_wrong_in_the_file_and_in_the_options_is_told_at_once() -> None:
 
 def test_a_job_without_a_script_is_refused() -> None:
     with pytest.raises(SpecError, match="no script is named"):
-        job_of({"nodes": 2})
+        job_from_options({"nodes": 2})
 
 
 def test_an_unknown_field_from_python_names_the_nearest() -> None:
     with pytest.raises(SpecError) as caught:
         job(gpus=2)
     assert 'unknown field, found "gpus"' in str(caught.value)
+
+
+def test_the_former_name_of_export_is_rejected_with_the_new_one() -> None:
+    fix = "write `export:` for variables, or `environment:` for a Python environment"
+    with pytest.raises(SpecError) as caught:
+        load_job_text("script: a.py\nenv: {A: b}\nnodes: 0\n", "job.yaml")
+    assert str(caught.value).splitlines() == [
+        f'job.yaml:2:1: renamed key, found "env", {fix}',
+        "job.yaml:3:8 nodes: out of range, found 0, give one from 1 to 65533",
+    ]
+    with pytest.raises(SpecError, match="unknown field") as caught:
+        job(env={"A": "b"})
+    assert fix in str(caught.value)
 
 
 WRONG: dict[str, Any] = {
@@ -86,7 +100,7 @@ WRONG: dict[str, Any] = {
     "partition": ("main --uid=0", "--partition: not a name"),
     "directory": ("relative/path", "--directory: not a directory"),
     "python": ("-c", "--python: not a Python"),
-    "env": ({"SLURM_X": "1"}, "Slurm and Shoal set this variable themselves"),
+    "export": ({"SLURM_X": "1"}, "Slurm and Shoal set this variable themselves"),
     "profile": ("perf", '--profile: unknown profiler, found "perf", choose one of torch, nsys, line'),
     "tracking_uri": (
         "ftp://x",
@@ -149,8 +163,8 @@ def test_a_password_in_the_trackers_address_is_refused_and_not_repeated(uri: str
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"])
 def test_a_secret_does_not_get_into_the_batch_script_by_export(name: str) -> None:
     for refused in (
-        lambda: job(env={name: "hunter2"}),
-        lambda: load_job_text(f"script: a\nenv: {{{name}: hunter2}}", "f"),
+        lambda: job(export={name: "hunter2"}),
+        lambda: load_job_text(f"script: a\nexport: {{{name}: hunter2}}", "f"),
     ):
         with pytest.raises(SpecError) as caught:
             refused()

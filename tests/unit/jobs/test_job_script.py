@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "python": {"launcher": "python", "gpus_per_node": 1},
     "every-option": {
         "args": ("--lr", "0.1", "two words", "$HOME `id` 'x' \"y\""),
-        "env": {"DATA": "/data/$USER's", "LEVEL": "2"},
+        "export": {"DATA": "/data/$USER's", "LEVEL": "2"},
         **{
             "nodes": 2,
             "gpus_per_node": 2,

@@ -15,21 +15,20 @@ import pytest
 from tests.unit.jobs.job_clusters import job
 
 import shoal
-from shoal.errors import Partly, SlurmError, UsageError
+from shoal.errors import PartialFailure, SlurmError, UsageError
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.hosts.local import LocalHost
+from shoal.jobs.launchers import is_profiler_missing
 from shoal.jobs.logs import LogLine
-from shoal.jobs.profilers import lacks_profiler
-from shoal.spec.load import load_text
+from shoal.spec.loader import load_text
 from shoal.storage.stage import PROGRAM
-from shoal.verbs.cancel import cancel
 from shoal.verbs.context import Context
 from shoal.verbs.job import Job
-from shoal.verbs.jobs import jobs
+from shoal.verbs.jobs import cancel, jobs
 from shoal.verbs.logs import follow, logs
 from shoal.verbs.run import SUBMIT, dry_run, run
-from shoal.verbs.spec_cache import Recalled
+from shoal.verbs.spec_cache import CachedSpec
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost
 
 SPEC = """
 cluster: reef
@@ -158,7 +157,7 @@ async def test_what_is_submitted_is_what_the_dry_run_shows(tree: Path) -> None:
 async def test_a_job_needs_nothing_of_the_spec_but_what_is_recalled(tree: Path, shares: bool) -> None:
     reef = Reef()
     members = reef.context.members
-    context = replace(reef.context, known=Recalled("reef", members, shares), file=tree / "no-such-file.yaml")
+    context = replace(reef.context, known=CachedSpec("reef", members, shares), file=tree / "no-such-file.yaml")
     submitted = await run(context, job(nodes=2), tree)
     assert (PROGRAM in submitted.script) is shares
 
@@ -183,9 +182,11 @@ async def test_on_shared_storage_one_copy_serves_all_nodes_and_jobs_are_told(tre
 async def test_nothing_is_queued_when_a_node_cannot_get_the_code(tree: Path) -> None:
     reef = Reef()
     reef.nodes["n2"].unreachable = True
-    with pytest.raises(Partly) as caught:
+    with pytest.raises(PartialFailure) as caught:
         await run(reef.context, job(), tree)
-    assert caught.value.message == ("the code did not reach n2, so nothing was queued: n2: does not answer within 10 s")
+    assert caught.value.message == (
+        "cannot send the code to n2, so nothing was queued: n2: does not answer within 10 s"
+    )
     assert reef.submitted == {}
 
 
@@ -202,7 +203,7 @@ async def test_what_sbatch_refuses_is_told(tree: Path) -> None:
     reef.sbatch = Result(1, stderr=b"sbatch: error: Invalid qos\n")
     with pytest.raises(SlurmError) as caught:
         await run(reef.context, job(), tree)
-    assert str(caught.value) == ("sbatch refused the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
+    assert str(caught.value) == ("sbatch rejected the job: Invalid qos\n  fix: `shoal run --dry-run` shows the script")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ async def test_what_slurm_ignores_without_accounting_is_refused_with_the_way_to_
     for verb in (run, dry_run):
         with pytest.raises(UsageError) as caught:
             await verb(reef.context, job(**options), tree)
-        assert caught.value.message == (f"the cluster has no accounting, and Slurm would ignore {told} without a word")
+        assert caught.value.message == (f"the cluster has no accounting, so Slurm would ignore {told}")
         assert caught.value.hint == "put `accounting: true` into the file and run `shoal up`, or leave it out"
     assert reef.sent() == {"n1": [], "n2": []} and reef.submitted == {}
     context = replace(reef.context, known=load_text(SPEC + "accounting: true\n", "shoal.yaml"))
@@ -342,10 +343,14 @@ async def test_whether_a_host_has_a_profiler_is_asked_of_the_jobs_python_with_it
     (tmp_path / "kernprof.py").write_text("")
     async with LocalHost(Target("n1"), through_sudo=False) as host:
         python = sys.executable
-        assert not await lacks_profiler(host, job(profile="line", python=python, env={"PYTHONPATH": str(tmp_path)}))
-        assert await lacks_profiler(host, job(profile="line", python="/usr/bin/python3", env={"PYTHONPATH": ""}))
-        assert not await lacks_profiler(host, job(profile="line", python="/no/such/python"))
-        assert await lacks_profiler(host, job(profile="nsys", env={"PATH": "/usr/bin:/bin"}))
+        assert not await is_profiler_missing(
+            host, job(profile="line", python=python, export={"PYTHONPATH": str(tmp_path)})
+        )
+        assert await is_profiler_missing(
+            host, job(profile="line", python="/usr/bin/python3", export={"PYTHONPATH": ""})
+        )
+        assert not await is_profiler_missing(host, job(profile="line", python="/no/such/python"))
+        assert await is_profiler_missing(host, job(profile="nsys", export={"PATH": "/usr/bin:/bin"}))
 
 
 async def test_old_code_is_cleaned_after_the_job_is_queued_and_only_where_it_crowds(tree: Path) -> None:

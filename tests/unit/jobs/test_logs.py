@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.jobs import reader
 from shoal.jobs.logs import BATCH, LogReader, RankEnd, merge
+from shoal.remote import log_reader as reader
 
 END = {"rank": 1, "node": "n1", "restart": 0, "start": 1.0, "end": 2.0, "status": 1, "signals": ["SIGTERM"]}
 

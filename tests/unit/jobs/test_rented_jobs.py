@@ -10,14 +10,14 @@ from tests.unit.jobs.job_clusters import NODES, PARTITIONS, job
 
 from shoal.errors import UsageError
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import Call, FakeConnector, FakeHost, FakeProgram
 from shoal.jobs.resolve import resolve
 from shoal.slurm.state import NodeState
-from shoal.spec.load import load_text
+from shoal.spec.loader import load_text
 from shoal.verbs.context import Context
 from shoal.verbs.jobs import jobs
 from shoal.verbs.logs import logs
 from shoal.verbs.run import run
+from shoal_simulators.fake_host import Call, FakeConnector, FakeHost, FakeProgram
 
 RENTED = tuple(
     NodeState(name, state, cpus=8, memory_mb=30000, gres="gpu:a10:1", partitions=("main", "cloud"))

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from shoal.jobs import reader, runner
-from shoal.jobs.launchers import LAUNCHERS, Launch, Raw
-from shoal.train.contract import EXIT_REQUEUE
+from shoal.contract import EXIT_REQUEUE
+from shoal.jobs.launchers import LAUNCHERS, LaunchParameters, ShellText
+from shoal.remote import log_reader as reader
+from shoal.remote import runner
 
 PROGRAMS = Path(runner.__file__).parents[1]
 RUNNER = str(PROGRAMS / "start.py")
@@ -398,9 +399,11 @@ def test_real_torchrun_on_two_nodes_lets_its_workers_save_at_a_warning(tmp_path:
     for number, node in enumerate(nodes):
         node.env.update(SLURM_NODEID=str(number), SLURM_NNODES="2", SLURM_NTASKS="2", SLURMD_NODENAME="localhost")
         node.env.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SHOAL_JOB="17")
-        launch = Launch(sys.executable, 2, 1, Raw(RUNNER), (sys.executable, "script.py"))
+        launch = LaunchParameters(sys.executable, 2, 1, ShellText(RUNNER), (sys.executable, "script.py"))
         words = [
-            (word.text if isinstance(word, Raw) else word).replace("$MASTER_ADDR:$MASTER_PORT", f"127.0.0.1:{port}")
+            (word.text if isinstance(word, ShellText) else word).replace(
+                "$MASTER_ADDR:$MASTER_PORT", f"127.0.0.1:{port}"
+            )
             for word in LAUNCHERS["torchrun"].command(launch)
         ]
         line = [word.replace('"', "") for word in words]

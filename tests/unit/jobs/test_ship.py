@@ -15,8 +15,8 @@ from shoal.errors import CommandFailed
 from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.jobs.bundle import Bundle, runtime, working_tree
-from shoal.jobs.runner import tree as job_code
-from shoal.jobs.ship import KEEP_NEWEST, Found, clean, look, mark, send, who_needs_it
+from shoal.jobs.ship import KEEP_NEWEST, StorageState, clean, inspect_storage, mark, one_host_per_storage, send
+from shoal.remote.runner import tree as job_code
 
 
 def here(name: str = "here") -> LocalHost:
@@ -33,11 +33,11 @@ def tree(tmp_path: Path) -> Bundle:
 async def test_what_is_there_is_not_sent_again(tmp_path: Path, tree: Bundle) -> None:
     root, ours = str(tmp_path / "deep" / "jobs"), runtime()
     async with here() as host:
-        first = await look(host, root, tree.hash, ours.hash)
+        first = await inspect_storage(host, root, tree.hash, ours.hash)
         assert (first.shared, first.code, first.runtime) == (False, False, False) and len(first.id) == 24
         assert await send(host, root, tree, ours, first) == len(tree.data) + len(ours.data)
-        again = await look(host, root, tree.hash, ours.hash)
-        assert again == Found(first.id, code=True, runtime=True)
+        again = await inspect_storage(host, root, tree.hash, ours.hash)
+        assert again == StorageState(first.id, code=True, runtime=True)
         assert await send(host, root, tree, ours, again) == 0
     assert (Path(root) / "code" / f"{tree.hash}.tar").read_bytes() == tree.data
     lib = Path(root) / "lib" / ours.hash
@@ -56,7 +56,7 @@ async def test_a_place_for_code_that_a_user_has_made_is_refused(tmp_path: Path, 
     (root / place).symlink_to(theirs)
     async with here("n1") as host:
         with pytest.raises(CommandFailed) as caught:
-            await look(host, str(root), tree.hash, "11b")
+            await inspect_storage(host, str(root), tree.hash, "11b")
         assert str(caught.value) == (
             f"n1: {root}/{place} is a link, or does not belong to root\n"
             "  fix: remove it there, or use another --directory"
@@ -66,7 +66,7 @@ async def test_a_place_for_code_that_a_user_has_made_is_refused(tmp_path: Path, 
             (root / place).mkdir()
             os.chown(root / place, 65534, 65534)
             with pytest.raises(CommandFailed, match="does not belong to root"):
-                await look(host, str(root), tree.hash, "11b")
+                await inspect_storage(host, str(root), tree.hash, "11b")
     assert list(theirs.iterdir()) == []
 
 
@@ -79,16 +79,16 @@ class Cut(LocalHost):
 
 async def test_code_that_arrives_in_part_is_not_kept(tmp_path: Path, tree: Bundle) -> None:
     root, host = tmp_path / "jobs", Cut(Target("n1"), through_sudo=False)
-    await look(host, str(root), tree.hash, "11b")
+    await inspect_storage(host, str(root), tree.hash, "11b")
     with pytest.raises(CommandFailed, match=r"n1: cannot keep the job's code in .*: only a part of it arrived"):
-        await send(host, str(root), tree, runtime(), Found("1", runtime=True))
+        await send(host, str(root), tree, runtime(), StorageState("1", runtime=True))
     assert list((root / "code").glob("[!.]*")) == []
 
 
 async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree: Bundle) -> None:
     root, ours = str(tmp_path / "jobs"), runtime()
     async with here() as host:
-        nothing = await look(host, root, tree.hash, ours.hash)
+        nothing = await inspect_storage(host, root, tree.hash, ours.hash)
         for _ in range(2):  # the second one does not know of the first
             await send(host, root, tree, ours, nothing)
     assert os.listdir(Path(root) / "lib") == [ours.hash]
@@ -97,12 +97,12 @@ async def test_two_that_send_at_once_do_not_harm_each_other(tmp_path: Path, tree
 async def test_shared_storage_is_known_by_its_number_and_marked(tmp_path: Path, tree: Bundle) -> None:
     root = str(tmp_path / "jobs")
     async with here("n1") as one, here("n2") as two:
-        found = {host.name: await look(host, root, "a", "b") for host in (one, two)}
-        assert found["n1"].id == found["n2"].id and who_needs_it(found) == ("n1",)
+        found = {host.name: await inspect_storage(host, root, "a", "b") for host in (one, two)}
+        assert found["n1"].id == found["n2"].id and one_host_per_storage(found) == ("n1",)
         await mark(one, root, True)
-        assert (await look(two, root, "a", "b")).shared
+        assert (await inspect_storage(two, root, "a", "b")).shared
         await mark(one, root, False)
-        assert not (await look(two, root, "a", "b")).shared
+        assert not (await inspect_storage(two, root, "a", "b")).shared
 
 
 class Elsewhere(LocalHost):
@@ -118,19 +118,22 @@ async def test_hosts_that_come_to_new_shared_storage_at_once_agree_on_its_number
     for turn in range(8):
         root = str(tmp_path / str(turn) / "jobs")
         hosts = [Elsewhere(Target(f"n{number}"), through_sudo=False) for number in range(4)]
-        found = await asyncio.gather(*(look(host, root, "a", "b") for host in hosts))
+        found = await asyncio.gather(*(inspect_storage(host, root, "a", "b") for host in hosts))
         assert len({state.id for state in found}) == 1 and len(found[0].id) == 24
 
 
 def test_hosts_with_their_own_disks_all_need_it() -> None:
-    assert set(who_needs_it({"n1": Found("1"), "n2": Found("2"), "n3": Found("1")})) == {"n1", "n2"}
+    assert set(one_host_per_storage({"n1": StorageState("1"), "n2": StorageState("2"), "n3": StorageState("1")})) == {
+        "n1",
+        "n2",
+    }
 
 
 async def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with here("n1") as host:
         with pytest.raises(CommandFailed, match=r"n1: cannot use .*/file/jobs: .*Not a directory"):
-            await look(host, str(tmp_path / "file" / "jobs"), "a", "b")
+            await inspect_storage(host, str(tmp_path / "file" / "jobs"), "a", "b")
 
 
 LONG_AGO = time.time() - 30 * 24 * 3600
@@ -156,7 +159,7 @@ async def test_old_code_is_removed_but_the_newest_and_what_jobs_use(tmp_path: Pa
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 4)
     async with here() as host:
-        assert (await look(host, str(root), "none", "none")).old
+        assert (await inspect_storage(host, str(root), "none", "none")).old
         await clean(host, str(root), [], ["c01", "l02"])
         left = [
             sorted(path.name for path in (root / place).iterdir() if path.name[0] != ".") for place in ("code", "lib")
@@ -180,7 +183,7 @@ async def test_a_submission_that_finds_its_code_there_keeps_another_ones_cleanin
     root = tmp_path / "jobs"
     crowd(root, KEEP_NEWEST + 2)
     async with here() as one, here() as two:
-        assert (await look(one, str(root), "c00", "l00")).code
+        assert (await inspect_storage(one, str(root), "c00", "l00")).code
         await clean(two, str(root), [], [])  # whose list of jobs does not have the first one's yet
     assert (root / "code" / "c00.tar").exists() and (root / "lib" / "l00").exists()
     assert not (root / "code" / "c01.tar").exists()
@@ -228,7 +231,7 @@ async def test_of_old_trees_the_code_is_removed_and_what_jobs_wrote_stays(tmp_pa
     for number in range(KEEP_NEWEST):
         job_tree(root, str(100 + number), tree, 10 + number)
     async with here() as host:
-        assert (await look(host, str(root), "none", "none")).old
+        assert (await inspect_storage(host, str(root), "none", "none")).old
         await clean(host, str(root), ["2_3"], [])
     assert sorted(path.name for path in first.iterdir()) == ["rank-0.0.log"]
     assert (used / "tree" / "train.py").exists()

@@ -45,7 +45,7 @@ class Script:
         (place / "jobs").mkdir()
         if container:
             end.touch()
-        text = "\n".join([*staging.waiting(str(place / "jobs")), 'echo "code in $SHOAL_SENT"'])
+        text = "\n".join([*staging.wait_for_files_lines(str(place / "jobs")), 'echo "code in $SHOAL_SENT"'])
         self.text = text.replace(staging.END_PROGRAM, str(end)).replace("turn < 9000", "turn < 5 * 60")
         self.process = self._start()
 
@@ -101,7 +101,7 @@ class End:
 
     def carry(self, seconds: int) -> subprocess.Popen[bytes]:
         """Somebody who carries the job's files for a while."""
-        carrying = subprocess.Popen(shlex.split(self._elsewhere(staging.marked("7", ["sleep", str(seconds)]))))
+        carrying = subprocess.Popen(shlex.split(self._elsewhere(staging.with_job_lock("7", ["sleep", str(seconds)]))))
         until(self.mark.exists)
         return carrying
 
@@ -139,7 +139,7 @@ def test_when_all_is_fetched_nothing_of_the_job_stays(tmp_path: Path) -> None:
     job.mkdir(parents=True)
     for path in (job / "x", tmp_path / "jobs/7.out", tmp_path / "jobs/8.out"):
         path.touch()
-    subprocess.run(["sh", "-c", staging.done("7", os.getuid(), os.getgid(), str(job))], check=True)
+    subprocess.run(["sh", "-c", staging.cleanup_command("7", os.getuid(), os.getgid(), str(job))], check=True)
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["8.out"]
 
 

@@ -51,7 +51,9 @@ def test_on_a_plain_network_nccl_chooses_for_itself(tmp_path: Path, line: str) -
 
 
 def test_what_the_user_says_wins(tmp_path: Path) -> None:
-    found = variables(tmp_path, "7: shoal0    inet 100.64.0.7/32", env={"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "eth1"})
+    found = variables(
+        tmp_path, "7: shoal0    inet 100.64.0.7/32", export={"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "eth1"}
+    )
     assert (found["NCCL_NET"], found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("IB", "eth1", "shoal0")
 
 

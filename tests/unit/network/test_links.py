@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.network.links import (
-    MANY,
-    Link,
+    PARALLEL_CONNECTIONS,
+    LinkSpeed,
     groups,
     links_text,
-    merged,
+    merge_measurements,
     nccl_settings,
     read_links,
     rounds,
@@ -22,10 +22,10 @@ from shoal.network.links import (
 )
 
 
-def mesh(speeds: dict[str, float]) -> list[Link]:
+def mesh(speeds: dict[str, float]) -> list[LinkSpeed]:
     """Links in both directions; `ab` is the pair of a and b."""
     return [
-        Link(one, other, 1.0, speed)
+        LinkSpeed(one, other, 1.0, speed)
         for pair, speed in speeds.items()
         for one, other in ((pair[0], pair[1]), (pair[1], pair[0]))
     ]
@@ -72,14 +72,14 @@ def test_there_is_one_group_where_no_line_can_be_drawn(speeds: dict[str, float])
 
 
 def test_the_slower_direction_counts() -> None:
-    links = [*mesh({"ab": 1000, "ac": 1000}), Link("b", "c", 1.0, 1000), Link("c", "b", 1.0, 5)]
+    links = [*mesh({"ab": 1000, "ac": 1000}), LinkSpeed("b", "c", 1.0, 1000), LinkSpeed("c", "b", 1.0, 5)]
     assert groups(links, "abc") == (("a", "b", "c"),)
-    links += [Link("a", "c", 1.0, 5)]
+    links += [LinkSpeed("a", "c", 1.0, 5)]
     assert groups(links, "abc") == (("a", "b"), ("c",))
 
 
 def test_a_link_over_which_nothing_came_is_the_slowest_of_all() -> None:
-    links = [*mesh({"ab": 1000}), *(Link(one, "c", problem="refused") for one in "ab")]
+    links = [*mesh({"ab": 1000}), *(LinkSpeed(one, "c", problem="refused") for one in "ab")]
     assert groups(links, "abc") == (("a", "b"), ("c",))
 
 
@@ -93,7 +93,7 @@ def test_a_host_that_was_not_measured_is_a_group_of_its_own_once_there_are_group
 
 def test_a_new_measurement_replaces_what_it_measured_and_forgets_hosts_that_left() -> None:
     before = mesh({"ab": 10, "ac": 10, "bc": 10})
-    after = merged(before, mesh({"ab": 500}), ["a", "b"])
+    after = merge_measurements(before, mesh({"ab": 500}), ["a", "b"])
     assert after == tuple(mesh({"ab": 500}))
     assert read_links(links_text(after)) == after
 
@@ -108,8 +108,8 @@ def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
     ("speeds", "connections"),
     [
         ({"b": (900.0, 905.0)}, 1),
-        ({"b": (90.0, 700.0)}, MANY),
-        ({"b": (9000.0, 9000.0), "c": (50.0, 400.0)}, MANY),  # the others wait for the slowest
+        ({"b": (90.0, 700.0)}, PARALLEL_CONNECTIONS),
+        ({"b": (9000.0, 9000.0), "c": (50.0, 400.0)}, PARALLEL_CONNECTIONS),  # the others wait for the slowest
         ({"b": (50.0, 51.0), "c": (9000.0, 20000.0)}, 1),
         ({"elsewhere": (50.0, 400.0)}, None),
     ],
@@ -117,7 +117,7 @@ def test_a_file_that_is_not_ours_says_nothing_about_links(text: str) -> None:
 def test_the_slowest_link_decides_how_many_sockets_nccl_opens(
     speeds: dict[str, tuple[float, float]], connections: int | None
 ) -> None:
-    links = [Link("a", other, 1.0, one, many) for other, (one, many) in speeds.items()]
+    links = [LinkSpeed("a", other, 1.0, one, many) for other, (one, many) in speeds.items()]
     assert sockets(links_text(links), "a", "abc") == connections
 
 
@@ -126,5 +126,5 @@ def test_links_that_were_measured_over_one_connection_alone_say_nothing_about_ma
 
 
 def test_sixteen_sockets_are_four_threads_of_four() -> None:
-    assert nccl_settings(MANY) == "NCCL_SOCKET_NTHREADS=4\nNCCL_NSOCKS_PERTHREAD=4\n"
+    assert nccl_settings(PARALLEL_CONNECTIONS) == "NCCL_SOCKET_NTHREADS=4\nNCCL_NSOCKS_PERTHREAD=4\n"
     assert nccl_settings(1) == "NCCL_SOCKET_NTHREADS=1\nNCCL_NSOCKS_PERTHREAD=1\n"

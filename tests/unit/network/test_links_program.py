@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shoal.network.links import PROGRAM
-from shoal.network.links_program import greet
+from shoal.remote import program_text
+from shoal.remote.link_probe import authenticate
 
 TOKEN = "0123456789abcdef"
 
@@ -24,7 +24,7 @@ class Player:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", PROGRAM.read_text()],
+            [sys.executable, "-I", "-S", "-B", "-c", program_text("link_probe")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -113,7 +113,7 @@ def test_one_starved_connection_of_many_carries_nothing_and_spoils_nothing(playe
                 if number == 2:
                     peer.close()
                 else:
-                    pool.submit(greet, peer, TOKEN.encode())
+                    pool.submit(authenticate, peer, TOKEN.encode())
 
         server.settimeout(30)
         pool.submit(serve)

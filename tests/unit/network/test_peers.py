@@ -7,13 +7,21 @@ from dataclasses import replace
 import pytest
 
 from shoal.agent.facts import Address, Facts
-from shoal.network.peers import End, Peer, assign, place, to_try, with_port, worth_trying
+from shoal.network.wireguard import (
+    MemberFacts,
+    Peer,
+    addresses_to_try,
+    assign_addresses,
+    member_config,
+    with_port,
+    worth_trying,
+)
 
 PORT = 51820
 
 
-def end(name: str, number: int, site: str, reaches: dict[str, str] | None, **more: object) -> End:
-    return replace(End(name, f"10.77.0.{number}", f"key-of-{name}", site, reaches), **more)  # type: ignore[arg-type]
+def end(name: str, number: int, site: str, reaches: dict[str, str] | None, **more: object) -> MemberFacts:
+    return replace(MemberFacts(name, f"10.77.0.{number}", f"key-of-{name}", site, reaches), **more)  # type: ignore[arg-type]
 
 
 # c and n are on one site that others reach; f and m are behind NAT, each on its own.
@@ -25,8 +33,8 @@ ENDS = {
 }
 
 
-def peers(name: str, ends: dict[str, End] = ENDS, known: dict[str, Peer] | None = None) -> dict[str, Peer]:
-    return {peer.name: peer for peer in place(name, ends, "c", PORT, known or {}).peers}
+def peers(name: str, ends: dict[str, MemberFacts] = ENDS, known: dict[str, Peer] | None = None) -> dict[str, Peer]:
+    return {peer.name: peer for peer in member_config(name, ends, "c", PORT, known or {}).peers}
 
 
 def test_hosts_that_see_each_other_call_each_other() -> None:
@@ -43,8 +51,8 @@ def test_two_that_cannot_reach_each_other_go_through_the_hub() -> None:
     assert peers("f")["c"].allowed == ("10.77.0.1", "10.77.0.4")
     assert peers("m")["c"].allowed == ("10.77.0.1", "10.77.0.3")
     assert "m" not in peers("f")
-    assert place("c", ENDS, "c", PORT, {}).relays
-    assert not place("n", ENDS, "c", PORT, {}).relays
+    assert member_config("c", ENDS, "c", PORT, {}).relays
+    assert not member_config("n", ENDS, "c", PORT, {}).relays
 
 
 def test_every_peer_is_the_way_to_an_address_of_its_own() -> None:
@@ -54,7 +62,7 @@ def test_every_peer_is_the_way_to_an_address_of_its_own() -> None:
 
 
 def test_another_hub_takes_what_goes_through() -> None:
-    found = {peer.name: peer.allowed for peer in place("f", ENDS, "n", PORT, {}).peers}
+    found = {peer.name: peer.allowed for peer in member_config("f", ENDS, "n", PORT, {}).peers}
     assert found == {"c": ("10.77.0.1",), "n": ("10.77.0.2", "10.77.0.4")}
 
 
@@ -84,10 +92,10 @@ def test_packets_are_as_large_as_the_path_takes() -> None:
         "f": end("f", 3, "b", {"c": "1.1.1.1", "n": "1.1.1.2"}, mtu=1460),
         "g": end("g", 4, "d", {"c": "1.1.1.1", "n": "1.1.1.2"}, mtu=9000),
     }
-    inside = place("c", ends, "c", PORT, {})
+    inside = member_config("c", ends, "c", PORT, {})
     assert (inside.mtu, inside.slower) == (8920, (("10.77.0.3", 1380), ("10.77.0.4", 1420)))
-    assert (place("f", ends, "c", PORT, {}).mtu, place("f", ends, "c", PORT, {}).slower) == (1380, ())
-    assert place("n", ENDS, "c", PORT, {}).mtu == 1420
+    assert (member_config("f", ends, "c", PORT, {}).mtu, member_config("f", ends, "c", PORT, {}).slower) == (1380, ())
+    assert member_config("n", ENDS, "c", PORT, {}).mtu == 1420
 
 
 @pytest.mark.parametrize(
@@ -104,11 +112,15 @@ def test_an_endpoint_has_a_port(text: str, wanted: str) -> None:
 
 
 def test_who_has_an_address_keeps_it_and_new_ones_get_the_first_that_are_free() -> None:
-    first = assign("10.77.0.0/16", ["c", "n1", "n2"], {})
+    first = assign_addresses("10.77.0.0/16", ["c", "n1", "n2"], {})
     assert first == {"c": "10.77.0.1", "n1": "10.77.0.2", "n2": "10.77.0.3"}
-    assert assign("10.77.0.0/16", ["c", "n2", "n3"], first) == {"c": "10.77.0.1", "n2": "10.77.0.3", "n3": "10.77.0.2"}
-    assert assign("10.78.0.0/24", ["c"], first) == {"c": "10.78.0.1"}
-    assert assign("10.77.0.0/16", ["c"], {"c": "2001:db8::1"}) == {"c": "10.77.0.1"}
+    assert assign_addresses("10.77.0.0/16", ["c", "n2", "n3"], first) == {
+        "c": "10.77.0.1",
+        "n2": "10.77.0.3",
+        "n3": "10.77.0.2",
+    }
+    assert assign_addresses("10.78.0.0/24", ["c"], first) == {"c": "10.78.0.1"}
+    assert assign_addresses("10.77.0.0/16", ["c"], {"c": "2001:db8::1"}) == {"c": "10.77.0.1"}
 
 
 def facts(*addresses: str) -> Facts:
@@ -118,11 +130,11 @@ def facts(*addresses: str) -> Facts:
 def test_a_host_is_tried_at_its_own_addresses_and_at_a_public_one_that_leads_to_it_alone() -> None:
     hosts = {"c": facts("10.0.0.1"), "n": facts("172.16.0.5", "10.0.0.2"), "f": facts("192.168.1.4")}
     sites = {"c": "a", "n": "a", "f": "b"}
-    tries = to_try(hosts, sites, {"c": "10.0.0.1", "f": "8.8.8.8"})
+    tries = addresses_to_try(hosts, sites, {"c": "10.0.0.1", "f": "8.8.8.8"})
     assert tries == {"c": ["10.0.0.1"], "n": ["10.0.0.2", "172.16.0.5"], "f": ["192.168.1.4", "8.8.8.8"]}
-    shared = to_try(hosts, sites, {"c": "8.8.8.8", "f": "8.8.8.8"})
+    shared = addresses_to_try(hosts, sites, {"c": "8.8.8.8", "f": "8.8.8.8"})
     assert shared["f"] == ["192.168.1.4"]
-    assert to_try(hosts, sites, {"f": "100.64.0.1"})["f"] == ["192.168.1.4"]
+    assert addresses_to_try(hosts, sites, {"f": "100.64.0.1"})["f"] == ["192.168.1.4"]
 
 
 def test_a_private_address_of_another_site_that_fits_our_own_network_is_somebody_elses() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 
-from shoal.network.firewall import firewall_rules, firewall_unit, opening
-from shoal.network.names import hosts_block
+from shoal.network.addresses import hosts_block
+from shoal.network.firewall import firewall_rules, firewall_unit, open_commands
 
 ADDRESSES = {"desktop": "10.0.0.1", "gpu01": "10.0.0.20", "gpu02": "10.0.0.3"}
 PORTS = ("6817", "6818", "60001-63000")
@@ -60,7 +60,7 @@ ACCEPT = "tcp dport { 6817, 6818, 60001-63000 } accept'"
     ],
 )
 def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands: list[str]) -> None:
-    assert opening(firewall, BOTH, PORTS) == " && ".join(commands)
+    assert open_commands(firewall, BOTH, PORTS) == " && ".join(commands)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_another_firewall_is_opened_by_its_own_commands(firewall: str, commands:
     ],
 )
 def test_another_firewall_also_lets_wireguard_in(firewall: str, command: str) -> None:
-    assert opening(firewall, ["10.77.0.1"], PORTS, 51820).endswith(command)
-    assert "51820" not in opening(firewall, ["10.77.0.1"], PORTS)
+    assert open_commands(firewall, ["10.77.0.1"], PORTS, 51820).endswith(command)
+    assert "51820" not in open_commands(firewall, ["10.77.0.1"], PORTS)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from tests.goldens import assert_golden
 
+from shoal.network.addresses import own_names
 from shoal.network.firewall import firewall_rules
-from shoal.network.names import own_names
-from shoal.network.peers import Peer, Place
 from shoal.network.wireguard import (
     MAKE_KEYS,
+    MemberConfig,
+    Peer,
     apply_script,
     hub_rules,
     knock_script,
@@ -50,9 +51,9 @@ def test_peers_are_read_back_as_they_were_written() -> None:
 
 
 def test_what_brings_the_interface_up_on_a_hub_and_elsewhere() -> None:
-    hub = apply_script(Place("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), SUBNET)
+    hub = apply_script(MemberConfig("10.77.0.1", PEERS, 8920, (("10.77.0.3", 1380),), relays=True), SUBNET)
     assert_golden("network/wireguard-apply-on-hub", hub)
-    assert_golden("network/wireguard-apply", apply_script(Place("10.77.0.5", PEERS, 1420), SUBNET))
+    assert_golden("network/wireguard-apply", apply_script(MemberConfig("10.77.0.5", PEERS, 1420), SUBNET))
 
 
 def test_units_of_the_kernels_wireguard_and_of_wireguard_go() -> None:
@@ -67,13 +68,13 @@ def test_a_host_asks_those_that_cannot_call_it_for_signs_of_life_and_nobody_else
     subprocess.run(["bash", "-n"], input=knock_script(PEERS), text=True, check=True)
 
 
-@pytest.mark.parametrize("text", [apply_script(Place("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS])
+@pytest.mark.parametrize("text", [apply_script(MemberConfig("10.77.0.1", PEERS, 1420, relays=True), SUBNET), MAKE_KEYS])
 def test_a_shell_can_read_the_scripts(text: str) -> None:
     subprocess.run(["sh", "-n"], input=text, text=True, check=True)
 
 
 def test_no_key_is_an_argument_of_a_program() -> None:
-    script = apply_script(Place("10.77.0.1", PEERS, 1420), SUBNET)
+    script = apply_script(MemberConfig("10.77.0.1", PEERS, 1420), SUBNET)
     assert "wg syncconf shoal0 /dev/stdin" in script
     assert "$(" not in script + MAKE_KEYS
     assert "umask 077" in MAKE_KEYS

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shoal.agent.facts import Account, Address, Cgroup, Cpu, Facts, FileFact, Gpu, Package
-from shoal.agent.fake import FakeAgent
+from shoal.agent.facts import Address, Cgroup, Cpu, Facts, FileFact, Gpu, Package, UnixIds
 from shoal.hostlist import expand
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import Call, FakeConnector, FakeHost
 from shoal.plan.fleet import Fleet
+from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.documents import fact_files
-from shoal.roles.in_force import HOSTS, HOSTS_BLOCK, SLURM_CONF
-from shoal.slurm.read import known_nodes, read
+from shoal.slurm.parsed_conf import nodes_in_conf, parse_conf
 from shoal.slurm.state import JOBS_COMMAND
-from shoal.spec.load import load_text
+from shoal.spec.loader import load_text
 from shoal.spec.members import members
 from shoal.spec.model import Spec
+from shoal_simulators.fake_host import Call, FakeAgent, FakeConnector, FakeHost
 
 LAB = """
 cluster: reef
@@ -48,8 +47,8 @@ def host_facts(name: str, address: str, **changes: Any) -> Facts:
         cgroup=Cgroup(2, ("cpuset", "cpu", "memory", "devices")),
         addresses=(Address("eth0", address, 24),),
         files=dict.fromkeys(fact_files(spec_of(LAB)), FileFact()),
-        users={"munge": Account(104, 110)},
-        groups={"munge": Account(110)},
+        users={"munge": UnixIds(104, 110)},
+        groups={"munge": UnixIds(110)},
     )
     return replace(found, **changes)
 
@@ -86,7 +85,7 @@ class FakeSlurm:
 
     @property
     def nodes(self) -> list[str]:
-        return sorted(known_nodes(self.conf, ""))
+        return sorted(nodes_in_conf(self.conf, ""))
 
     def scontrol(self, call: Call) -> bytes | Result:
         if self.broken:
@@ -97,7 +96,7 @@ class FakeSlurm:
         if words[0] == "update":
             return self._update(words[1:])
         if words == ("show", "config"):
-            return "".join(f"{key:<23} = {value}\n" for key, value in read(self.conf).settings.items()).encode()
+            return "".join(f"{key:<23} = {value}\n" for key, value in parse_conf(self.conf).settings.items()).encode()
         if words[-1] == "partition":
             return "".join(
                 f"{line.replace('MaxTime=UNLIMITED', '')} MaxTime=UNLIMITED\n"

@@ -9,18 +9,17 @@ from contextlib import contextmanager
 import pytest
 from tests.unit.plan.fake_world import LAB, World, lab, spec_of
 
-from shoal.agent.fake import FakeAgent
 from shoal.errors import AgentFailed, ControllerFailed, HostError, SlurmError
-from shoal.hosts.fake import Call
-from shoal.plan.apply import Applied, Patience, apply
+from shoal.plan.apply import ApplyResult, ApplyTimeouts, apply
 from shoal.plan.diff import make_plan
-from shoal.plan.nodes import LEAVING, active_jobs, drain, jobs_on, resume, unready
+from shoal.plan.nodes import LEAVING_REASON, active_jobs, drain_nodes, jobs_on, resume_nodes, unready_nodes
 from shoal.plan.observe import observe, slurm_view
-from shoal.plan.progress import Phase, Silence
+from shoal.plan.progress import NoProgress, Phase
 from shoal.spec.members import members
 from shoal.spec.model import Spec
+from shoal_simulators.fake_host import Call, FakeAgent
 
-AT_ONCE = Patience(nodes=0, drain=0)
+AT_ONCE = ApplyTimeouts(nodes_s=0, drain_s=0)
 WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 
 
@@ -35,12 +34,12 @@ class Heard:
         self.phases.append((title, []))
         yield self
 
-    def say(self, host: str, text: str) -> None: ...
+    def update(self, host: str, text: str) -> None: ...
 
     def done(self, host: str, error: str = "") -> None:
         self.phases[-1][1].append((host, error))
 
-    def at(self, fraction: float, text: str = "") -> None: ...
+    def set_fraction(self, fraction: float, text: str = "") -> None: ...
 
     @property
     def titles(self) -> list[str]:
@@ -48,13 +47,13 @@ class Heard:
 
 
 async def bring(
-    world: World, spec: Spec | None = None, patience: Patience = AT_ONCE, heard: Heard | None = None
-) -> tuple[Applied, dict[str, HostError]]:
+    world: World, spec: Spec | None = None, patience: ApplyTimeouts = AT_ONCE, heard: Heard | None = None
+) -> tuple[ApplyResult, dict[str, HostError]]:
     spec = spec or world.spec
     async with world.fleet(*(member.name for member in members(spec))) as fleet:
         plan = await make_plan(spec, await observe(fleet, spec), fleet, {})
         nodes = [member.name for member in members(spec) if "compute" in member.roles]
-        done = await apply(plan, fleet, world.controller, nodes, heard or Silence(), patience)
+        done = await apply(plan, fleet, world.controller, nodes, heard or NoProgress(), patience)
         failures = dict(fleet.failures)
     world.look_again()
     return done, failures
@@ -72,7 +71,7 @@ async def test_all_hosts_finish_a_stage_before_any_begins_the_next() -> None:
         ("controller", [("c1", "")]),
         ("nodes", [("c1", ""), ("n1", ""), ("n2", "")]),
     ]
-    assert done == Applied(changed=("c1", "n1", "n2"))
+    assert done == ApplyResult(changed=("c1", "n1", "n2"))
     assert failures == {}
 
 
@@ -91,7 +90,7 @@ async def test_a_second_run_changes_nothing_and_fetches_no_secret() -> None:
     before = {name: asked(agent) for name, agent in world.agents.items()}
     heard = Heard()
     done, _ = await bring(world, heard=heard)
-    assert done == Applied()
+    assert done == ApplyResult()
     assert {name: asked(agent) for name, agent in world.agents.items()} == before
     assert heard.titles == []
 
@@ -162,10 +161,10 @@ async def test_a_leaving_node_is_drained_and_taken_out_once_it_is_empty() -> Non
     await bring(world)
     heard = Heard()
     done, _ = await bring(world, spec_of(WITHOUT_N2), heard=heard)
-    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING}")]
+    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
     assert heard.titles == ["jobs on leaving nodes", "packages, keys, names", "controller", "nodes"]
     assert world.slurm.nodes == ["n1"]
-    assert done == Applied(changed=("c1", "n1"))
+    assert done == ApplyResult(changed=("c1", "n1"))
 
 
 async def test_a_leaving_node_that_is_still_busy_stays_and_goes_in_a_later_run() -> None:
@@ -194,7 +193,7 @@ async def test_without_a_limit_the_jobs_of_a_leaving_node_are_waited_for() -> No
         return world.slurm.squeue(call)  # type: ignore[return-value]
 
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("squeue",): ends_soon}
-    done, _ = await bring(world, spec_of(WITHOUT_N2), Patience(nodes=0, drain=None))
+    done, _ = await bring(world, spec_of(WITHOUT_N2), ApplyTimeouts(nodes_s=0, drain_s=None))
     assert done.staying == ()
     assert asked_for == 2
     assert world.slurm.nodes == ["n1"]
@@ -214,7 +213,7 @@ async def test_a_dead_slurmctld_is_mended_before_a_node_is_drained() -> None:
 
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("scontrol",): dead_once}  # type: ignore[dict-item]
     done, _ = await bring(world, spec_of(WITHOUT_N2))
-    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING}")]
+    assert world.slurm.updates == [("nodename=n2", "state=drain", f"reason={LEAVING_REASON}")]
     assert done.staying == ()
     assert world.slurm.nodes == ["n1"]
 
@@ -222,8 +221,8 @@ async def test_a_dead_slurmctld_is_mended_before_a_node_is_drained() -> None:
 async def test_a_node_that_was_leaving_and_is_back_in_the_file_gets_jobs_again() -> None:
     world = lab()
     await bring(world)
-    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING
-    done, _ = await bring(world, patience=Patience(nodes=30))
+    world.slurm.states["n2"], world.slurm.reasons["n2"] = "IDLE+DRAIN", LEAVING_REASON
+    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
     assert world.slurm.updates == [("nodename=n2", "state=resume")]
     assert done.unready == ()
 
@@ -240,7 +239,7 @@ async def test_a_node_that_slurm_has_given_up_is_asked_again() -> None:
     world = lab()
     await bring(world)
     world.slurm.states["n2"], world.slurm.reasons["n2"] = "DOWN+NOT_RESPONDING", "Not responding"
-    done, _ = await bring(world, patience=Patience(nodes=30))
+    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
     assert world.slurm.updates == [("nodename=n2", "state=resume")]
     assert done.unready == ()
 
@@ -281,8 +280,8 @@ async def test_a_slurmctld_between_two_lives_is_waited_for() -> None:
     await bring(world)
     world.slurm.broken = "Unable to contact slurm controller"
     asyncio.get_running_loop().call_later(0.3, setattr, world.slurm, "broken", "")
-    done, _ = await bring(world, patience=Patience(nodes=30))
-    assert done == Applied()
+    done, _ = await bring(world, patience=ApplyTimeouts(nodes_s=30))
+    assert done == ApplyResult()
 
 
 async def test_slurm_is_asked_through_the_controller() -> None:
@@ -292,7 +291,7 @@ async def test_slurm_is_asked_through_the_controller() -> None:
     world.slurm.jobs = {"7": "n1", "8_3": "n[1-2]"}
     assert await jobs_on(host, "n1") == ["7", "8_3"]
     assert await jobs_on(host, "n2") == ["8_3"]
-    assert await unready(host, ["n1", "n9"]) == {"n9": "not in Slurm's configuration"}
+    assert await unready_nodes(host, ["n1", "n9"]) == {"n9": "not in Slurm's configuration"}
     view = await slurm_view(host)
     assert (view.running, sorted(view.nodes), [job.id for job in view.jobs_on("n2")]) == (True, ["n1", "n2"], ["8_3"])
     world.slurm.broken = "down"
@@ -324,10 +323,10 @@ async def test_a_job_holds_its_node_until_it_is_gone_and_has_work_to_lose_until_
 async def test_nodes_that_take_jobs_already_are_not_resumed() -> None:
     world = lab()
     await bring(world)
-    await drain(world.hosts["c1"], ["n1"], "fan broken")
-    await resume(world.hosts["c1"], ["n1", "n2"])
+    await drain_nodes(world.hosts["c1"], ["n1"], "fan broken")
+    await resume_nodes(world.hosts["c1"], ["n1", "n2"])
     assert world.slurm.updates[1:] == [("nodename=n1", "state=resume")]
-    await resume(world.hosts["c1"], ["n1", "n2"])
+    await resume_nodes(world.hosts["c1"], ["n1", "n2"])
     assert len(world.slurm.updates) == 2
 
 
@@ -335,9 +334,9 @@ async def test_what_slurm_refuses_is_said_with_its_own_words() -> None:
     world = lab()
     await bring(world)
     with pytest.raises(SlurmError) as caught:
-        await drain(world.hosts["c1"], ["n8", "n9"], "why not")
+        await drain_nodes(world.hosts["c1"], ["n8", "n9"], "why not")
     assert str(caught.value) == (
-        "Slurm on c1 refused `scontrol update nodename=n[8-9] state=drain`: "
+        "c1: Slurm rejected `scontrol update nodename=n[8-9] state=drain`: "
         "slurm_update error: Invalid node name specified\n"
         "  fix: `shoal status` shows the nodes that Slurm knows; `shoal up` repairs the rest"
     )

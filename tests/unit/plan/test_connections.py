@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from shoal.hosts.api import Host, Target
-from shoal.hosts.fake import FakeHost
-from shoal.plan.connections import Connections
+from shoal.plan.fleet import Connections
+from shoal_simulators.fake_host import FakeHost
 
 
 class Slow:

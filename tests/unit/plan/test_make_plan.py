@@ -8,21 +8,21 @@ import pytest
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_package, spec_of
 
 from shoal.agent.facts import Facts, FileFact
-from shoal.errors import SlurmError, VersionWindow
+from shoal.errors import SlurmError, VersionMismatch
 from shoal.hosts.api import Target
-from shoal.plan.apply import Patience, apply
-from shoal.plan.diff import clock_findings, creation_plan, make_plan, wanted
+from shoal.hosts.provider import Instance, Request
+from shoal.plan.apply import ApplyTimeouts, apply
+from shoal.plan.diff import clock_findings, cluster_goal, creation_plan, make_plan
 from shoal.plan.model import Change, Cost, Plan
-from shoal.plan.observe import Observed, observe
-from shoal.plan.progress import Silence
-from shoal.providers.api import Instance, Request
-from shoal.roles.in_force import SLURM_CONF
+from shoal.plan.observe import Observation, observe
+from shoal.plan.progress import NoProgress
+from shoal.roles.current_conf import SLURM_CONF
 from shoal.spec.finding import Finding
 from shoal.spec.member import Shape
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 
-PATIENCE = Patience(nodes=0, drain=0)
+PATIENCE = ApplyTimeouts(nodes_s=0, drain_s=0)
 WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 
 
@@ -38,7 +38,7 @@ async def applied(world: World) -> World:
     async with world.fleet() as fleet:
         plan = await make_plan(world.spec, await observe(fleet, world.spec), fleet, {})
         nodes = [member.name for member in members(world.spec) if "compute" in member.roles]
-        await apply(plan, fleet, world.controller, nodes, Silence(), PATIENCE)
+        await apply(plan, fleet, world.controller, nodes, NoProgress(), PATIENCE)
     world.look_again()
     return world
 
@@ -175,10 +175,10 @@ async def test_what_cannot_be_done_is_said_before_it_is_tried() -> None:
     world.agents["n1"].failing["user slurm"] = "the id 64030 belongs to user bob"
     plan = await planned(world)
     assert plan.findings == (
-        Finding("error", "user slurm cannot be brought about", "the id 64030 belongs to user bob", host="n1"),
+        Finding("error", "cannot apply user slurm", "the id 64030 belongs to user bob", host="n1"),
     )
     [change] = [change for change in plan.changes if change.host == "n1" and change.what == "user slurm"]
-    assert change.action == "cannot be done: the id 64030 belongs to user bob"
+    assert change.action == "cannot be applied: the id 64030 belongs to user bob"
 
 
 async def test_a_host_that_does_not_answer_is_named_and_the_others_are_planned() -> None:
@@ -208,7 +208,7 @@ async def test_a_host_with_another_package_manager_is_refused_and_the_others_go_
 
 async def test_versions_outside_the_window_are_refused_before_anything_is_changed() -> None:
     world = lab(c1={"packages": slurm_package("26.05.5-1")}, n2={"packages": slurm_package("26.05.5-1")})
-    with pytest.raises(VersionWindow) as caught:
+    with pytest.raises(VersionMismatch) as caught:
         await planned(world)
     assert caught.value.message == (
         "the hosts' Slurm versions cannot talk to each other; nothing was changed\n"
@@ -244,15 +244,15 @@ def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> 
     ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
 )
 def test_a_clock_that_is_off_is_found_before_munge_refuses_it(offset: float, level: str | None) -> None:
-    found = clock_findings(Observed({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}, {}))
+    found = clock_findings(Observation({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}, {}))
     assert [finding.level for finding in found] == ([level] if level else [])
 
 
 def test_the_finding_about_a_clock_says_how_far_and_what_to_do() -> None:
-    [finding] = clock_findings(Observed({"n1": Facts(clock_offset=-90.2)}, {}))
+    [finding] = clock_findings(Observation({"n1": Facts(clock_offset=-90.2)}, {}))
     assert str(finding) == (
         "n1: the clock is off, found -90 s against this machine, "
-        "run `timedatectl set-ntp true` on it; munge refuses messages from 300 s on"
+        "run `timedatectl set-ntp true` on it; munge rejects messages from 300 s on"
     )
 
 
@@ -260,5 +260,5 @@ def test_a_slurm_conf_that_somebody_else_wrote_drains_nobody() -> None:
     theirs = FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\nPartitionName=a Nodes=ALL\n")
     world = lab(c1={"files": {SLURM_CONF: theirs}})
     facts = {name: agent.facts for name, agent in world.agents.items()}
-    goal = wanted(world.spec, Observed(facts, {}), {})
+    goal = cluster_goal(world.spec, Observation(facts, {}), {})
     assert (goal.leaving, goal.later) == ((), None)

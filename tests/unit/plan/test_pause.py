@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.plan.pause import COMMAND
+from shoal.plan.rotation import PAUSE_COMMAND
 
 SINFO = "#!/bin/sh\nprintf 'main up\\nmain up\\nold down\\nspot up\\n'\n"
 SCONTROL = '#!/bin/sh\necho "$2 $3" >> {place}/heard\n'
@@ -26,7 +26,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     begun: list[subprocess.Popen[str]] = []
 
     def begin(patience: str = "120") -> subprocess.Popen[str]:
-        line = [word.replace("-t 120", f"-t {patience}") for word in COMMAND]
+        line = [word.replace("-t 120", f"-t {patience}") for word in PAUSE_COMMAND]
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         begun.append(subprocess.Popen(line, env=environment, text=True, **pipes))  # type: ignore[call-overload]

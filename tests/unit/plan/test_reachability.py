@@ -9,16 +9,14 @@ import pytest
 from tests.unit.plan.fake_world import LAB, World, host_facts, lab, spec_of
 
 from shoal.agent.facts import Address, Facts, FileFact
-from shoal.agent.fake import FakeAgent
 from shoal.hosts.api import Result, Target
-from shoal.hosts.fake import FakeConnector, FakeHost
-from shoal.network.peers import Peer
-from shoal.network.wireguard import PEERS, PUBLIC_KEY, peers_conf
+from shoal.network.wireguard import PEERS, PUBLIC_KEY, Peer, peers_conf
 from shoal.plan.fleet import Fleet
-from shoal.plan.reachability import HANDSHAKE_SECONDS, PAIR_SECONDS, surroundings, unconnected
+from shoal.plan.reachability import HANDSHAKE_MAX_AGE_S, PAIR_TIMEOUT_S, add_reachability, unreachable_findings
 from shoal.spec.finding import Finding
 from shoal.verbs.check import check
 from shoal.verbs.context import Context
+from shoal_simulators.fake_host import FakeAgent, FakeConnector, FakeHost
 
 ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
 SITES = """
@@ -38,7 +36,7 @@ def silent(world: World, host: str, *addresses: str) -> None:
 async def test_pairs_that_connect_are_not_spoken_of() -> None:
     world = lab()
     async with world.fleet() as fleet:
-        assert await unconnected(world.spec, ADDRESSES, fleet, ADDRESSES) == []
+        assert await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES) == []
     asked = [request for request in world.agents["n1"].requests if request["op"] == "reach"]
     assert asked[0]["targets"] == [["10.0.0.1", 6817], ["10.0.0.12", 6818]]
 
@@ -49,7 +47,7 @@ async def test_a_host_that_others_do_not_reach_is_told_with_who_and_why_and_what
     world.agents["n1"].reach["10.0.0.12"] = "No route to host"
     world.agents["n2"].reach["10.0.0.1"] = "refused"  # somebody is there, and that is all that is asked
     async with world.fleet() as fleet:
-        findings = await unconnected(world.spec, ADDRESSES, fleet, ADDRESSES)
+        findings = await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES)
     assert [str(finding) for finding in findings] == [
         "n2: cannot be reached from c1,n1, found 10.0.0.12 port 6818: no answer, No route to host, open TCP port 6818 "
         "between the hosts, or join them by `network: wireguard`"
@@ -81,7 +79,7 @@ async def over_wireguard(*, deaf: int) -> tuple[list[Finding], list[tuple[str, l
         agent.asked, agent.deaf = asked, deaf if name == "n2" else 0
         host.answers = {**host.answers, ("python3",): agent.play}
     async with world.fleet() as fleet:
-        return await unconnected(world.spec, ADDRESSES, fleet, ADDRESSES), asked
+        return await unreachable_findings(world.spec, ADDRESSES, fleet, ADDRESSES), asked
 
 
 async def test_over_wireguard_the_two_of_a_pair_call_each_other_one_after_the_other() -> None:
@@ -130,7 +128,7 @@ async def test_hosts_find_out_where_the_others_answer() -> None:
     nobody = {"192.168.1.5": "silent"}
     fleet, facts, agents = sites(c1=nobody, n1=nobody, f1={"10.0.0.11": "silent", "10.0.0.1": "open"})
     async with fleet:
-        found = await surroundings(spec_of(SITES), facts, fleet)
+        found = await add_reachability(spec_of(SITES), facts, fleet)
     assert {name: dict(fact.reaches) for name, fact in found.items()} == {
         "c1": {"n1": "10.0.0.11"},
         "n1": {"c1": "10.0.0.1"},
@@ -145,7 +143,7 @@ async def test_a_refusal_from_another_site_may_be_a_routers() -> None:
     refused = {"192.168.1.5": "refused", "10.0.0.11": "refused"}
     fleet, facts, _ = sites(c1=refused)
     async with fleet:
-        found = await surroundings(spec_of(SITES), facts, fleet)
+        found = await add_reachability(spec_of(SITES), facts, fleet)
     assert dict(found["c1"].reaches) == {"n1": "10.0.0.11"}
 
 
@@ -156,7 +154,7 @@ class BusyAgent(FakeAgent):
 
     def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         events = super()._answer(request)
-        if request["op"] == "reach" and request["seconds"] < PAIR_SECONDS:
+        if request["op"] == "reach" and request["seconds"] < PAIR_TIMEOUT_S:
             for index, (address, _) in enumerate(request["targets"]):
                 if address in self.slow:
                     events[0]["answers"][index] = "silent"
@@ -189,7 +187,7 @@ async def second_look(*, slow: dict[str, tuple[str, ...]], shakes: Result | byte
         agents[name].slow = addresses
     hosts = [FakeHost(Target(name), {("python3",): agent.play, ("sh", "-c"): shakes}) for name, agent in agents.items()]
     async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
-        found = await surroundings(spec_of(SITES), facts, fleet)
+        found = await add_reachability(spec_of(SITES), facts, fleet)
     return {name: dict(fact.reaches) for name, fact in found.items()}
 
 
@@ -211,9 +209,9 @@ SILENT = {"10.0.0.1": "silent", "10.77.0.1": "silent"}
 @pytest.mark.parametrize(
     ("shakes", "stays"),
     [
-        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_SECONDS + 1}\n".encode(), True),
+        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S + 1}\n".encode(), True),
         (Result(1), True),  # WireGuard itself does not answer: that says nothing against the other
-        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_SECONDS}\n".encode(), False),
+        (f"9000\nkey-of-c1\t{9000 - HANDSHAKE_MAX_AGE_S}\n".encode(), False),
         (b"9000\nkey-of-c1\t0\n", False),
     ],
 )
@@ -232,7 +230,7 @@ async def test_a_host_that_drops_out_while_it_looks_keeps_what_it_was_told() -> 
     lost = FakeHost(Target("f1"), unreachable=True)
     hosts = [lost, *(FakeHost(Target(name), {("python3",): agents[name].play}) for name in ("c1", "n1"))]
     async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
-        found = await surroundings(spec_of(SITES), facts, fleet)
+        found = await add_reachability(spec_of(SITES), facts, fleet)
     assert {name: dict(fact.reaches) for name, fact in found.items()} == FOUND
 
 
@@ -245,6 +243,6 @@ async def test_hosts_that_meet_for_the_first_time_look_for_as_long_as_it_takes()
         agents["f1"].slow = ("10.0.0.1", "10.0.0.11", "10.9.0.1")
         hosts = [FakeHost(Target(name), {("python3",): agent.play}) for name, agent in agents.items()]
         async with Fleet(fleet.targets, FakeConnector(*hosts)) as fleet:
-            found = await surroundings(spec_of(SITES), facts, fleet)
+            found = await add_reachability(spec_of(SITES), facts, fleet)
         assert dict(found["f1"].reaches) == wanted
         assert "f1" not in found["c1"].reaches

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.plan.fake_world import spec_of
 
-from shoal.plan.shapes import shape_findings, words
+from shoal.plan.model import describe_shape, shape_findings
 from shoal.spec.member import Shape
 from shoal.spec.members import members
 
@@ -49,5 +49,5 @@ def test_a_change_of_any_field_is_seen(field: str) -> None:
 
 
 def test_a_shape_in_words() -> None:
-    assert words(Shape()) == "debian12"
-    assert words(Shape("sid", 2, 2048, gpus=1, site="b")) == "sid, 2 CPUs, 2048 MB, 1 simulated GPU, site b"
+    assert describe_shape(Shape()) == "debian12"
+    assert describe_shape(Shape("sid", 2, 2048, gpus=1, site="b")) == "sid, 2 CPUs, 2048 MB, 1 simulated GPU, site b"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from shoal.proof.records import Held, Loss, RankRecord, RunRecord, Step
+from shoal.proof.records import Loss, RankRecord, RunRecord, Step, StoredParameter
 
 BATCH = tuple("abcdefgh")
 
@@ -33,7 +33,7 @@ def rank(
         tuple(Step(lr, square, 0.0, tuple(seen)) for square, seen in zip(gradients, samples, strict=True)),
         {"progress": tuple(Loss(at + 1, value, len(samples[0])) for at, value in enumerate(losses))} if losses else {},
         {"w": repr(start)},
-        {"w": Held(False, repr(end), memoryview(array("d", end)))},
+        {"w": StoredParameter(False, repr(end), memoryview(array("d", end)))},
     )
 
 

@@ -94,7 +94,7 @@ def test_gradients_n_times_too_large_are_sums() -> None:
 def test_gradients_n_times_too_small_are_divided_twice() -> None:
     said = cause(many(4, gradients=(9.0 / 16, 4.0), losses=(0.5, 1.0)))
     assert said.startswith(
-        "the first gradient is 1/4 of that of one process, as is the loss it tells: it is divided by"
+        "the first gradient is 1/4 of that of one process, as is the reported loss: it is divided by"
     )
 
 
@@ -135,7 +135,7 @@ def test_a_loss_told_by_rank_0_alone_is_told_apart_from_a_wrong_one() -> None:
     first, second = many(2, losses=(2.5, 1.5)).ranks
     said = cause(RunRecord((first, dataclasses.replace(second, losses={}))))
     assert said.startswith(
-        "only rank 0 of 2 told a loss, and it is that of its own part of the batch; the gradients agree"
+        "only rank 0 of 2 reported a loss, and it is that of its own part of the batch; the gradients agree"
     )
 
 

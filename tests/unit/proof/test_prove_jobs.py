@@ -11,31 +11,35 @@ import pytest
 from tests.unit.jobs.test_job_verbs import Reef
 
 from shoal.hosts.api import Result
-from shoal.hosts.fake import Call
-from shoal.jobs.load import job_of
-from shoal.plan.progress import Silence
-from shoal.proof.model import Asked, Trial
+from shoal.jobs.model import job_from_options
+from shoal.plan.progress import NoProgress
+from shoal.proof.model import ProofRequest, ProofRun
 from shoal.verbs.context import open_context
-from shoal.verbs.prove_jobs import ClusterRunner, unpack
+from shoal.verbs.prove import ClusterRunner, unpack
+from shoal_simulators.fake_host import Call
 
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterRunner:
     monkeypatch.chdir(tmp_path)
-    job = job_of({"script": "train.py", "nodes": 2, "nodelist": "n[1-2]", "env": {"DATA": "/x"}, "partition": "p"})
-    return ClusterRunner(Asked("train.py", processes=8, steps=3, timeout=90), open_context(None, "reef"), job, tmp_path)
+    options = {"script": "train.py", "nodes": 2, "nodelist": "n[1-2]", "export": {"DATA": "/x"}, "partition": "p"}
+    job = job_from_options(options)
+    return ClusterRunner(
+        ProofRequest("train.py", processes=8, steps=3, timeout=90), open_context(None, "reef"), job, tmp_path
+    )
 
 
 def test_the_processes_are_shared_out_over_the_nodes(runner: ClusterRunner) -> None:
-    job = runner.spec(Trial("srun", "fsdp", 8))
+    job = runner.spec(ProofRun("srun", "fsdp", 8))
     assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("srun", 2, 4, "n[1-2]")
     assert (job.name, job.partition, job.time, job.requeue) == ("prove-train", "p", "2", False)
-    assert job.env["DATA"] == "/x" and job.env["SHOAL_PROOF_PARALLEL"] == "fsdp" and job.env["SHOAL_PROOF_STEPS"] == "3"
-    assert job.env["SHOAL_PROOF_DIR"] == "proof", "below the job's own directory, wherever Slurm puts that"
+    assert job.export["DATA"] == "/x"
+    assert (job.export["SHOAL_PROOF_PARALLEL"], job.export["SHOAL_PROOF_STEPS"]) == ("fsdp", "3")
+    assert job.export["SHOAL_PROOF_DIR"] == "proof", "below the job's own directory, wherever Slurm puts that"
 
 
 def test_one_process_is_one_node(runner: ClusterRunner) -> None:
-    job = runner.spec(Trial("python", "ddp", 1))
+    job = runner.spec(ProofRun("python", "ddp", 1))
     assert (job.launcher, job.nodes, job.ntasks_per_node, job.nodelist) == ("python", 1, 1, None)
 
 
@@ -70,9 +74,11 @@ async def test_stopped_while_a_job_is_being_queued_that_job_is_cancelled(tmp_pat
     (tmp_path / "train.py").touch()
     reef = Interrupting()
     reef.states = ["RUNNING"]
-    runner = ClusterRunner(Asked("train.py"), reef.context, job_of({"script": "train.py", "nodes": 2}), tmp_path)
-    with Silence().phase("srun ddp", 1) as phase:
-        reef.proof = asyncio.create_task(runner.run(Trial("srun", "ddp", 2), tmp_path, phase))
+    runner = ClusterRunner(
+        ProofRequest("train.py"), reef.context, job_from_options({"script": "train.py", "nodes": 2}), tmp_path
+    )
+    with NoProgress().phase("srun ddp", 1) as phase:
+        reef.proof = asyncio.create_task(runner.run(ProofRun("srun", "ddp", 2), tmp_path, phase))
         with pytest.raises(asyncio.CancelledError):
             await reef.proof
     assert ("scancel", "17") in reef.controller.argvs

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from shoal.cli.app import app
+from shoal.cli.app import make_app
 from shoal.cli.progress import TerminalProgress
-from shoal.cli.prove_commands import finish, progress_of
-from shoal.cli.render_proof import show_proof
+from shoal.cli.prove_commands import finish, progress_of, show_proof
 from shoal.cli.session import Session
 from shoal.proof.compare import Comparison, Difference
-from shoal.proof.model import ProofResult, Row
+from shoal.proof.model import ProofResult, ProofRow
 
 SAME = Comparison(
     Difference(1.7e-16, "step 4"), Difference(0.0), Difference(4e-16, "[w]"), Difference(0.0), (5, 5), True, False, True
@@ -41,14 +40,14 @@ def test_progress_is_shown_on_a_terminal_with_json_too(json: int, terminal: int,
     assert isinstance(progress_of(session), TerminalProgress) == bool(seen)
 
 
-def shown(*rows: Row) -> list[str]:
+def shown(*rows: ProofRow) -> list[str]:
     out = io.StringIO()
     show_proof(Console(file=out, width=200), ProofResult("train.py", 4, "float64", 1e-12, 5, (1.0,), rows))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def test_a_proof_that_holds_shows_how_near_it_came() -> None:
-    assert shown(Row("srun", "ddp", True, SAME), Row("torchrun", "fsdp", True, SAME)) == [
+    assert shown(ProofRow("srun", "ddp", True, SAME), ProofRow("torchrun", "fsdp", True, SAME)) == [
         "largest relative differences between 4 processes and one, over 5 steps in float64:",
         "launcher  parallel  losses            first gradient  parameters",
         "srun      ddp       1.7e-16 (step 4)  none            4.0e-16 ([w])  ✓ same",
@@ -59,8 +58,10 @@ def test_a_proof_that_holds_shows_how_near_it_came() -> None:
 
 def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> None:
     cause = "the [first] gradient is 4 times"
-    rows = [Row("spawn", parallel, False, OTHER, cause) for parallel in ("ddp", "fsdp")]
-    lines = shown(*rows, Row("srun", "ddp", False, cause="it ended with status 1:\n  ValueError: \x1b[2J\n  fix: look"))
+    rows = [ProofRow("spawn", parallel, False, OTHER, cause) for parallel in ("ddp", "fsdp")]
+    lines = shown(
+        *rows, ProofRow("srun", "ddp", False, cause="it ended with status 1:\n  ValueError: \x1b[2J\n  fix: look")
+    )
     assert lines[2:] == [
         "spawn     ddp       5.0e-01 (step 1)  3.0e+00         2.5e-01 (w)  ✗ differs",
         "spawn     fsdp      5.0e-01 (step 1)  3.0e+00         2.5e-01 (w)  ✗ differs",
@@ -75,14 +76,14 @@ def test_a_proof_that_fails_tells_each_cause_once_with_the_ways_it_befell() -> N
 @pytest.mark.parametrize(
     ("words", "said", "fix"),
     [
-        (["--launcher", "zun,srun"], "--launcher names zun", "use srun, torchrun, spawn, mpirun, with commas between"),
+        (["--launcher", "zun,srun"], "--launcher names zun", "use srun, torchrun, spawn, mpirun, comma-separated"),
         (["--launcher", "srun"], "srun needs a cluster; on this machine", "name the cluster with --file or --cluster"),
-        (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, with commas between"),
+        (["--parallel", ","], "--parallel names nothing", "use ddp, fsdp, comma-separated"),
         (["--dtype", "bf16"], "--dtype is 'bf16'", "use float64 or float32"),
         (["--keep", "."], "--keep . is not empty", "name a new directory"),
-        (["--keep", "train.py"], "--keep train.py cannot be used: Not a directory", "name a new directory"),
-        (["-N", "2"], "--nodes is for jobs of a cluster", "name the cluster with --file or --cluster"),
-        (["--cluster", "reef", "-N", "3"], "4 processes cannot be shared equally by 3 nodes", "use -n 6"),
+        (["--keep", "train.py"], "cannot use --keep train.py: Not a directory", "name a new directory"),
+        (["-N", "2"], "--nodes is for jobs on a cluster", "name the cluster with --file or --cluster"),
+        (["--cluster", "reef", "-N", "3"], "cannot divide 4 processes equally among 3 nodes", "use -n 6"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(
@@ -90,7 +91,7 @@ def test_what_cannot_be_proved_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    done = CliRunner().invoke(app, ["prove", "train.py", "-n", "4", "--json", *words])
+    done = CliRunner().invoke(make_app(), ["prove", "train.py", "-n", "4", "--json", *words])
     told = json.loads(done.stdout)
     assert done.exit_code == 2 and told["message"].startswith(said) and told["fix"] == fix
 
@@ -99,7 +100,8 @@ def test_a_difference_without_bound_is_json_all_the_same(capsys: pytest.CaptureF
     boundless = Comparison(Difference(math.inf), *(Difference(0.0),) * 3, (5, 5), True, False, True)
     session = Session(True)
     finish(
-        session, ProofResult("t.py", 2, "float64", 1e-12, 5, (math.nan, 1.0), (Row("spawn", "ddp", False, boundless),))
+        session,
+        ProofResult("t.py", 2, "float64", 1e-12, 5, (math.nan, 1.0), (ProofRow("spawn", "ddp", False, boundless),)),
     )
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert told["losses"] == [None, 1.0] and told["rows"][0]["found"]["losses"]["relative"] is None

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.plan.progress import Phase, Silence
-from shoal.proof.model import Asked, RunFailed, Trial
+from shoal.plan.progress import NoProgress, Phase
+from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
 from shoal.train.env import read_env
-from shoal.train.proof import Part, Recorder, Settings
+from shoal.train.proof_record import ParameterPart, ProofRecorder, ProofSettings
 from shoal.verbs.prove import prove
 
 SAMPLES = "abcdefgh"
@@ -24,17 +24,17 @@ class FakeRunner:
 
     def __init__(self, **mistakes: str) -> None:
         self.mistakes = mistakes
-        self.trials: list[Trial] = []
+        self.trials: list[ProofRun] = []
 
-    async def run(self, trial: Trial, directory: Path, phase: Phase) -> None:
+    async def run(self, trial: ProofRun, directory: Path, phase: Phase) -> None:
         self.trials.append(trial)
         mistake = self.mistakes.get(f"{trial.launcher}_{trial.parallel}", "")
         if mistake == "fails":
-            raise RunFailed("it ended with status 3:\n  ValueError: x", hint="run the script by itself first")
+            raise ScriptFailed("it ended with status 3:\n  ValueError: x", hint="run the script by itself first")
         for rank in range(trial.processes if mistake != "silent" else 0):
             self._record(rank, trial, directory, mistake)
 
-    def _record(self, rank: int, trial: Trial, directory: Path, mistake: str) -> None:
+    def _record(self, rank: int, trial: ProofRun, directory: Path, mistake: str) -> None:
         size = len(SAMPLES) // trial.processes
         environ = {
             "RANK": str(rank),
@@ -42,22 +42,22 @@ class FakeRunner:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "1",
         }
-        record = Recorder(Settings(directory), read_env(environ))
+        record = ProofRecorder(ProofSettings(directory), read_env(environ))
         record.model(trial.parallel, [], [])
-        record.begins([Part("w", False, array("d", [1.0]).tobytes())])
-        record.saw(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])
+        record.record_start([ParameterPart("w", False, array("d", [1.0]).tobytes())])
+        record.add_samples(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])
         record.step(0.1, 1.0, 0.0)
         record.loss("progress", 1, 0.25)
-        record.ends([Part("w", False, array("d", [2.0]).tobytes())])
+        record.record_end([ParameterPart("w", False, array("d", [2.0]).tobytes())])
 
 
-ASKED = Asked("train.py", processes=4, launchers=("torchrun", "spawn"))
+ASKED = ProofRequest("train.py", processes=4, launchers=("torchrun", "spawn"))
 
 
 async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None:
     runner = FakeRunner()
-    result = await prove(ASKED, runner, Silence())
-    assert runner.trials[0] == Trial("python", "ddp", 1)
+    result = await prove(ASKED, runner, NoProgress())
+    assert runner.trials[0] == ProofRun("python", "ddp", 1)
     ways = [("torchrun", "ddp"), ("torchrun", "fsdp"), ("spawn", "ddp"), ("spawn", "fsdp")]
     assert [(trial.launcher, trial.parallel) for trial in runner.trials[1:]] == ways
     assert [(row.launcher, row.parallel, row.passed) for row in result.rows] == [(*way, True) for way in ways]
@@ -67,14 +67,14 @@ async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None
 async def test_records_that_have_no_room_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError) as caught:
-        await prove(ASKED, FakeRunner(), Silence(), tmp_path / "file")
+        await prove(ASKED, FakeRunner(), NoProgress(), tmp_path / "file")
     assert caught.value.message == f"cannot make {tmp_path}/file/one-process: Not a directory"
-    assert caught.value.hint == "name a directory that can be written with --keep"
+    assert caught.value.hint == "choose a directory that you may write to with --keep"
 
 
 async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_tried() -> None:
     runner = FakeRunner(torchrun_ddp="samples", torchrun_fsdp="fails", spawn_ddp="silent")
-    result = await prove(ASKED, runner, Silence())
+    result = await prove(ASKED, runner, NoProgress())
     assert not result.passed
     differs, fails, silent, right = result.rows
     assert differs.found is not None and differs.cause.startswith("step 1: every rank reads the same 2 samples")
@@ -94,11 +94,16 @@ async def test_a_way_that_differs_or_fails_does_not_keep_the_others_from_being_t
 )
 async def test_without_one_process_there_is_nothing_to_compare_with(mistake: str, said: str) -> None:
     with pytest.raises(ShoalError) as raised:
-        await prove(ASKED, FakeRunner(python_ddp=mistake), Silence())
+        await prove(ASKED, FakeRunner(python_ddp=mistake), NoProgress())
     assert raised.value.message == said and raised.value.hint
 
 
 async def test_records_are_kept_where_asked(tmp_path: Path) -> None:
-    await prove(Asked("train.py", launchers=("spawn",), parallels=("ddp",)), FakeRunner(), Silence(), tmp_path / "kept")
+    await prove(
+        ProofRequest("train.py", launchers=("spawn",), parallels=("ddp",)),
+        FakeRunner(),
+        NoProgress(),
+        tmp_path / "kept",
+    )
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["one-process", "spawn-ddp"]
     assert (tmp_path / "kept/spawn-ddp/rank-1.jsonl").exists()

@@ -14,9 +14,9 @@ from tests.unit.train.procs import ranks
 
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import Comparison, compare
-from shoal.proof.records import RunRecord, read_run, what_is_missing
+from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.train.checkpoint import Checkpointer
-from shoal.train.proving import begin, digests
+from shoal.train.proof_watch import begin_proof, digests
 
 WORLD = 2
 
@@ -63,7 +63,7 @@ WRONG = {
     Case("divides twice", "fsdp"): "it is divided by the number of ranks twice",
     Case("not wrapped"): "the ranks hold different parameters at the end: 0.weight of rank 1 is not that of rank 0",
     Case("scaled rate"): "step 1: the learning rate is 0.1 with 2 processes and 0.05 with one",
-    Case("rank 0 tells"): "only rank 0 of 2 told a loss",
+    Case("rank 0 tells"): "only rank 0 of 2 reported a loss",
     Case("batch norm"): "the first loss differs, on the same samples: 1 (BatchNorm) looks at the samples of its own",
     Case("dropout"): "the first loss differs, on the same samples: 3 (Dropout) draws other numbers on each rank",
 }
@@ -78,7 +78,7 @@ def _train(rank: int, root: str, cases: list[Case], world: int) -> None:
         os.environ["SHOAL_PROOF_DTYPE"] = case.dtype
         os.environ["SHOAL_PROOF_STEPS"] = str(case.steps or TOTAL)
         os.environ["SHOAL_PROOF_PARALLEL"] = "ddp" if world == 1 else case.parallel
-        begin()
+        begin_proof()
         try:
             train(case.fault, "fsdp" if case.parallel == "ddp" else "ddp", **case.options)  # the proof decides
             assert not case.steps, "it goes on after the proof has seen enough"
@@ -97,7 +97,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runs(directory: Path, case: Case) -> tuple[RunRecord, RunRecord, Comparison]:
     one, many = read_run(directory / "one" / case.name), read_run(directory / "many" / case.name)
-    assert what_is_missing(one, 1) is None and what_is_missing(many, WORLD) is None
+    assert describe_missing_record(one, 1) is None and describe_missing_record(many, WORLD) is None
     return one, many, compare(one, many)
 
 

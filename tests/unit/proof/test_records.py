@@ -11,17 +11,16 @@ import pytest
 import torch
 from tests.unit.proof.records import many
 
-from shoal.proof import arithmetic
-from shoal.proof.arithmetic import joined
-from shoal.proof.compare import Difference, parameters, relative
-from shoal.proof.records import RunRecord, read_run, what_is_missing
+from shoal.proof import compare
+from shoal.proof.compare import Difference, concatenate, parameters, relative
+from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.train.env import read_env
-from shoal.train.proof import Part, Recorder, Settings, recorder, settings
+from shoal.train.proof_record import ParameterPart, ProofRecorder, ProofSettings, proof_recorder, read_settings
 
 
-def recording(directory: Path, rank: int = 0, world: int = 1, steps: int = 0) -> Recorder:
+def recording(directory: Path, rank: int = 0, world: int = 1, steps: int = 0) -> ProofRecorder:
     environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    return Recorder(Settings(directory, steps=steps), read_env(environ if world > 1 else {}))
+    return ProofRecorder(ProofSettings(directory, steps=steps), read_env(environ if world > 1 else {}))
 
 
 def values(*numbers: float) -> bytes:
@@ -29,12 +28,12 @@ def values(*numbers: float) -> bytes:
 
 
 def test_without_the_variable_nothing_is_recorded() -> None:
-    assert recorder({}) is None and settings({}) is None
+    assert proof_recorder({}) is None and read_settings({}) is None
 
 
 def test_a_relative_directory_is_below_the_jobs(tmp_path: Path) -> None:
-    asked = settings({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
-    assert asked == Settings(tmp_path / "proof", "float64", "", 3)
+    asked = read_settings({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
+    assert asked == ProofSettings(tmp_path / "proof", "float64", "", 3)
 
 
 def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
@@ -42,22 +41,22 @@ def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:
     for rank, (loss, samples, shard) in enumerate(((1.0, "ab", (1.0, 2.0)), (third, "cdef", (third,)))):
         made = recording(tmp_path, rank, 2)
         made.model("fsdp", ["norm"], [])
-        made.begins([Part("w", False, values(1.0, 2.0, rank)), Part("b", False, values(0.5))])
-        made.saw(samples)
+        made.record_start([ParameterPart("w", False, values(1.0, 2.0, rank)), ParameterPart("b", False, values(0.5))])
+        made.add_samples(samples)
         made.step(0.1, 1.0, 4.0)
         made.loss("progress", 1, torch.tensor(loss, dtype=torch.float64, requires_grad=True))
         made.metrics({"accuracy": 1.0, "train_loss": 9.0}, 1)
-        made.ends([Part("w", True, values(*shard)), Part("b", False, values(0.5))])
+        made.record_end([ParameterPart("w", True, values(*shard)), ParameterPart("b", False, values(0.5))])
     run = read_run(tmp_path)
-    assert what_is_missing(run, 2) is None
-    assert (run.world_size, run.steps, run.source, run.tellers) == (2, 1, "progress", (0, 1))
+    assert describe_missing_record(run, 2) is None
+    assert (run.world_size, run.steps, run.source, run.reporting_ranks) == (2, 1, "progress", (0, 1))
     assert run.losses[0].value == (1.0 * 2 + third * 4) / 6, "weighted by samples"
     assert run.samples(0) == (("a", "b"), ("c", "d", "e", "f"))
     assert run.gradient(0) == 3.0, "the whole ones once, the shards of every rank"
-    assert {name: list(joined(pieces)) for name, pieces in run.end.items()} == {"w": [1.0, 2.0, third], "b": [0.5]}
+    assert {name: list(concatenate(pieces)) for name, pieces in run.end.items()} == {"w": [1.0, 2.0, third], "b": [0.5]}
     assert (tmp_path / "rank-1.end").stat().st_size == 8, "what rank 0 has as well is kept once"
-    assert list(run.start) == ["w", "b"] and run.start["w"] == Part("w", False, values(1.0, 2.0, 0)).digest
-    assert run.apart is None
+    assert list(run.start) == ["w", "b"] and run.start["w"] == ParameterPart("w", False, values(1.0, 2.0, 0)).digest
+    assert run.diverged is None
     assert run.ranks[1].batch_norm == ("norm",)
 
 
@@ -65,7 +64,7 @@ def test_enough_is_enough(tmp_path: Path) -> None:
     made = recording(tmp_path, steps=2)
     for _ in range(3):
         made.step(0.1, 1.0, 0.0)
-    assert made.enough and made.steps == 2
+    assert made.complete and made.steps == 2
 
 
 def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
@@ -79,9 +78,9 @@ def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
     ("calls", "said", "fix"),
     [
         (0, "the script recorded nothing: it never called shoal.train.init()", "call shoal.train.init() at its start"),
-        (1, "the script has shown no model: it never called shoal.train.parallelize()", "model = parallelize(model"),
+        (1, "the script recorded no model: it never called shoal.train.parallelize()", "model = parallelize(model"),
         (2, "no optimizer took a step with the model's parameters", "make the optimizer after parallelize()"),
-        (3, "the script told nobody its loss", "progress.step(step, loss) with shoal.train.progress.Progress"),
+        (3, "the script reported no loss", "progress.step(step, loss) with shoal.train.progress.Progress"),
         (4, "not every rank kept its final parameters", "let the script end by itself"),
     ],
 )
@@ -97,18 +96,18 @@ def test_a_script_that_does_not_take_part_is_told_which_call_is_missing(
             made.step(0.1, 1.0, 0.0)
         else:
             made.loss("progress", 1, 1.0)
-    missing = what_is_missing(read_run(tmp_path), 1)
+    missing = describe_missing_record(read_run(tmp_path), 1)
     assert missing is not None and missing[0] == said and fix in missing[1]
 
 
 def test_a_rank_that_recorded_nothing_is_missed() -> None:
-    missing = what_is_missing(RunRecord(many(4).ranks[:1]), 4)
+    missing = describe_missing_record(RunRecord(many(4).ranks[:1]), 4)
     assert missing is not None and missing[0] == "of 4 processes only rank 0 recorded anything"
 
 
 def test_ranks_that_took_no_step_are_named() -> None:
     first, *others = many(4).ranks
-    missing = what_is_missing(RunRecord((first, *(dataclasses.replace(rank, steps=()) for rank in others))), 4)
+    missing = describe_missing_record(RunRecord((first, *(dataclasses.replace(rank, steps=()) for rank in others))), 4)
     assert missing is not None and missing[0] == "rank 1, 2, 3 took no step: its optimizer never ran"
 
 
@@ -118,8 +117,10 @@ def held(*numbers: float, type: str = "d") -> list[memoryview[float]]:
 
 def test_a_parameter_that_one_rank_holds_otherwise_is_found_by_its_digest(tmp_path: Path) -> None:
     for rank, value in enumerate((0.5, 0.5, 0.25)):
-        recording(tmp_path, rank, 3).ends([Part("w", False, values(1.0)), Part("b", False, values(value))])
-    assert read_run(tmp_path).apart == ("b", 2)
+        recording(tmp_path, rank, 3).record_end(
+            [ParameterPart("w", False, values(1.0)), ParameterPart("b", False, values(value))]
+        )
+    assert read_run(tmp_path).diverged == ("b", 2)
 
 
 def test_numbers_that_are_not_finite_differ_without_bound() -> None:
@@ -148,11 +149,11 @@ def test_a_parameter_in_pieces_is_compared_with_the_whole() -> None:
 @pytest.mark.parametrize("odd", [-3.5, math.nan, -math.inf])
 def test_torch_and_python_find_the_same_in_parameters_of_any_size(type: str, odd: float) -> None:
     """Where this Python has torch, it compares what is large."""
-    size = arithmetic.MANY + 1
+    size = compare.TORCH_MIN_ELEMENTS + 1
     one, other = array(type, [0.5, -0.25]) * (size // 2), array(type, [0.5, -0.125]) * (size // 2)
-    assert len(one) >= arithmetic.MANY > len(one[: size // 2])
+    assert len(one) >= compare.TORCH_MIN_ELEMENTS > len(one[: size // 2])
     other[-1] = odd
-    for largest in (lambda a, b: arithmetic.largest_value(b), arithmetic.largest_difference):
+    for largest in (lambda a, b: compare.max_abs(b), compare.max_abs_difference):
         quick = largest(memoryview(one), memoryview(other))
         assert quick == max(
             largest(memoryview(one)[at:][:70], memoryview(other)[at:][:70]) for at in (0, len(one) - 70)

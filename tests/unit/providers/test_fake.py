@@ -3,10 +3,10 @@
 import pytest
 
 from shoal.errors import ProviderError
-from shoal.providers.api import Request
-from shoal.providers.fake import FakeProvider
+from shoal.hosts.provider import Request
 from shoal.spec.finding import Finding
 from shoal.spec.member import Shape
+from shoal_simulators.fake_provider import FakeProvider
 
 WANTED = [Request("n1", Shape()), Request("n2", Shape())]
 

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
+from shoal.cloud.providers import gcp
+from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder, RentedInstance
+from shoal.cloud.providers.responses import Body, Refusal, read_refusal
 from shoal.errors import ProviderError
-from shoal.providers.rental import Offer, Order, Query, Rented, Trouble
-from shoal.providers.rented import gcp
-from shoal.providers.rented.body import Body
-from shoal.providers.rented.refusals import Refusal, understood
-from shoal.simulators.machines import Wanted
+from shoal_simulators.instances import InstanceOrder
 
 CASE = CASES["gcp"]
-SPOT = Order(
+SPOT = RentalOrder(
     "reef", "gpu1", "t0ken1", replace(CASE.offer, gpus=1), PUBLIC_KEY, user_data="#!/bin/sh\ntrue\n", lifetime=3600
 )
 CPU = replace(SPOT, offer=Offer("acme", "e2-standard-2", "us-east1", "us-east1-b"), lifetime=0, user_data="")
@@ -29,12 +28,12 @@ async def it() -> AsyncIterator[Trial]:
         yield made
 
 
-def ordered(order: Order, settings: dict[str, str]) -> Any:
+def ordered(order: RentalOrder, settings: dict[str, str]) -> Any:
     """What is asked for of one machine."""
     return gcp.bulk_insert(["gpu1--t0ken1"], order, settings)["instanceProperties"]
 
 
-def orders(count: int, like: Order = SPOT) -> list[Order]:
+def orders(count: int, like: RentalOrder = SPOT) -> list[RentalOrder]:
     return [replace(like, node=f"gpu{n}", token=f"tok{n}") for n in range(count)]
 
 
@@ -162,7 +161,7 @@ def instance(**more: Any) -> Body:
 
 def test_a_machine_is_read_from_its_name_and_label() -> None:
     interface = {"networkIP": "10.0.0.7", "accessConfigs": [{"natIP": "192.0.2.7"}]}
-    found = gcp.rented_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
+    found = gcp.instance_of(instance(networkInterfaces=[interface], scheduling={"provisioningModel": "SPOT"}))
     assert (found.id, found.cluster, found.node, found.token) == ("gpu1--t0ken1", "reef", "gpu1", "t0ken1")
     assert found.host == "192.0.2.7"
     assert (found.type, found.region, found.zone, found.market) == (
@@ -176,7 +175,7 @@ def test_a_machine_is_read_from_its_name_and_label() -> None:
 
 
 def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> None:
-    assert gcp.rented_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
+    assert gcp.instance_of(instance(networkInterfaces=[{"networkIP": "10.0.0.7"}])).host == "10.0.0.7"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_a_machine_without_an_outer_address_is_reached_by_its_inner_one() -> Non
     [({"labels": {}}, "without our label"), ({"name": "web-1"}, "with a name that is not ours")],
 )
 def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: str) -> None:
-    found = gcp.rented_of(instance(**more))
+    found = gcp.instance_of(instance(**more))
     assert (found.cluster, found.node, found.token) == ("", "", ""), why
 
 
@@ -201,53 +200,53 @@ def test_a_machine_that_carries_no_mark_is_nobodys(more: dict[str, Any], why: st
     ],
 )
 def test_google_s_states_and_what_they_mean(status: str, state: str, ending: bool) -> None:
-    found = gcp.rented_of(instance(status=status))
+    found = gcp.instance_of(instance(status=status))
     assert (found.state, found.ending, found.raw_state) == (state, ending, status)
 
 
 @pytest.mark.parametrize(
-    ("reason", "message", "trouble", "scope"),
+    ("reason", "message", "expected", "scope"),
     [
-        ("rateLimitExceeded", "Queries per minute", Trouble.RATE, "provider"),
-        ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", Trouble.QUOTA, "region"),
-        ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", Trouble.QUOTA, "provider"),
-        ("forbidden", "Required 'compute.instances.create' permission", Trouble.AUTH, "provider"),
+        ("rateLimitExceeded", "Queries per minute", FailureKind.RATE, "provider"),
+        ("quotaExceeded", "Quota 'NVIDIA_L4_GPUS' exceeded in region", FailureKind.QUOTA, "region"),
+        ("quotaExceeded", "Quota 'GPUS_ALL_REGIONS' exceeded", FailureKind.QUOTA, "provider"),
+        ("forbidden", "Required 'compute.instances.create' permission", FailureKind.AUTH, "provider"),
     ],
 )
-def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, trouble: Trouble, scope: str) -> None:
-    refusal = understood(
-        gcp.understand,
+def test_a_403_of_google_s_has_several_meanings(reason: str, message: str, expected: FailureKind, scope: str) -> None:
+    refusal = read_refusal(
+        gcp.read_error,
         403,
         {"error": {"code": 403, "message": message, "errors": [{"reason": reason, "message": message}]}},
     )
-    assert (refusal.trouble, refusal.scope) == (trouble, scope)
+    assert (refusal.failure, refusal.scope) == (expected, scope)
     assert message in refusal.message
 
 
 def test_a_project_without_billing_has_no_balance_whatever_else_the_answer_says() -> None:
     error = {"message": "billing", "errors": [{"reason": "forbidden"}], "details": [{"reason": "BILLING_DISABLED"}]}
-    assert understood(gcp.understand, 403, {"error": error}).trouble is Trouble.BALANCE
+    assert read_refusal(gcp.read_error, 403, {"error": error}).failure is FailureKind.BALANCE
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"error": "text"}, {"error": {"errors": [None]}}])
 def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
-    assert understood(gcp.understand, 500, data) == Refusal()
+    assert read_refusal(gcp.read_error, 500, data) == Refusal()
 
 
 @pytest.mark.parametrize(
-    ("codes", "trouble"),
+    ("codes", "expected"),
     [
-        (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], Trouble.QUOTA),
-        (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], Trouble.CAPACITY),
-        (["VM_MIN_COUNT_NOT_REACHED"], Trouble.CAPACITY),
-        (["RESOURCE_OPERATION_RATE_EXCEEDED"], Trouble.RATE),
-        (["INTERNAL_ERROR"], Trouble.AMBIGUOUS),
-        ([], Trouble.AMBIGUOUS),
+        (["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"], FailureKind.QUOTA),
+        (["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"], FailureKind.CAPACITY),
+        (["VM_MIN_COUNT_NOT_REACHED"], FailureKind.CAPACITY),
+        (["RESOURCE_OPERATION_RATE_EXCEEDED"], FailureKind.RATE),
+        (["INTERNAL_ERROR"], FailureKind.AMBIGUOUS),
+        ([], FailureKind.AMBIGUOUS),
     ],
 )
-def test_of_several_errors_that_is_told_which_says_most(codes: list[str], trouble: Trouble) -> None:
+def test_of_several_errors_that_is_told_which_says_most(codes: list[str], expected: FailureKind) -> None:
     outcome = gcp.outcome_of([(code, f"words of {code}") for code in codes])
-    assert outcome.trouble is trouble
+    assert outcome.failure is expected
     assert outcome.message
     if codes:
         assert outcome.message == f"{codes[-1]}: words of {codes[-1]}"
@@ -255,12 +254,12 @@ def test_of_several_errors_that_is_told_which_says_most(codes: list[str], troubl
 
 def test_a_code_that_nobody_knows_is_told_with_all_that_was_said() -> None:
     outcome = gcp.outcome_of([("INTERNAL_ERROR", "oops"), ("NEW_ONE", "who knows")])
-    assert (outcome.trouble, outcome.message) == (Trouble.AMBIGUOUS, "INTERNAL_ERROR: oops; NEW_ONE: who knows")
+    assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "INTERNAL_ERROR: oops; NEW_ONE: who knows")
 
 
 def test_a_quota_of_all_regions_shuts_the_whole_provider() -> None:
     outcome = gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally.")])
-    assert (outcome.trouble, outcome.scope) == (Trouble.QUOTA, "provider")
+    assert (outcome.failure, outcome.scope) == (FailureKind.QUOTA, "provider")
     assert gcp.outcome_of([("QUOTA_EXCEEDED", "Quota 'NVIDIA_L4_GPUS' exceeded")]).scope == "region"
 
 
@@ -270,7 +269,7 @@ def test_a_quota_of_all_regions_shuts_the_whole_provider() -> None:
 async def test_of_machines_ordered_together_some_may_be_out_of_stock_and_the_others_are_kept(it: Trial) -> None:
     it.fault("stockout", times=1)
     outcomes = await it.renter.create(orders(3))
-    assert [one.trouble for one in outcomes].count(Trouble.CAPACITY) == 1
+    assert [one.failure for one in outcomes].count(FailureKind.CAPACITY) == 1
     [failed] = [one for one in outcomes if not one.ok]
     assert failed.message.startswith("ZONE_RESOURCE_POOL_EXHAUSTED: The zone 'us-central1-b'")
     assert sorted(one.id for one in outcomes if one.ok) == sorted(one.id for one in await it.listed())
@@ -280,44 +279,46 @@ async def test_what_was_made_in_part_and_is_not_listed_yet_is_left_open(it: Tria
     it.fault("stockout")
     it.fault("lagging-list", times=1)
     outcomes = await it.renter.create(orders(3))
-    assert sorted(one.trouble.value if one.trouble else "" for one in outcomes) == ["", "ambiguous", "ambiguous"]
-    assert {one.message for one in outcomes if not one.ok} == {"of 2 that were made 1 are listed"}
+    assert sorted(one.failure.value if one.failure else "" for one in outcomes) == ["", "ambiguous", "ambiguous"]
+    assert {one.message for one in outcomes if not one.ok} == {"2 machines were made, 1 are listed"}
 
 
 async def test_a_name_that_google_does_not_take_is_refused_and_nothing_is_made(it: Trial) -> None:
     good, bad = orders(2)
     outcomes = await it.renter.create([good, replace(bad, node="Gpu_1")])
-    assert [one.trouble for one in outcomes] == [Trouble.INVALID, Trouble.INVALID]
+    assert [one.failure for one in outcomes] == [FailureKind.INVALID, FailureKind.INVALID]
     assert "'Gpu_1--tok1'" in outcomes[1].message
     assert it.made == 0
 
 
 async def test_a_machine_of_somebody_else_with_our_name_is_a_conflict(it: Trial) -> None:
     offer = SPOT.offer
-    it.market.order(Wanted("gpu0--tok0", offer.type, offer.region, offer.zone, marks={"labels": {}}), "gpu0--tok0")
-    assert [one.trouble for one in await it.renter.create(orders(2))] == [Trouble.CONFLICT, Trouble.CONFLICT]
+    it.market.order(
+        InstanceOrder("gpu0--tok0", offer.type, offer.region, offer.zone, marks={"labels": {}}), "gpu0--tok0"
+    )
+    assert [one.failure for one in await it.renter.create(orders(2))] == [FailureKind.CONFLICT, FailureKind.CONFLICT]
     assert it.made == 1
 
 
 async def test_an_order_whose_operation_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: {"name": data.get("name")} if "/operations/" in line else data
     [outcome] = await it.renter.create([SPOT])
-    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert outcome.failure is FailureKind.AMBIGUOUS
     assert "lacks status" in outcome.message
     assert [one.token for one in await it.listed()] == [SPOT.token]
 
 
-@pytest.mark.parametrize(("lag", "trouble"), [(0.0, None), (600.0, Trouble.AMBIGUOUS)])
+@pytest.mark.parametrize(("lag", "expected"), [(0.0, None), (600.0, FailureKind.AMBIGUOUS)])
 async def test_of_an_order_that_does_not_end_what_is_listed_is_filled_and_the_rest_left_open(
-    it: Trial, monkeypatch: pytest.MonkeyPatch, lag: float, trouble: Trouble | None
+    it: Trial, monkeypatch: pytest.MonkeyPatch, lag: float, expected: FailureKind | None
 ) -> None:
-    monkeypatch.setattr(gcp, "FOLLOW_SECONDS", 0.2)
+    monkeypatch.setattr(gcp, "FOLLOW_TIMEOUT_S", 0.2)
     it.simulation.rewrite = lambda line, data: _unended(data) if "/operations/" in line else data
     if lag:
         it.fault("lagging-list", seconds=lag)
     [outcome] = await it.renter.create([SPOT])
-    assert outcome.trouble is trouble
-    assert outcome.message == ("the order is under way, or ended without a word" if trouble else "")
+    assert outcome.failure is expected
+    assert outcome.message == ("the order is still running, or ended without an error" if expected else "")
 
 
 def _unended(operation: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +329,7 @@ async def test_an_order_that_failed_while_the_list_is_down_leaves_open_what_was_
     it.fault("stockout")
     it.fault("list-fails")
     [outcome] = await it.renter.create([SPOT])
-    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert outcome.failure is FailureKind.AMBIGUOUS
 
 
 async def test_a_zone_that_did_not_answer_makes_the_list_unknown(it: Trial) -> None:
@@ -339,7 +340,7 @@ async def test_a_zone_that_did_not_answer_makes_the_list_unknown(it: Trial) -> N
         return data
 
     it.simulation.rewrite = silent
-    with pytest.raises(ProviderError, match=r"acme: .*: zones/us-east1-b did not say what is there: UNREACHABLE"):
+    with pytest.raises(ProviderError, match=r"acme: .*: zones/us-east1-b did not answer: UNREACHABLE"):
         await it.listed()
     it.simulation.rewrite = None
     assert len(await it.listed()) == 1
@@ -357,7 +358,7 @@ async def test_a_machine_that_no_list_has_shown_is_given_back_all_the_same(it: T
     it.fault("lagging-list", seconds=600)
     [outcome] = await it.renter.create([SPOT])
     zone = SPOT.offer.zone
-    unseen = Rented(outcome.id, "reef", "gpu1", "t0ken1", "pending", "", region="us-central1", zone=zone)
+    unseen = RentedInstance(outcome.id, "reef", "gpu1", "t0ken1", "pending", "", region="us-central1", zone=zone)
     assert (await it.renter.delete([unseen]))[0].ok
     assert [one["phase"] for one in it.market.bill()] == ["stopping"]
 
@@ -378,7 +379,7 @@ async def test_a_spot_machine_is_seen_to_end_while_it_still_runs(it: Trial) -> N
     [found] = await it.listed()
     it.market.preempt(found.id)
     assert [(one.state, one.ending) for one in await it.listed()] == [("stopping", True)]
-    assert it.market.machines[found.id].live
+    assert it.market.instances[found.id].live
     it.clock.now += it.renter.abilities.notice_seconds + it.market.profile.stop_seconds
     await it.listed()
     it.clock.now += it.market.profile.stop_seconds
@@ -403,14 +404,14 @@ async def test_a_machine_with_gpus_put_in_is_listed_under_the_type_that_was_orde
     assert (await it.renter.create([replace(SPOT, offer=offer)]))[0].ok
     assert [one.type for one in await it.listed()] == [offer.type]
     plain = instance(machineType="https://reef.test/machineTypes/n1-standard-4", guestAccelerators=[])
-    assert gcp.rented_of(plain).type == "n1-standard-4"
+    assert gcp.instance_of(plain).type == "n1-standard-4"
 
 
 async def test_an_answer_that_is_no_list_of_google_s_is_not_taken_for_an_empty_one() -> None:
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}") as url:
-        renter = gcp.GoogleCompute(account(CASE, url))
+        renter = gcp.GoogleProvider(account(CASE, url))
         try:
             with pytest.raises(ProviderError, match="lacks kind"):
-                await renter.rented(CLUSTER)
+                await renter.instances(CLUSTER)
         finally:
             await renter.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.providers.gpus import usual_gpu
+from shoal.cloud.providers.prices import gpu_model
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ from shoal.providers.gpus import usual_gpu
     ],
 )
 def test_a_gpu_goes_by_its_usual_name_whatever_its_provider_calls_it(told: str, usual: str, memory: int) -> None:
-    assert usual_gpu(told) == (usual, memory)
+    assert gpu_model(told) == (usual, memory)

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from tests.contract.renters import CASES, CLUSTER, PUBLIC_KEY, Trial, trial
 
-from shoal.providers.rental import Query, Trouble
-from shoal.providers.rented.lambda_cloud import understand
-from shoal.providers.rented.refusals import Refusal, understood
+from shoal.cloud.providers.api import FailureKind, Query
+from shoal.cloud.providers.lambda_cloud import read_error
+from shoal.cloud.providers.responses import Refusal, read_refusal
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_the_list_of_capacity_promises_nothing(it: Trial) -> None:
     [offer] = await it.renter.offers(Query(types=(order.offer.type,), regions=("us-west-1",)))
     assert offer.available == "yes"
     [outcome] = await it.renter.create([order])
-    assert (outcome.trouble, outcome.scope) == (Trouble.CAPACITY, "offer")
+    assert (outcome.failure, outcome.scope) == (FailureKind.CAPACITY, "offer")
     assert outcome.message == (
         "acme: POST /instance-operations/launch: 400: instance-operations/launch/insufficient-capacity: "
         "Not enough capacity to fulfill launch request."
@@ -73,14 +73,14 @@ async def test_the_list_of_capacity_promises_nothing(it: Trial) -> None:
 
 async def test_an_order_carries_its_marks_its_image_and_its_script(it: Trial) -> None:
     await it.create("gpu1", "tok")
-    [machine] = it.market.machines.values()
-    assert machine.wanted.name == "reef--gpu1--tok"
-    tags = {tag["key"]: tag["value"] for tag in machine.wanted.marks["tags"]}
+    [machine] = it.market.instances.values()
+    assert machine.order.name == "reef--gpu1--tok"
+    tags = {tag["key"]: tag["value"] for tag in machine.order.marks["tags"]}
     assert (tags["shoal-cluster"], tags["shoal-node"], tags["shoal-token"]) == ("reef", "gpu1", "tok")
     assert tags["shoal-epoch"].isdigit()
-    assert machine.wanted.marks["hostname"] == "gpu1"
-    assert machine.wanted.user_data == "#!/bin/sh\ntrue\n"
-    assert machine.wanted.public_keys == (PUBLIC_KEY,)
+    assert machine.order.marks["hostname"] == "gpu1"
+    assert machine.order.user_data == "#!/bin/sh\ntrue\n"
+    assert machine.order.public_keys == (PUBLIC_KEY,)
 
 
 async def test_a_machine_whose_tags_are_not_told_is_known_by_its_name(it: Trial) -> None:
@@ -99,8 +99,8 @@ async def test_long_names_fit_and_are_told_by_their_tags(it: Trial) -> None:
 
 async def test_an_order_without_a_key_is_refused_before_anybody_is_asked(it: Trial) -> None:
     [outcome] = await it.renter.create([replace(await it.order(), key_name="")])
-    assert outcome.trouble is Trouble.INVALID
-    assert "only with the name of an SSH key" in outcome.message
+    assert outcome.failure is FailureKind.INVALID
+    assert "requires the name of an SSH key" in outcome.message
     assert it.made == 0
 
 
@@ -142,7 +142,7 @@ async def test_a_machine_that_lambda_does_not_terminate_is_told(it: Trial) -> No
     found = await it.listed()
     it.simulation.rewrite = lambda line, data: {"data": {"terminated_instances": []}}
     [outcome] = await it.renter.delete(found)
-    assert outcome.trouble is Trouble.TRANSIENT
+    assert outcome.failure is FailureKind.TRANSIENT
     assert outcome.message == f"Lambda did not terminate {found[0].id}"
 
 
@@ -163,19 +163,19 @@ async def test_a_key_is_known_by_its_material_whatever_it_is_called(it: Trial) -
 
 
 def test_errors_are_told_apart_by_their_codes_alone() -> None:
-    def trouble(status: int, code: str) -> Trouble | None:
-        found = understood(understand, status, {"error": {"code": code, "message": "whatever"}})
-        return found.trouble if found else None
+    def failure_of(status: int, code: str) -> FailureKind | None:
+        found = read_refusal(read_error, status, {"error": {"code": code, "message": "whatever"}})
+        return found.failure if found else None
 
-    assert trouble(400, "global/quota-exceeded") is Trouble.QUOTA
-    assert trouble(400, "global/object-does-not-exist") is Trouble.INVALID
-    assert trouble(403, "global/account-inactive") is Trouble.BALANCE
-    assert trouble(409, "global/internal-error") is Trouble.AMBIGUOUS
-    assert trouble(400, "provider/internal-unavailable") is Trouble.TRANSIENT
-    assert trouble(503, "provider/internal-unavailable") is None  # then the status decides
-    assert trouble(400, "something/new") is None
-    assert understood(understand, 500, "<html>") == Refusal()
-    assert understood(understand, 500, {"error": "text"}) == Refusal()
+    assert failure_of(400, "global/quota-exceeded") is FailureKind.QUOTA
+    assert failure_of(400, "global/object-does-not-exist") is FailureKind.INVALID
+    assert failure_of(403, "global/account-inactive") is FailureKind.BALANCE
+    assert failure_of(409, "global/internal-error") is FailureKind.AMBIGUOUS
+    assert failure_of(400, "provider/internal-unavailable") is FailureKind.TRANSIENT
+    assert failure_of(503, "provider/internal-unavailable") is None  # then the status decides
+    assert failure_of(400, "something/new") is None
+    assert read_refusal(read_error, 500, "<html>") == Refusal()
+    assert read_refusal(read_error, 500, {"error": "text"}) == Refusal()
 
 
 # The simulator, where the renter asks for no such thing
@@ -191,7 +191,7 @@ async def test_the_simulator_keeps_to_lambdas_limits() -> None:
         for seconds in (10.0, 5.0, 7.0, 12.0):
             it.clock.now += seconds
             outcomes += await it.renter.create([order])
-        assert [one.trouble for one in outcomes] == [None, Trouble.RATE, None, None]
+        assert [one.failure for one in outcomes] == [None, FailureKind.RATE, None, None]
         assert outcomes[1].retry_after == 12.0
 
 
@@ -255,7 +255,7 @@ async def test_one_unknown_id_and_none_is_terminated(it: Trial) -> None:
     _, made = await launch(it)
     ids = [*made["data"]["instance_ids"], "0" * 32]
     assert (await api(it, "POST", "/instance-operations/terminate", {"instance_ids": ids}))[0] == 404
-    assert [one.phase for one in it.market.machines.values()] == ["pending"]
+    assert [one.phase for one in it.market.instances.values()] == ["pending"]
 
 
 async def test_keys_are_made_listed_and_removed(it: Trial) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.contract.renters import BAD_ANSWERS, CASES, CLUSTER, PUBLIC_KEY, Trial, account, saying, trial
 
-from shoal.providers.rental import Offer, Order, Query, Trouble
-from shoal.providers.rented import paperspace, renter
-from shoal.providers.rented.refusals import Refusal, understood
+from shoal.cloud.providers import paperspace, rental_provider
+from shoal.cloud.providers.api import FailureKind, Offer, Query, RentalOrder
+from shoal.cloud.providers.responses import Refusal, read_refusal
 
 CASE = CASES["paperspace"]
-ORDER = Order("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
+ORDER = RentalOrder("reef", "gpu1", "t0ken1", CASE.offer, PUBLIC_KEY, user_data="#!/bin/sh\necho 'it''s me'\n")
 
 
 @pytest.fixture
@@ -43,16 +43,16 @@ def test_a_name_that_is_not_ours_marks_nothing(name: str) -> None:
 
 async def test_a_machine_of_somebody_else_is_not_listed(it: Trial) -> None:
     await it.create()
-    for machine in it.market.machines.values():
-        machine.wanted = replace(machine.wanted, name="my own machine")
+    for machine in it.market.instances.values():
+        machine.order = replace(machine.order, name="my own machine")
     assert await it.listed() == []
 
 
 async def test_a_field_that_would_break_the_name_is_refused_before_anything_is_sent(it: Trial) -> None:
     [outcome] = await it.renter.create([replace(ORDER, node="gpu--1")])
-    assert (outcome.trouble, outcome.message) == (
-        Trouble.INVALID,
-        "gpu--1: two hyphens in a row part the name's fields",
+    assert (outcome.failure, outcome.message) == (
+        FailureKind.INVALID,
+        "gpu--1: two hyphens in a row separate the fields of the name",
     )
     assert it.simulation.requests == []
 
@@ -78,23 +78,28 @@ def test_the_system_suits_the_gpu(type_: str, template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "data", "trouble", "scope"),
+    ("status", "data", "expected", "scope"),
     [
-        (400, {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"}, Trouble.CAPACITY, "offer"),
-        (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, Trouble.QUOTA, "provider"),
-        (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, Trouble.BALANCE, "provider"),
+        (
+            400,
+            {"code": "BAD_REQUEST", "message": "We are currently Out Of Capacity for it"},
+            FailureKind.CAPACITY,
+            "offer",
+        ),
+        (403, {"code": "FORBIDDEN", "message": "Your team has hit its limit"}, FailureKind.QUOTA, "provider"),
+        (412, {"code": "PRECONDITION_FAILED", "message": "Add a payment method"}, FailureKind.BALANCE, "provider"),
     ],
 )
-def test_errors_and_what_they_mean(status: int, data: dict[str, str], trouble: Trouble, scope: str) -> None:
-    refusal = understood(paperspace.understand, status, data)
+def test_errors_and_what_they_mean(status: int, data: dict[str, str], expected: FailureKind, scope: str) -> None:
+    refusal = read_refusal(paperspace.read_error, status, data)
     assert refusal is not None
-    assert (refusal.trouble, refusal.scope) == (trouble, scope)
+    assert (refusal.failure, refusal.scope) == (expected, scope)
     assert data["message"] in refusal.message
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"message": 7}])
 def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> None:
-    assert understood(paperspace.understand, 500, data) == Refusal()
+    assert read_refusal(paperspace.read_error, 500, data) == Refusal()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_an_error_body_that_nobody_knows_is_left_to_its_status(data: Any) -> Non
 def test_an_error_whose_words_say_no_more_is_told_in_them_and_left_to_its_status(
     status: int, data: dict[str, str]
 ) -> None:
-    assert understood(paperspace.understand, status, data) == Refusal(
+    assert read_refusal(paperspace.read_error, status, data) == Refusal(
         None, message=f"{data['code']}: {data['message']}"
     )
 
@@ -159,7 +164,7 @@ async def test_a_script_goes_with_its_machine(it: Trial) -> None:
     await it.create("gpu1", "t1")
     await it.create("gpu2", "t2")
     assert len(scripts(it)) == 2
-    assert next(one.wanted.user_data for one in it.market.machines.values()).startswith("#!/bin/sh\ninstall")
+    assert next(one.order.user_data for one in it.market.instances.values()).startswith("#!/bin/sh\ninstall")
     first = [one for one in await it.listed() if one.token == "t1"]
     assert (await it.renter.delete(first))[0].ok
     assert [paperspace.read_name(name)[2] for name in scripts(it)] == ["t2"]
@@ -174,12 +179,12 @@ async def test_a_refused_order_leaves_no_script(it: Trial, fault: str) -> None:
 
 async def test_a_script_whose_machine_may_be_on_its_way_stays_until_it_is_old(it: Trial) -> None:
     it.fault("error-before-create")
-    assert (await it.create("gpu1", "t1")).trouble is Trouble.AMBIGUOUS
+    assert (await it.create("gpu1", "t1")).failure is FailureKind.AMBIGUOUS
     await it.create("gpu2", "t2")
     assert (await it.renter.delete(await it.listed()))[0].ok
     assert [paperspace.read_name(name)[2] for name in scripts(it)] == ["t1"]
     for script in it.market.notes["scripts"].values():
-        script["name"] = f"c-{CLUSTER}--gpu1--{int(time.time() - paperspace.SCRIPT_GRACE - 1)}-t1"
+        script["name"] = f"c-{CLUSTER}--gpu1--{int(time.time() - paperspace.SCRIPT_GRACE_S - 1)}-t1"
     await it.create("gpu3", "t3")
     await it.renter.delete(await it.listed())
     assert scripts(it) == []
@@ -211,21 +216,21 @@ async def test_an_order_that_fails_for_an_unknown_reason_leaves_open_what_was_ma
 
     it.simulation.rewrite = broken
     outcome = await it.create()
-    assert (outcome.trouble, outcome.message) == (Trouble.AMBIGUOUS, "acme: Hypervisor says no")
+    assert (outcome.failure, outcome.message) == (FailureKind.AMBIGUOUS, "acme: Hypervisor says no")
 
 
 async def test_an_order_whose_event_cannot_be_asked_for_leaves_open_what_was_made(it: Trial) -> None:
     it.simulation.rewrite = lambda line, data: {"id": "x"} if "/machine-events/" in line else data
     outcome = await it.create()
-    assert outcome.trouble is Trouble.AMBIGUOUS
+    assert outcome.failure is FailureKind.AMBIGUOUS
     assert "lacks state" in outcome.message
-    assert len(it.market.machines) == 1
+    assert len(it.market.instances) == 1
 
 
 async def test_an_order_that_paperspace_is_slow_to_begin_counts_as_taken(
     it: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paperspace, "FOLLOW_SECONDS", 0.2)
+    monkeypatch.setattr(paperspace, "FOLLOW_TIMEOUT_S", 0.2)
     it.simulation.rewrite = lambda line, data: {**data, "state": "new"} if "/machine-events/" in line else data
     assert (await it.create()).ok
 
@@ -293,10 +298,10 @@ async def test_a_machine_that_we_gave_back_is_not_one_that_is_taken_away(it: Tri
 @pytest.mark.parametrize("answer", ["empty object", "bad gateway", "cut off", "no answer"])
 async def test_a_script_that_could_not_be_left_means_that_no_machine_was_ordered(it: Trial, answer: str) -> None:
     async with saying(BAD_ANSWERS[answer], r"POST /v1/startup-scripts", it.url) as url:
-        bad = renter(account(CASE, url))
+        bad = rental_provider(account(CASE, url))
         try:
             [outcome] = await bad.create([ORDER])
         finally:
             await bad.close()
-    assert outcome.trouble is Trouble.TRANSIENT, outcome
+    assert outcome.failure is FailureKind.TRANSIENT, outcome
     assert it.made == 0

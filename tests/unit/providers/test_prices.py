@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.providers.prices import COLUMNS, Price, Prices, Shape, prices, refreshed, shape_of, shipped
-from shoal.providers.rental import Offer
-from shoal.providers.rented import RENTERS
+from shoal.cloud.providers import RENTAL_PROVIDERS
+from shoal.cloud.providers.api import Offer
+from shoal.cloud.providers.prices import COLUMNS, InstanceShape, Prices, prices, shape_of, shipped, store_prices
 
 H100 = Offer("mine", "gpu_8x_h100_sxm5", "us-west-1")
 
 
 def test_the_table_that_is_shipped_is_whole() -> None:
     rows = shipped()
-    assert len({(row.kind, row.type, row.region, row.market) for row in rows}) == len(rows)
+    assert len({(row.provider, row.type, row.region, row.market) for row in rows}) == len(rows)
     for row in rows:
-        assert row.kind in RENTERS
+        assert row.provider in RENTAL_PROVIDERS
         assert row.type and row.gpu and row.gpus > 0, row
         assert row.usd_hour is None or 0.1 < row.usd_hour / row.gpus < 20, row
         assert row.arch in ("x86_64", "arm64")
@@ -62,30 +62,32 @@ def test_what_the_provider_told_is_left_as_it_is() -> None:
 
 
 def test_a_shape_promises_less_memory_than_the_provider_names() -> None:
-    assert shape_of("gcp", "a2-highgpu-1g") == Shape(12, 80076, 1, "A100", 40, "x86_64")
-    assert shape_of("lambda", "gpu_1x_gh200") == Shape(64, 406978, 1, "GH200", 96, "arm64")
+    assert shape_of("gcp", "a2-highgpu-1g") == InstanceShape(12, 80076, 1, "A100", 40, "x86_64")
+    assert shape_of("lambda", "gpu_1x_gh200") == InstanceShape(64, 406978, 1, "GH200", 96, "arm64")
     assert shape_of("runpod", "NVIDIA H200") is None  # the host's cores differ
     assert shape_of("lambda", "gpu_1x_moon") is None
 
 
 def test_prices_that_a_provider_told_are_kept_and_win_while_they_are_newer(tmp_path: Path) -> None:
     told = replace(H100, usd_hour=28.5, gpu="H100", gpus=8, cpus=208, memory_gb=1800, gpu_memory_gb=80)
-    assert refreshed("lambda", [told], "2026-11-15", tmp_path) == 1
+    assert store_prices("lambda", [told], "2026-11-15", tmp_path) == 1
     table = prices(tmp_path)
     found = table.find("lambda", H100.type, "us-west-1", "on-demand")
     assert found is not None
     assert (found.usd_hour, found.as_of) == (28.5, "2026-11-15")
     other = table.find("lambda", H100.type, "us-east-1", "on-demand")
     assert other is not None and other.usd_hour == 31.92  # nothing was told of that region
-    assert refreshed("lambda", [replace(told, usd_hour=27.0)], "2026-11-16", tmp_path) == 1
+    assert store_prices("lambda", [replace(told, usd_hour=27.0)], "2026-11-16", tmp_path) == 1
     assert table != prices(tmp_path)
-    assert [row.usd_hour for row in prices(tmp_path) if row.region == "us-west-1" and row.kind == "lambda"] == [27.0]
+    assert [row.usd_hour for row in prices(tmp_path) if row.region == "us-west-1" and row.provider == "lambda"] == [
+        27.0
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["prices.csv"]
 
 
 def test_a_price_from_our_own_table_is_not_kept_as_if_it_were_news(tmp_path: Path) -> None:
-    assert refreshed("lambda", prices(tmp_path).fill("lambda", [H100]), "2026-11-15", tmp_path) == 0
-    assert refreshed("lambda", [H100], "2026-11-15", tmp_path) == 0
+    assert store_prices("lambda", prices(tmp_path).fill("lambda", [H100]), "2026-11-15", tmp_path) == 0
+    assert store_prices("lambda", [H100], "2026-11-15", tmp_path) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,8 +99,8 @@ def test_a_broken_cache_is_as_good_as_none(tmp_path: Path, text: str) -> None:
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert refreshed("lambda", [replace(H100, usd_hour=1.0)], "2026-11-15", tmp_path / "file") == 0
+    assert store_prices("lambda", [replace(H100, usd_hour=1.0)], "2026-11-15", tmp_path / "file") == 0
 
 
-def _row(region: str, usd_hour: float, as_of: str = "2026-08-01") -> Price:
-    return Price("lambda", "t", region, "on-demand", usd_hour, "H100", 1, as_of=as_of)
+def _row(region: str, usd_hour: float, as_of: str = "2026-08-01") -> Offer:
+    return Offer("lambda", "t", region, usd_hour=usd_hour, gpu="H100", gpus=1, as_of=as_of)

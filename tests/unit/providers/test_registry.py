@@ -4,10 +4,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from shoal import registry as table
+from shoal.cloud.providers import abilities
 from shoal.errors import ProviderError
-from shoal.providers import PROVIDERS, names, provider, table
-from shoal.providers.fake import FakeProvider
-from shoal.providers.rented import abilities
+from shoal.hosts.provider import PROVIDERS, names, provider
+from shoal_simulators.fake_provider import FakeProvider
 
 
 @pytest.mark.parametrize("name", sorted(PROVIDERS))
@@ -16,29 +17,29 @@ def test_every_name_in_the_table_gives_a_provider(name: str) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
-    with pytest.raises(ProviderError, match="no provider is called 'cloud'\n  fix: use one of: fake, sandbox"):
+    with pytest.raises(ProviderError, match="no provider is called 'cloud'\n  fix: use one of: sandbox"):
         provider("cloud")
 
 
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "shoal.providers.fake:NoSuchProvider", "shoal.providers")
+    entry = EntryPoint("mine", "shoal_simulators.fake_provider:NoSuchProvider", "shoal.providers")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
     with pytest.raises(ProviderError) as caught:
         provider("mine")
     assert str(caught.value) == (
-        "provider mine cannot be loaded: module 'shoal.providers.fake' has no attribute 'NoSuchProvider'\n"
-        "  fix: correct or remove shoal.providers.fake:NoSuchProvider"
+        "cannot load provider mine: module 'shoal_simulators.fake_provider' has no attribute 'NoSuchProvider'\n"
+        "  fix: correct or remove shoal_simulators.fake_provider:NoSuchProvider"
     )
 
 
-def test_whoever_may_have_made_hosts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
+def test_installed_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
     assert names() == ("mine", "sandbox")
 
 
 def test_an_installed_package_can_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "shoal.providers.fake:FakeProvider", "shoal.providers")
+    entry = EntryPoint("mine", "shoal_simulators.fake_provider:FakeProvider", "shoal.providers")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
     assert isinstance(provider("mine"), FakeProvider)
 
@@ -56,7 +57,7 @@ WHY: Exception = ValueError("no luck")
 @pytest.mark.parametrize(
     ("why", "told"),
     [
-        (ValueError("no luck"), f"provider mine cannot be loaded: no luck\n  fix: correct or remove {__name__}:Choosy"),
+        (ValueError("no luck"), f"cannot load provider mine: no luck\n  fix: correct or remove {__name__}:Choosy"),
         (ProviderError("no key", hint="give one"), "no key\n  fix: give one"),
     ],
 )
@@ -78,5 +79,5 @@ def test_what_a_kind_can_do_is_known_without_access_and_not_for_one_that_nobody_
         abilities("moon")
     entry = EntryPoint("moon", "no.such.module:Moon", "shoal.renters")
     monkeypatch.setattr(table, "_installed", lambda group: [entry])
-    with pytest.raises(LookupError, match="provider moon cannot be loaded: No module named 'no'"):
+    with pytest.raises(LookupError, match="cannot load provider moon: No module named 'no'"):
         abilities("moon")

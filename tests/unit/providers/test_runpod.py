@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tests.contract.renters import CASES, Trial, account, http, saying, trial
 
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import FailureKind, Query
+from shoal.cloud.providers.responses import Refusal, read_refusal
+from shoal.cloud.providers.runpod import BOOT, TRAP, WAIT, boot_args, joined_type, read_error, split_type
 from shoal.errors import ProviderError
-from shoal.providers.rental import Query, Trouble
-from shoal.providers.rented import renter
-from shoal.providers.rented.refusals import Refusal, understood
-from shoal.providers.rented.runpod import BOOT, ENDS, WAIT, boot_args, joined_type, split_type, understand
 
 CASE = CASES["runpod"]
 
@@ -30,26 +30,28 @@ def problem(detail: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("status", "detail", "trouble", "scope"),
+    ("status", "detail", "expected", "scope"),
     [
         (400, "There are no longer any instances available with the requested specifications. Please refresh and try "
-         "again.", Trouble.CAPACITY, "offer"),
+         "again.", FailureKind.CAPACITY, "offer"),
         (400, "This machine does not have the resources to deploy your pod. Please try a different machine",
-         Trouble.CAPACITY, "offer"),
-        (400, "You have reached your spend limit. Contact support to raise it.", Trouble.QUOTA, "provider"),
-        (400, "request could not be processed", Trouble.INVALID, "offer"),
-        (401, "missing bearer token", Trouble.AUTH, "provider"),
-        (402, "Your account balance is too low to rent a pod", Trouble.BALANCE, "provider"),
-        (403, "pool AMPERE_80 is not allowed", Trouble.QUOTA, "offer"),
-        (404, "resource not found", Trouble.INVALID, "offer"),
-        (410, "gone", Trouble.INVALID, "provider"),
-        (422, "Request validation failed.", Trouble.INVALID, "offer"),
+         FailureKind.CAPACITY, "offer"),
+        (400, "You have reached your spend limit. Contact support to raise it.", FailureKind.QUOTA, "provider"),
+        (400, "request could not be processed", FailureKind.INVALID, "offer"),
+        (401, "missing bearer token", FailureKind.AUTH, "provider"),
+        (402, "Your account balance is too low to rent a pod", FailureKind.BALANCE, "provider"),
+        (403, "pool AMPERE_80 is not allowed", FailureKind.QUOTA, "offer"),
+        (404, "resource not found", FailureKind.INVALID, "offer"),
+        (410, "gone", FailureKind.INVALID, "provider"),
+        (422, "Request validation failed.", FailureKind.INVALID, "offer"),
     ],
 )  # fmt: skip
-def test_an_error_means_what_its_status_and_text_say(status: int, detail: str, trouble: Trouble, scope: str) -> None:
-    found = understood(understand, status, problem(detail))
+def test_an_error_means_what_its_status_and_text_say(
+    status: int, detail: str, expected: FailureKind, scope: str
+) -> None:
+    found = read_refusal(read_error, status, problem(detail))
     assert found is not None
-    assert (found.trouble, found.scope) == (trouble, scope)
+    assert (found.failure, found.scope) == (expected, scope)
     assert status == 410 or detail in found.message
 
 
@@ -57,16 +59,16 @@ def test_an_error_means_what_its_status_and_text_say(status: int, detail: str, t
     ("status", "data"), [(500, problem("x")), (429, problem("x")), (400, {"error": "v1"}), (400, 7)]
 )
 def test_what_the_text_does_not_decide_is_left_to_the_status(status: int, data: Any) -> None:
-    assert understood(understand, status, data) == Refusal()
+    assert read_refusal(read_error, status, data) == Refusal()
 
 
 def test_a_key_that_may_not_do_it_is_not_taken_for_a_closed_pool() -> None:
-    assert understood(understand, 403, problem("access denied")) == Refusal()  # then it is AUTH, as every 403
+    assert read_refusal(read_error, 403, problem("access denied")) == Refusal()  # then it is AUTH, as every 403
 
 
 def test_the_parts_of_an_order_that_were_wrong_are_named() -> None:
-    found = understood(
-        understand, 422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"])
+    found = read_refusal(
+        read_error, 422, problem("Request validation failed.", errors=["$: additional properties 'x' not allowed"])
     )
     assert found is not None
     assert found.message == "Request validation failed.; $: additional properties 'x' not allowed"
@@ -76,14 +78,14 @@ async def test_an_api_that_was_retired_says_so_and_makes_nothing() -> None:
     async with trial(CASE) as it:
         order = await it.order()
     async with saying(http("410 Gone", b'{"error": "v1 is gone"}')) as url:
-        away = renter(account(CASE, url))
+        away = rental_provider(account(CASE, url))
         try:
             [outcome] = await away.create([order])
             with pytest.raises(ProviderError, match=r"retired this version of its API\n  fix: install a newer Shoal"):
-                await away.rented("reef")
+                await away.instances("reef")
         finally:
             await away.close()
-    assert (outcome.trouble, outcome.scope) == (Trouble.INVALID, "provider")
+    assert (outcome.failure, outcome.scope) == (FailureKind.INVALID, "provider")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def decoded(args: str) -> str:
 
 def test_the_command_starts_sshd_and_then_waits() -> None:
     script = decoded(boot_args(""))
-    assert script == ENDS + BOOT + WAIT
+    assert script == TRAP + BOOT + WAIT
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert "ssh-ed25519" not in script, "the key is in the environment"
 
@@ -182,7 +184,7 @@ def without_direct(line: str, data: Any) -> Any:
 @pytest.mark.parametrize("page", [3, 50])
 async def test_all_pods_are_found_on_one_page_and_on_many(page: int) -> None:
     async with trial(CASE) as it:
-        it.simulation.cloud.page = page  # type: ignore[attr-defined]
+        it.simulation.simulator.page = page  # type: ignore[attr-defined]
         for count in range(7):
             assert (await it.create(f"gpu{count}", f"t{count}")).ok
         assert sorted(one.token for one in await it.listed()) == [f"t{count}" for count in range(7)]
@@ -194,7 +196,7 @@ async def test_pages_without_an_end_are_an_error() -> None:
     async with trial(CASE) as it:
         await it.create()
         it.simulation.rewrite = lambda line, data: {**data, "pagination": {"hasNextPage": True, "nextCursor": "1"}}
-        with pytest.raises(ProviderError, match="the list comes back to the same page again and again"):
+        with pytest.raises(ProviderError, match="the list repeats the same page"):
             await it.listed()
 
 
@@ -212,7 +214,7 @@ async def test_more_gpus_in_one_pod_cost_as_many_times_as_much() -> None:
 async def test_an_order_says_where_and_asks_for_the_one_port() -> None:
     async with trial(CASE) as it:
         outcome = await it.create()
-        order = it.market.machines[outcome.id].wanted.marks["order"]
+        order = it.market.instances[outcome.id].order.marks["order"]
         assert (order["dataCenterIds"], order["ports"], order["image"]) == (["EU-RO-1"], ["22/tcp"], "debian:12")
         assert {name: order["env"][name] for name in ("SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN")} == {
             "SHOAL_CLUSTER": "reef",
@@ -223,7 +225,7 @@ async def test_an_order_says_where_and_asks_for_the_one_port() -> None:
 
 async def test_the_community_cloud_has_one_place_and_its_own_price() -> None:
     async with trial(CASE) as it:
-        own = renter(account(CASE, it.url, cloud="community"))
+        own = rental_provider(account(CASE, it.url, cloud="community"))
         try:
             [offer] = await own.offers(Query(types=("NVIDIA L40S",)))
             assert (offer.region, offer.usd_hour) == ("any", pytest.approx(0.87))
@@ -231,7 +233,7 @@ async def test_the_community_cloud_has_one_place_and_its_own_price() -> None:
             assert outcome.ok
         finally:
             await own.close()
-        order = it.market.machines[outcome.id].wanted.marks["order"]
+        order = it.market.instances[outcome.id].order.marks["order"]
         assert order["cloud"] == "COMMUNITY"
         assert "dataCenterIds" not in order
 

@@ -10,11 +10,22 @@ import pytest
 from tests.unit.plan.fake_world import gpus, host_facts, slurm_package, spec_of
 
 from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
-from shoal.network.names import hosts_block
-from shoal.roles.cluster import Cluster, assemble, slurm_version
-from shoal.roles.confinement import Confinement, confinement, no_stronger
-from shoal.roles.in_force import CGROUP_CONF, GRES_CONF, HOSTS, SLURM_CONF, TOPOLOGY_CONF, InForce, in_force
-from shoal.roles.pmix import pmix_files
+from shoal.network.addresses import hosts_block
+from shoal.roles.assembly import assemble, slurm_version
+from shoal.roles.cluster import Cluster
+from shoal.roles.current_conf import (
+    CGROUP_CONF,
+    GRES_CONF,
+    HOSTS,
+    SLURM_CONF,
+    TOPOLOGY_CONF,
+    Confinement,
+    CurrentConf,
+    confinement,
+    limit_confinement,
+    read_current_conf,
+)
+from shoal.roles.plugins import pmix_files
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
 from shoal.slurm.model import Switch
 from shoal.slurm.versions import Version
@@ -60,7 +71,7 @@ def without(*names: str) -> dict[str, Facts]:
 @pytest.mark.parametrize("silent", [("h1",), ("n1",), ("door",), ("n1", "n2", "h1", "door")])
 def test_hosts_that_do_not_answer_change_nothing(silent: Sequence[str]) -> None:
     whole = assemble(SPEC, FACTS, {})
-    again = assemble(SPEC, without(*silent), {}, in_force(put_in_force(whole)))
+    again = assemble(SPEC, without(*silent), {}, read_current_conf(put_in_force(whole)))
     assert slurm_conf(again.conf) == slurm_conf(whole.conf)
     assert gres_conf(again.conf) == gres_conf(whole.conf)
     assert cgroup_conf(again.conf) == cgroup_conf(whole.conf)
@@ -75,7 +86,7 @@ def test_a_host_that_never_answered_is_left_out_of_everything() -> None:
 
 
 def test_a_leaving_node_stays_in_its_partitions_until_it_is_empty() -> None:
-    before = in_force(put_in_force(assemble(SPEC, FACTS, {})))
+    before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
     smaller = spec_of(REEF.replace('"n[1-2]"', "n1"))
     now = assemble(smaller, without("n2"), {}, before, ["n2"])
     assert {p.name: p.nodes for p in now.conf.partitions} == {"main": ("n1", "h1", "n2"), "long": ("n1", "n2")}
@@ -86,7 +97,7 @@ def test_a_leaving_node_stays_in_its_partitions_until_it_is_empty() -> None:
 
 
 def test_a_leaving_node_comes_back_into_no_partition_that_it_was_not_in() -> None:
-    before = in_force(put_in_force(assemble(SPEC, FACTS, {})))
+    before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {})))
     spec = spec_of(REEF.replace("  big: {hosts: [h1], features: [h100, nvlink]}\n", "").replace("[lab, big]", "[lab]"))
     cluster = assemble(spec, without("h1"), {}, before, ["h1"])
     assert {p.name: p.nodes for p in cluster.conf.partitions} == {"main": ("n1", "n2", "h1"), "long": ("n1", "n2")}
@@ -94,9 +105,9 @@ def test_a_leaving_node_comes_back_into_no_partition_that_it_was_not_in() -> Non
 
 def test_nothing_is_read_out_of_a_configuration_that_somebody_else_wrote() -> None:
     theirs = replace(FACTS["c1"], files={SLURM_CONF: FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\n")})
-    assert in_force(theirs) == InForce()
-    assert in_force(None) == InForce()
-    assert in_force(FACTS["c1"]) == InForce()
+    assert read_current_conf(theirs) == CurrentConf()
+    assert read_current_conf(None) == CurrentConf()
+    assert read_current_conf(FACTS["c1"]) == CurrentConf()
 
 
 def test_a_host_name_that_differs_from_the_nodes_name_is_told_to_slurm() -> None:
@@ -179,18 +190,18 @@ def test_the_weakest_host_decides_how_jobs_are_confined(
 def test_what_a_silent_host_may_not_have_is_not_begun_without_it(
     found: Confinement, before: Confinement, expected: Confinement
 ) -> None:
-    assert no_stronger(found, before) == expected
+    assert limit_confinement(found, before) == expected
 
 
 def test_the_one_host_without_cgroups_keeps_them_off_while_it_does_not_answer() -> None:
     facts = {**FACTS, "n2": replace(FACTS["n2"], cgroup=Cgroup(0))}
     weak = put_in_force(assemble(SPEC, facts, {}))
-    again = assemble(SPEC, {**without("n2"), "c1": weak}, {}, in_force(weak))
+    again = assemble(SPEC, {**without("n2"), "c1": weak}, {}, read_current_conf(weak))
     assert "ProctrackType=proctrack/linuxproc" in slurm_conf(again.conf)
     smaller = spec_of(REEF.replace('"n[1-2]"', "n1"))
-    leaving = assemble(smaller, {**without("n2"), "c1": weak}, {}, in_force(weak), ["n2"])
+    leaving = assemble(smaller, {**without("n2"), "c1": weak}, {}, read_current_conf(weak), ["n2"])
     assert "ProctrackType=proctrack/linuxproc" in slurm_conf(leaving.conf)
-    gone = assemble(smaller, {**without("n2"), "c1": weak}, {}, in_force(weak))
+    gone = assemble(smaller, {**without("n2"), "c1": weak}, {}, read_current_conf(weak))
     assert "ProctrackType=proctrack/cgroup" in slurm_conf(gone.conf)
 
 
@@ -225,7 +236,9 @@ def test_nodes_of_two_sites_get_a_switch_a_site_and_one_site_gets_none() -> None
 def test_a_node_that_leaves_or_is_silent_keeps_its_switch() -> None:
     cluster = assemble(spec_of(TWO_SITES), SITES, {})
     texts = {SLURM_CONF: slurm_conf(cluster.conf), TOPOLOGY_CONF: topology_conf(cluster.conf)}
-    before = in_force(replace(SITES["controller"], files={path: FileFact(text=t) for path, t in texts.items()}))
+    before = read_current_conf(
+        replace(SITES["controller"], files={path: FileFact(text=t) for path, t in texts.items()})
+    )
     smaller = spec_of("\n".join(line for line in TWO_SITES.splitlines() if "kelp" not in line))
     kept = {name: fact for name, fact in SITES.items() if not name.startswith("kelp")}
     assert assemble(smaller, kept, {}, before, ["kelp1", "kelp2"]).conf.switches == cluster.conf.switches
@@ -241,7 +254,7 @@ REAL = {name: replace(fact, arch="x86_64") for name, fact in FACTS.items()}
 TRIXIE = {"os_version": "13", "packages": slurm_package("24.11.5-4")}
 
 
-def default_mpi(facts: dict[str, Facts], before: InForce | None = None) -> bool:
+def default_mpi(facts: dict[str, Facts], before: CurrentConf | None = None) -> bool:
     return "MpiDefault=pmix" in slurm_conf(assemble(SPEC, facts, {}, before).conf)
 
 
@@ -266,7 +279,7 @@ def test_one_member_that_may_lack_pmix_keeps_it_from_being_the_default(lacks: di
 
 
 def test_hosts_that_already_run_without_pmix_must_be_seen_to_have_it_first() -> None:
-    running = InForce(addresses={name: "10.0.0.1" for name in REAL})
+    running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
     assert not default_mpi(REAL, running)
     seen = {name: fact_of_pmix(fact) for name, fact in REAL.items()}
     assert default_mpi(seen, running)
@@ -276,7 +289,7 @@ def test_hosts_that_already_run_without_pmix_must_be_seen_to_have_it_first() -> 
 
 def test_a_silent_member_keeps_the_default_as_it_is() -> None:
     answered = {name: fact_of_pmix(fact) for name, fact in REAL.items() if name != "n2"}
-    running = InForce(addresses={name: "10.0.0.1" for name in REAL})
+    running = CurrentConf(addresses={name: "10.0.0.1" for name in REAL})
     assert not default_mpi(answered, running)
     assert default_mpi(answered, replace(running, pmix=True))
 
@@ -309,7 +322,7 @@ def test_another_firewall_in_the_way_is_found_with_the_commands_that_open_it(
     [finding] = assemble(SPEC, facts, {}).findings
     assert (finding.level, finding.host, finding.found) == ("warning", "n1", found)
     assert finding.fix.startswith(f"run `{fix}")
-    assert finding.fix.endswith("` on it, and set `firewall: false`: that firewall guards the ports then")
+    assert finding.fix.endswith("` on it, and set `firewall: false`: then that firewall guards the ports")
     assert assemble(spec_of(REEF + "firewall: false\n"), facts, {}).findings == ()
 
 

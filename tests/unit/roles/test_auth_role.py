@@ -9,16 +9,16 @@ from tests.unit.plan.fake_world import host_facts, slurm_package, spec_of
 
 from shoal.agent.document import File, Item, SecretRef, Service
 from shoal.agent.facts import FileFact
-from shoal.errors import SpecError, VersionWindow
-from shoal.plan.diff import wanted
-from shoal.plan.observe import Observed
-from shoal.roles.auth import KEY, NEXT, key_files
-from shoal.roles.cluster import Cluster, assemble
+from shoal.errors import SpecError, VersionMismatch
+from shoal.plan.diff import cluster_goal
+from shoal.plan.observe import Observation
+from shoal.roles.assembly import assemble
+from shoal.roles.auth import KEY, NEXT_KEY, key_files
+from shoal.roles.cluster import Cluster
 from shoal.roles.documents import documents
-from shoal.roles.parts import kept_secrets, preparation
-from shoal.slurm.auth import JWKS, Key, jwks
-from shoal.slurm.change_cost import loses_jobs
-from shoal.slurm.conf import slurm_conf
+from shoal.roles.registry import preparation, shared_secrets
+from shoal.slurm.conf import JWKS, SigningKey, jwks, slurm_conf
+from shoal.slurm.parsed_conf import loses_jobs
 from shoal.spec.members import members
 
 TEXT = """
@@ -65,7 +65,7 @@ def test_every_host_gets_the_key_by_its_digest_and_the_file_for_slurm_alone() ->
 
 
 def test_while_a_rotation_is_unfinished_up_gives_both_keys_and_the_old_one_signs() -> None:
-    file = items(with_key(**{NEXT: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
+    file = items(with_key(**{NEXT_KEY: FileFact("b" * 64)}), "n1")[f"file {JWKS}"]
     assert isinstance(file, File)
     old, new = json.loads(str(file.content))["keys"]
     assert (old["kid"], old.get("use")) == ("shoal-" + "a" * 12, "default")
@@ -79,7 +79,10 @@ def test_the_controller_has_a_key_before_anything_is_planned_and_keeps_it() -> N
     assert [item.key for item in preparation(spec, controller, fresh)] == ["directory /etc/shoal", f"secret {KEY}"]
     assert preparation(spec, door, fresh) == ()
     assert preparation(spec, controller, host_facts("c1", "10.0.0.1", files={KEY: FileFact(DIGEST)})) == ()
-    assert {name: kept.host for name, kept in kept_secrets(spec).items()} == {"slurm-key": "c1", "slurm-key-next": "c1"}
+    assert {name: kept.host for name, kept in shared_secrets(spec).items()} == {
+        "slurm-key": "c1",
+        "slurm-key-next": "c1",
+    }
 
 
 def test_commands_on_a_login_host_have_a_daemon_that_signs_for_them() -> None:
@@ -113,10 +116,10 @@ def test_older_slurm_is_refused_host_by_host() -> None:
         name: host_facts(name, at, packages=slurm_package("22.05.8" if name != "c1" else "23.11.4"))
         for name, at in ADDRESSES.items()
     }
-    with pytest.raises(VersionWindow) as caught:
-        wanted(spec_of(SLURM), Observed(found, {}), ADDRESSES)
+    with pytest.raises(VersionMismatch) as caught:
+        cluster_goal(spec_of(SLURM), Observation(found, {}), ADDRESSES)
     assert "n1: `auth: slurm` needs Slurm 24.05 or later, found Slurm 22.05.8" in str(caught.value)
-    assert "take `auth: slurm` out of the file" in str(caught.value)
+    assert "delete `auth: slurm` from the file" in str(caught.value)
 
 
 def test_another_word_for_it_is_refused() -> None:
@@ -125,7 +128,7 @@ def test_another_word_for_it_is_refused() -> None:
 
 
 def test_one_key_signs() -> None:
-    flipped = jwks(Key("@A@", "a" * 64), Key("@B@", "b" * 64, signs=True))
+    flipped = jwks(SigningKey("@A@", "a" * 64), SigningKey("@B@", "b" * 64, signs=True))
     assert [entry.get("use") for entry in json.loads(flipped)["keys"]] == [None, "default"]
     file = key_files("a" * 64, "b" * 64, flipped=True)[-1]
     assert isinstance(file, File)

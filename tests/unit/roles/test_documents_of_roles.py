@@ -10,11 +10,12 @@ from tests.goldens import assert_golden
 from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
 from shoal.agent.document import Document, File, SecretRef
-from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
 from shoal.roles.controller import READ_CONF, advice
-from shoal.roles.documents import documents, farewell
-from shoal.roles.in_force import SLURM_CONF
-from shoal.roles.stage import Stage
+from shoal.roles.current_conf import SLURM_CONF
+from shoal.roles.documents import documents, removal
 
 REEF = """
 cluster: reef
@@ -103,7 +104,7 @@ def test_two_sites_are_two_switches_and_a_job_spans_them_only_when_it_says_so() 
 
 
 def test_a_host_that_leaves_is_asked_for_exactly_this() -> None:
-    assert_golden("roles/farewell.txt", shown({Stage.NODES: farewell()}))
+    assert_golden("roles/removal.txt", shown({Stage.NODES: removal()}))
 
 
 def test_a_node_without_a_gpu_has_no_rule_for_one() -> None:

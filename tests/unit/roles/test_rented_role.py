@@ -16,15 +16,17 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
-from shoal.hosts.fake import FakeConnector
-from shoal.network.names import hosts_block
+from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import PUBLIC_KEY
-from shoal.plan.diff import wanted
+from shoal.plan.diff import cluster_goal
 from shoal.plan.fleet import Fleet
-from shoal.plan.observe import Observed
-from shoal.plan.secrets import secrets_for, with_digests
-from shoal.roles.cluster import Cluster, assemble
+from shoal.plan.observe import Observation
+from shoal.plan.secret_values import add_digests, fetch_secrets
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
 from shoal.roles.compute import slurmd_options
+from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF, CurrentConf, read_current_conf
 from shoal.roles.documents import documents, membership
 from shoal.roles.elastic import (
     ACCOUNTS,
@@ -32,18 +34,17 @@ from shoal.roles.elastic import (
     SPEC,
     UNIT,
     WHEEL_SECRET,
-    Elastic,
-    prefix,
-    without_programs,
-    without_service,
+    ElasticComponent,
+    install_prefix,
+    program_removal,
+    service_removal,
 )
-from shoal.roles.in_force import CGROUP_CONF, HOSTS, SLURM_CONF, InForce, in_force
-from shoal.roles.own_wheel import own_wheel
-from shoal.roles.rented import promised, rented_findings
-from shoal.roles.stage import Stage
-from shoal.roles.wireguard import place_of
+from shoal.roles.rented import minimum_shape, rented_findings
+from shoal.roles.wheel import build_wheel
+from shoal.roles.wireguard import config_of
 from shoal.slurm.conf import cgroup_conf, slurm_conf
-from shoal.spec.rented import rented_sets
+from shoal.spec.members import rented_sets
+from shoal_simulators.fake_host import FakeConnector
 
 REEF = """
 cluster: reef
@@ -73,7 +74,7 @@ FACTS = {name: host_facts(name, address) for name, address in ADDRESSES.items()}
 
 def controller_document(stage: Stage) -> Document:
     cluster = assemble(SPEC_LAN, FACTS, ADDRESSES)
-    return Elastic().documents(cluster, cluster.controller)[stage]
+    return ElasticComponent().documents(cluster, cluster.controller)[stage]
 
 
 def in_force_of(cluster: Cluster) -> Facts:
@@ -96,11 +97,11 @@ def test_slurm_is_told_of_nodes_that_are_not_there() -> None:
 
 
 def test_a_machine_is_promised_to_have_what_the_smallest_of_its_offers_has_and_what_the_file_says_goes_first() -> None:
-    any_of = promised(SPEC_LAN, rented_sets(SPEC_LAN)["any"])
-    a10 = promised(SPEC_LAN, rented_sets(SPEC_LAN)["cloud"])
+    any_of = minimum_shape(SPEC_LAN, rented_sets(SPEC_LAN)["any"])
+    a10 = minimum_shape(SPEC_LAN, rented_sets(SPEC_LAN)["cloud"])
     assert any_of.cpus <= a10.cpus and any_of.memory_mb <= a10.memory_mb
     said = spec_of(REEF.replace("NETWORK", "").replace("max: 3,", "max: 3, cpus: 2, memory: 3G, gpus: 4,"))
-    shape = promised(said, rented_sets(said)["cloud"])
+    shape = minimum_shape(said, rented_sets(said)["cloud"])
     assert (shape.cpus, shape.memory_mb, shape.gpus) == (2, 3072, 4)
 
 
@@ -117,9 +118,9 @@ def test_idle_nodes_go_by_partition_and_those_that_stay_are_left_alone() -> None
 def test_what_is_worth_knowing_about_rented_nodesets_is_said() -> None:
     spec = spec_of(REEF.replace("NETWORK", "").replace("type: gpu_1x_a10, max", "type: gpu_9x_new, max"))
     assert [str(finding) for finding in rented_findings(spec)] == [
-        "nodesets.cloud: nodeset `cloud`: what is in this machine is not known, so Slurm counts on very little, "
-        "found gpu_9x_new of lambda, say what each has at least: `cpus: 8`, `memory: 60G`, `gpus: 1`",
-        "partitions.main: partition `main`: Slurm knows one time for idle nodes, so all wait as long as `any`'s, "
+        "nodesets.cloud: nodeset `cloud`: the shape of this machine is not known, so Slurm counts on very little, "
+        "found gpu_9x_new of lambda, set its minimum: `cpus: 8`, `memory: 60G`, `gpus: 1`",
+        "partitions.main: partition `main`: Slurm has one idle time for a partition, so all nodes wait as long as any, "
         "found cloud 300 s, any 600 s, give them the same `idle`, or a partition each",
     ]
 
@@ -161,7 +162,7 @@ def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_sha
         f"nodesets:\n  {nodeset}\npartitions:\n  main: {{nodesets: [cloud], default: true}}\n"
         f"providers: {{acme: {{kind: {provider}, key: env:K, url: 'http://10.0.0.1:1', project: p}}}}\n"
     )
-    found = [str(finding) for finding in rented_findings(spec_of(text)) if "no order is filled" in finding.what]
+    found = [str(finding) for finding in rented_findings(spec_of(text)) if "every order fails" in finding.what]
     assert len(found) == bool(told)
     assert told in "".join(found)
 
@@ -169,16 +170,16 @@ def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_sha
 def test_a_rented_node_is_none_that_leaves() -> None:
     first = assemble(SPEC_LAN, FACTS, ADDRESSES)
     facts = {**FACTS, "c1": in_force_of(first)}
-    goal = wanted(SPEC_LAN, Observed(facts, {}), ADDRESSES)
+    goal = cluster_goal(SPEC_LAN, Observation(facts, {}), ADDRESSES)
     assert (goal.leaving, goal.left, goal.later) == ((), (), None)
     fewer = spec_of(REEF.replace("NETWORK", "").replace("max: 3", "max: 2"))
-    assert wanted(fewer, Observed(facts, {}), ADDRESSES).leaving == ("cloud3",)
+    assert cluster_goal(fewer, Observation(facts, {}), ADDRESSES).leaving == ("cloud3",)
 
 
 def test_a_node_that_joins_leaves_slurm_conf_as_it_is() -> None:
     before = assemble(SPEC_LAN, FACTS, ADDRESSES)
     here = {"c1": in_force_of(before), "cloud2": host_facts("ip-10-1-2-3", "10.0.0.99")}
-    after = assemble(SPEC_LAN, here, {"cloud2": "10.0.0.99"}, in_force(here["c1"]))
+    after = assemble(SPEC_LAN, here, {"cloud2": "10.0.0.99"}, read_current_conf(here["c1"]))
     assert slurm_conf(after.conf) == slurm_conf(before.conf)
     assert after.addresses == {"c1": "10.0.0.1", "n1": "10.0.0.11", "cloud2": "10.0.0.99"}
     member = next(member for member in after.members if member.name == "cloud2")
@@ -201,10 +202,10 @@ def test_on_a_network_of_our_own_members_know_the_way_to_a_node_before_it_is_the
     cluster = assemble(SPEC_WIREGUARD, facts, ADDRESSES)
     rented = [cluster.addresses[name] for name in ("cloud1", "cloud2", "cloud3", "any1", "any2")]
     assert len(set(cluster.addresses.values())) == 7
-    [hub] = place_of(cluster, "n1").peers
+    [hub] = config_of(cluster, "n1").peers
     assert (hub.name, hub.allowed[1:]) == ("c1", tuple(rented))
-    assert [peer.name for peer in place_of(cluster, "c1").peers] == ["n1"], "no machine, no key, no peer"
-    again = assemble(SPEC_WIREGUARD, {"c1": facts["c1"]}, ADDRESSES, InForce(addresses=cluster.addresses))
+    assert [peer.name for peer in config_of(cluster, "c1").peers] == ["n1"], "no machine, no key, no peer"
+    again = assemble(SPEC_WIREGUARD, {"c1": facts["c1"]}, ADDRESSES, CurrentConf(addresses=cluster.addresses))
     assert again.addresses == cluster.addresses
 
 
@@ -218,12 +219,12 @@ def test_a_rented_node_speaks_to_the_hub_and_through_it_to_hosts_that_stay() -> 
             reaches={"c1": "10.0.0.1"},
         ),
     }
-    before = InForce(addresses=assemble(SPEC_WIREGUARD, FACTS, ADDRESSES).addresses)
+    before = CurrentConf(addresses=assemble(SPEC_WIREGUARD, FACTS, ADDRESSES).addresses)
     cluster = assemble(SPEC_WIREGUARD, facts, {}, before)
-    [hub] = place_of(cluster, "cloud1").peers
+    [hub] = config_of(cluster, "cloud1").peers
     assert (hub.name, hub.endpoint) == ("c1", "10.0.0.1:51820")
     assert hub.allowed[1:] == (cluster.addresses["n1"],)
-    assert [peer.name for peer in place_of(cluster, "c1").peers] == ["cloud1"]
+    assert [peer.name for peer in config_of(cluster, "c1").peers] == ["cloud1"]
 
 
 # What the controller gets
@@ -231,7 +232,7 @@ def test_a_rented_node_speaks_to_the_hub_and_through_it_to_hosts_that_stay() -> 
 
 def test_the_service_is_exactly_this() -> None:
     document = (*controller_document(Stage.SERVICES), *controller_document(Stage.CONTROLLER))
-    wheel = own_wheel().mark
+    wheel = build_wheel().mark
     lines = []
     for item in document:
         lines.append(item.key.replace(wheel, "VERSION"))
@@ -247,9 +248,9 @@ def test_the_service_is_exactly_this() -> None:
 def test_keys_of_accounts_are_in_files_for_root_alone_and_in_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMBDA_API_KEY", "secret_abcdef")
     monkeypatch.delenv("GCP_KEY", raising=False)
-    given = Elastic().given(SPEC_LAN)
+    given = ElasticComponent().user_secrets(SPEC_LAN)
     assert given["providers.lambda.key"] == "env:LAMBDA_API_KEY"
-    document = with_digests(controller_document(Stage.SERVICES), given)
+    document = add_digests(controller_document(Stage.SERVICES), given)
     assert "secret_abcdef" not in repr(document)
     keys = {item.path: item for item in document if isinstance(item, File) and item.path.startswith(KEYS)}
     assert {item.mode for item in keys.values()} == {0o600}
@@ -264,24 +265,24 @@ def test_a_cluster_that_rents_nothing_gets_nothing_and_one_that_did_is_rid_of_it
     spec = spec_of("cluster: reef\ncontroller: {host: c1}\nnodesets: {lab: {hosts: [n1]}}\n")
     cluster = assemble(spec, FACTS, ADDRESSES)
     assert cluster.conf.power is None
-    assert Elastic().documents(cluster, cluster.controller) == {}
-    assert Elastic().given(spec) == {}
-    assert Elastic().packages(spec, cluster.controller, None) == ()
+    assert ElasticComponent().documents(cluster, cluster.controller) == {}
+    assert ElasticComponent().user_secrets(spec) == {}
+    assert ElasticComponent().packages(spec, cluster.controller, None) == ()
     facts = {**FACTS, "c1": replace(FACTS["c1"], files={UNIT: FileFact(there=True)})}
     left = assemble(spec, facts, ADDRESSES)
-    assert Elastic().documents(left, left.controller) == {
-        Stage.SERVICES: without_service(),
-        Stage.NODES: without_programs(),
+    assert ElasticComponent().documents(left, left.controller) == {
+        Stage.SERVICES: service_removal(),
+        Stage.NODES: program_removal(),
     }
-    assert Service("shoal-elastic", enabled=False, running=False) in without_service()
+    assert Service("shoal-elastic", enabled=False, running=False) in service_removal()
 
 
 @pytest.mark.parametrize(("python", "refused"), [("3.10.12", True), ("3.11.2", False), ("3.13.5", False), ("", False)])
 def test_a_controller_whose_python_is_too_old_is_told(python: str, refused: bool) -> None:
     facts = {**FACTS, "c1": replace(FACTS["c1"], python=python)}
-    findings = Elastic().findings(assemble(SPEC_LAN, facts, ADDRESSES))
+    findings = ElasticComponent().findings(assemble(SPEC_LAN, facts, ADDRESSES))
     told = [
-        f"c1: the service that rents nodes needs Python 3.11 or newer, found Python {python}, "
+        f"c1: the rental service needs Python 3.11 or newer, found Python {python}, "
         "use a controller with Debian 12, Ubuntu 24.04 or newer"
     ]
     assert [str(finding) for finding in findings] == (told if refused else [])
@@ -298,15 +299,15 @@ def test_the_programs_that_slurmctld_starts_are_there_before_it_starts() -> None
 
 
 def test_shoal_sends_itself_as_a_wheel_that_is_the_same_for_the_same_code() -> None:
-    own_wheel.cache_clear()
-    first = own_wheel()
-    own_wheel.cache_clear()
-    assert own_wheel() == first
+    build_wheel.cache_clear()
+    first = build_wheel()
+    build_wheel.cache_clear()
+    assert build_wheel() == first
     with zipfile.ZipFile(BytesIO(first.content)) as archive:
         names = archive.namelist()
         metadata = archive.read(f"shoal-{first.version}.dist-info/METADATA").decode()
         record = archive.read(f"shoal-{first.version}.dist-info/RECORD").decode()
-    assert {"shoal/elastic/__main__.py", "shoal/elastic/request.py", "shoal/providers/prices.csv"} <= set(names)
+    assert {"shoal/elastic.py", "shoal/remote/power_request.py", "shoal/cloud/providers/prices.csv"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     assert "Requires-Dist: asyncssh>=2.18\n" in metadata and "Provides-Extra: gcp\n" in metadata
     assert len(record.splitlines()) == len(names)
@@ -316,20 +317,20 @@ async def test_shoal_is_sent_from_memory_and_leaves_no_file_where_it_is_sent_fro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    given = {WHEEL_SECRET: Elastic().given(SPEC_LAN)[WHEEL_SECRET]}
+    given = {WHEEL_SECRET: ElasticComponent().user_secrets(SPEC_LAN)[WHEEL_SECRET]}
     async with Fleet({}, FakeConnector()) as fleet:
-        sent = await secrets_for([controller_document(Stage.SERVICES)], {}, given, fleet)
-    assert sent == {WHEEL_SECRET: own_wheel().content}
+        sent = await fetch_secrets([controller_document(Stage.SERVICES)], {}, given, fleet)
+    assert sent == {WHEEL_SECRET: build_wheel().content}
     assert os.listdir(tmp_path) == []
 
 
 def test_the_installation_is_named_by_what_is_in_it_and_made_once() -> None:
     document = controller_document(Stage.SERVICES)
     [install] = [item for item in document if isinstance(item, Command) and item.name == "install Shoal"]
-    place = prefix(SPEC_LAN)
-    assert own_wheel().sha256[:12] in place and place in install.argv
+    place = install_prefix(SPEC_LAN)
+    assert build_wheel().sha256[:12] in place and place in install.argv
     assert install.argv[-1] == "[gcp]" and install.unless == ("test", "-e", f"{place}/.complete")
-    [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, own_wheel().sha256)]
+    [sent] = [i for i in document if isinstance(i, File) and i.content == SecretRef(WHEEL_SECRET, build_wheel().sha256)]
     assert sent.path == install.argv[-2]
 
 

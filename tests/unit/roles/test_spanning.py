@@ -7,12 +7,11 @@ from dataclasses import replace
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import Facts, FileFact, Package
-from shoal.roles.cluster import assemble
-from shoal.roles.spanning import spanning_files
-from shoal.slurm.conf import slurm_settings, topology_conf
+from shoal.roles.assembly import assemble
+from shoal.roles.plugins import spanning_files
+from shoal.slurm.conf import job_submit_lua, slurm_settings, topology_conf
 from shoal.slurm.model import ClusterConf
-from shoal.slurm.read import switches_of_nodes
-from shoal.slurm.spanning import job_submit_lua
+from shoal.slurm.parsed_conf import switches_of_nodes
 
 TEXT = """
 cluster: reef

@@ -8,14 +8,14 @@ from typing import Any
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, File, Item, Mount, Service, User
-from shoal.agent.facts import Account, Facts, FileFact
-from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.in_force import InForce
-from shoal.roles.part import Part
+from shoal.agent.facts import Facts, FileFact, UnixIds
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, Stage
+from shoal.roles.current_conf import CurrentConf
 from shoal.roles.shares import RECORD
-from shoal.roles.stage import Stage
-from shoal.roles.storage import Storage
-from shoal.roles.users import Users
+from shoal.roles.storage import StorageComponent
+from shoal.roles.users import UsersComponent
 from shoal.storage import nfs, sshfs
 
 HEAD = """
@@ -59,13 +59,13 @@ def cluster_of(
     facts = {name: facts_of(name, capable) for name, capable in kinds.items() if capable is not None}
     for name, record in (before or {}).items():
         facts[name] = replace(facts[name], files={**facts[name].files, RECORD: FileFact(text=record)})
-    known = InForce(addresses={name: at for name, at in ADDRESSES.items() if name not in facts})
+    known = CurrentConf(addresses={name: at for name, at in ADDRESSES.items() if name not in facts})
     return assemble(spec_of(text), facts, {}, known)
 
 
-def items(cluster: Cluster, name: str, part: Part | None = None) -> dict[str, Item]:
+def items(cluster: Cluster, name: str, part: Component | None = None) -> dict[str, Item]:
     member = next(member for member in cluster.members if member.name == name)
-    stages = (part or Storage()).documents(cluster, member)
+    stages = (part or StorageComponent()).documents(cluster, member)
     return {item.key: item for stage in Stage for item in stages.get(stage, ())}
 
 
@@ -76,16 +76,16 @@ def text(item: Item) -> str:
 
 def packages(cluster: Cluster, name: str) -> tuple[str, ...]:
     member = next(member for member in cluster.members if member.name == name)
-    return tuple(dict.fromkeys(Storage().packages(cluster.spec, member, cluster.facts[name])))
+    return tuple(dict.fromkeys(StorageComponent().packages(cluster.spec, member, cluster.facts[name])))
 
 
 def test_a_cluster_that_asks_for_no_share_has_nothing_of_it() -> None:
     cluster = cluster_of(HEAD)
     for member in cluster.members:
-        assert items(cluster, member.name) == items(cluster, member.name, Users()) == {}
+        assert items(cluster, member.name) == items(cluster, member.name, UsersComponent()) == {}
         assert packages(cluster, member.name) == ()
-        assert Storage().prepare(cluster.spec, member, cluster.facts[member.name]) == ()
-    assert Storage().facts_files(cluster.spec) == {} and Storage().filesystems(cluster.spec) == ()
+        assert StorageComponent().prepare(cluster.spec, member, cluster.facts[member.name]) == ()
+    assert StorageComponent().fact_files(cluster.spec) == {} and StorageComponent().filesystems(cluster.spec) == ()
 
 
 def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
@@ -102,8 +102,8 @@ def test_the_kernel_serves_where_it_can_to_each_member_by_its_address() -> None:
     )
     assert served["mount /data"] == Mount("/data", "/srv/data", "none", "bind")
     assert packages(cluster, "c1") == ("nfs-kernel-server", "rsync", "sshfs")
-    assert Storage().ports(cluster.spec, cluster.members[0]) == ("2049",)
-    assert Storage().ports(cluster.spec, cluster.members[1]) == ()
+    assert StorageComponent().ports(cluster.spec, cluster.members[0]) == ("2049",)
+    assert StorageComponent().ports(cluster.spec, cluster.members[1]) == ()
 
 
 def test_exports_of_the_hosts_own_keep_their_server_and_are_told() -> None:
@@ -111,10 +111,10 @@ def test_exports_of_the_hosts_own_keep_their_server_and_are_told() -> None:
     own = {**cluster.facts["c1"].files, "/etc/exports": FileFact(text="# mine\n/srv/old *(ro)\n")}
     cluster = replace(cluster, facts={**cluster.facts, "c1": replace(cluster.facts["c1"], files=own)})
     assert f"file {nfs.NFS_CONF}" not in items(cluster, "c1")
-    [finding] = Storage().findings(cluster)
+    [finding] = StorageComponent().findings(cluster)
     assert str(finding) == (
-        "c1: this host has exports of its own, so its NFS server goes on answering on all addresses, found "
-        "/etc/exports, keep them off this host, or guard port 2049 yourself"
+        "c1: this host has other exports, so its NFS server listens on all addresses, found "
+        "/etc/exports, remove them, or close port 2049 to other hosts yourself"
     )
 
 
@@ -145,8 +145,8 @@ def test_what_the_kernels_server_would_start_beside_it_stays_off_also_at_the_nex
         assert text(drop_in).endswith(f"[Unit]\nConditionPathExists=!{nfs.NFS_CONF}\n")
         assert list(served).index(drop_in.key) < list(served).index("service rpcbind")
     assert text(served[f"file {nfs.SERVER_DROP_IN}"]) == nfs.server_drop_in()
-    gone = {item.key: item for item in Storage().farewell()}
-    for path in (nfs.SERVER_DROP_IN, *(nfs.not_needed_drop_in(unit)[0] for unit in nfs.NOT_NEEDED)):
+    gone = {item.key: item for item in StorageComponent().removal()}
+    for path in (nfs.SERVER_DROP_IN, *(nfs.unneeded_unit_drop_in(unit)[0] for unit in nfs.UNNEEDED_UNITS)):
         assert gone[f"file {path}"] == File(path)
 
 
@@ -182,21 +182,21 @@ def test_a_host_that_needs_ssh_makes_a_key_once_and_one_that_does_not_makes_none
     spec = spec_of(HEAD + "storage: {/data: {}}\n")
     member = assemble(spec, {"c1": host_facts("c1", "10.0.0.1")}, {}).members[1]
     keyless = host_facts("n1", "10.0.0.11", **FUSE)
-    made = Storage().prepare(spec, member, keyless)[-1]
+    made = StorageComponent().prepare(spec, member, keyless)[-1]
     assert isinstance(made, Command) and made.unless == ("test", "-s", sshfs.PUBLIC_KEY)
-    assert Storage().prepare(spec, member, facts_of("n1", FUSE)) == ()
-    assert Storage().prepare(spec, member, replace(keyless, filesystems=("nfs4",))) == ()
+    assert StorageComponent().prepare(spec, member, facts_of("n1", FUSE)) == ()
+    assert StorageComponent().prepare(spec, member, replace(keyless, filesystems=("nfs4",))) == ()
 
 
 def test_the_server_takes_each_hosts_own_key_from_its_own_address() -> None:
     cluster = cluster_of(n1=FUSE, n2=FUSE)
     keys = text(items(cluster, "c1")[f"file {sshfs.KEYS}/{sshfs.ACCOUNT}"])
-    assert keys == sshfs.authorized(
-        [sshfs.HostKey("n1", "10.0.0.11", key_of("n1")), sshfs.HostKey("n2", "10.0.0.12", key_of("n2"))]
+    assert keys == sshfs.render_authorized_keys(
+        [sshfs.MemberKey("n1", "10.0.0.11", key_of("n1")), sshfs.MemberKey("n2", "10.0.0.12", key_of("n2"))]
     )
-    alice = text(items(cluster, "c1", Users())[f"file {sshfs.KEYS}/alice"])
+    alice = text(items(cluster, "c1", UsersComponent())[f"file {sshfs.KEYS}/alice"])
     assert alice == keys
-    assert text(items(cluster, "n2", Users())[f"file {sshfs.KEYS}/alice"]) == ""
+    assert text(items(cluster, "n2", UsersComponent())[f"file {sshfs.KEYS}/alice"]) == ""
 
 
 def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> None:
@@ -213,10 +213,10 @@ def test_a_host_that_does_not_answer_keeps_its_key_its_export_and_its_way() -> N
 def test_a_server_that_does_not_answer_is_told_and_its_mounts_stay_as_they_are() -> None:
     before = {"n2": "automount /apps\nautomount /appsold\n"}
     cluster = cluster_of(HEAD + "storage: {/apps: {kind: sshfs, host: n1}}\n", before, n1=None)
-    [finding] = Storage().findings(cluster)
+    [finding] = StorageComponent().findings(cluster)
     assert str(finding) == (
-        "storage./apps: the host that keeps /apps does not answer; whoever uses the share waits, bring n1 back; "
-        "`shoal up` then mounts it where it is not yet"
+        "storage./apps: n1, the server of /apps, does not answer; processes that use the share wait, start n1; "
+        "`shoal up` then mounts the share where it is missing"
     )
     there = items(cluster, "n2")
     assert "mount /apps" not in there
@@ -254,8 +254,8 @@ def test_without_any_share_the_record_goes_too_and_then_nothing_is_left_to_do() 
 def test_a_host_without_nfs_and_fuse_mounts_nothing_and_homes_are_made_on_it() -> None:
     cluster = cluster_of(n2=POD)
     assert not [item for item in items(cluster, "n2").values() if isinstance(item, Mount)]
-    assert "command make /home/alice" in items(cluster, "n2", Users())
-    assert "command make /home/alice" not in items(cluster, "n1", Users())
+    assert "command make /home/alice" in items(cluster, "n2", UsersComponent())
+    assert "command make /home/alice" not in items(cluster, "n1", UsersComponent())
 
 
 def test_who_copies_has_another_name_and_the_same_number_and_keeps_it() -> None:
@@ -264,8 +264,8 @@ def test_who_copies_has_another_name_and_the_same_number_and_keeps_it() -> None:
     share, copy = found["user shoal-share"], found["user shoal-copy"]
     assert isinstance(share, User) and isinstance(copy, User)
     assert share.uid == copy.uid == 979 and copy.twin_of == "shoal-share" and share.shell == "/usr/sbin/nologin"
-    there = {"shoal-share": Account(979, 979), "shoal-copy": Account(979, 979)}
-    facts = replace(cluster.facts["c1"], users=there, groups={"shoal-share": Account(979)})
+    there = {"shoal-share": UnixIds(979, 979), "shoal-copy": UnixIds(979, 979)}
+    facts = replace(cluster.facts["c1"], users=there, groups={"shoal-share": UnixIds(979)})
     again = items(replace(cluster, facts={**cluster.facts, "c1": facts}), "c1")["user shoal-share"]
     assert isinstance(again, User) and again.uid == 979
     assert text(items(cluster, "n2")["file /etc/shoal/stage"]).endswith("/data 10.0.0.1 rw\n/apps 10.0.0.11 ro\n")
@@ -276,5 +276,5 @@ def test_an_sshd_that_reads_no_further_files_is_told() -> None:
     cluster = cluster_of()
     files = {**cluster.facts["n1"].files, "/etc/ssh/sshd_config": FileFact(text="PermitRootLogin no\n")}
     cluster = replace(cluster, facts={**cluster.facts, "n1": replace(cluster.facts["n1"], files=files)})
-    [finding] = Storage().findings(cluster)
+    [finding] = StorageComponent().findings(cluster)
     assert finding.host == "n1" and "Include /etc/ssh/sshd_config.d/*.conf" in finding.fix

@@ -9,13 +9,20 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, File, Packages, SecretRef
 from shoal.agent.facts import Facts, FileFact, Package
-from shoal.roles.cluster import assemble
+from shoal.roles.assembly import assemble
+from shoal.roles.component import SharedSecret, Stage
 from shoal.roles.documents import documents
-from shoal.roles.part import Kept
-from shoal.roles.parts import given_secrets, kept_secrets, part_files, part_findings, preparation
-from shoal.roles.stage import Stage
-from shoal.roles.tailscale import JOIN, KEY
-from shoal.roles.tailscale_rented import KEY_THERE, KEYRING, KEYRING_COPY, SOURCE, on_controller, rented_machines
+from shoal.roles.registry import component_files, component_findings, preparation, shared_secrets, user_secrets
+from shoal.roles.tailscale import (
+    CONTROLLER_KEY,
+    JOIN,
+    KEY,
+    KEYRING,
+    KEYRING_COPY,
+    SOURCE,
+    controller_spec,
+    rented_machines,
+)
 from shoal.spec.members import members, rented_members
 from shoal.spec.model import Spec
 
@@ -56,7 +63,7 @@ def prepared(facts: Facts, controller: Facts = CONTROLLER, spec: Spec = SPEC) ->
 
 def key_on_controller(spec: Spec) -> File:
     cluster = assemble(spec, {"c1": CONTROLLER}, {})
-    [found] = [i for i in documents(cluster, cluster.controller)[Stage.SERVICES] if i.key == f"file {KEY_THERE}"]
+    [found] = [i for i in documents(cluster, cluster.controller)[Stage.SERVICES] if i.key == f"file {CONTROLLER_KEY}"]
     assert isinstance(found, File)
     return found
 
@@ -74,28 +81,28 @@ def test_a_cluster_that_leaves_the_tailnet_takes_the_key_away_also_where_somebod
     None
 ):
     lan = spec_of(TEXT.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
-    there = replace(CONTROLLER, files={KEY_THERE: FileFact(there=True)})
+    there = replace(CONTROLLER, files={CONTROLLER_KEY: FileFact(there=True)})
     cluster = assemble(lan, {"c1": there}, {"c1": "10.0.0.1"})
-    assert File(KEY_THERE) in documents(cluster, cluster.controller)[Stage.SERVICES]
+    assert File(CONTROLLER_KEY) in documents(cluster, cluster.controller)[Stage.SERVICES]
 
 
 def test_the_service_on_the_controller_takes_the_key_from_there() -> None:
-    there = on_controller(SPEC)
-    assert given_secrets(there)["network.auth_key"] == f"file:{KEY_THERE}"
+    there = controller_spec(SPEC)
+    assert user_secrets(there)["network.auth_key"] == f"file:{CONTROLLER_KEY}"
     assert there.nodesets == SPEC.nodesets and there.network.tags == ("tag:slurm",)
     lan = spec_of(TEXT.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
-    assert on_controller(lan) is lan
+    assert controller_spec(lan) is lan
 
 
 def test_a_machine_gets_the_package_from_where_the_controller_has_it_for_its_own_release() -> None:
-    assert part_files(SPEC)[SOURCE] == "text"
+    assert component_files(SPEC)[SOURCE] == "text"
     items = prepared(machine())
     assert list(items)[:3] == [f"file {KEYRING}", f"file {SOURCE}", "packages tailscale"]
     source, keyring = items[f"file {SOURCE}"], items[f"file {KEYRING}"]
     assert isinstance(source, File) and isinstance(keyring, File)
     assert source.content == OUR_SOURCE.replace("debian bookworm", "ubuntu jammy")
     assert keyring.content == SecretRef(KEYRING_COPY)
-    assert kept_secrets(SPEC)[KEYRING_COPY] == Kept("c1", KEYRING, 0, text=False), "nobody makes one"
+    assert shared_secrets(SPEC)[KEYRING_COPY] == SharedSecret("c1", KEYRING, 0, text=False), "nobody makes one"
 
 
 def test_a_machine_that_has_the_program_or_can_get_it_gets_no_source() -> None:
@@ -124,19 +131,21 @@ def test_containers_do_not_join_and_want_no_key() -> None:
         )
     )
     assert rented_machines(pods) == ()
-    assert not [one for one in part_findings(assemble(pods, {"c1": CONTROLLER}, {})) if one.level == "error"]
+    assert not [one for one in component_findings(assemble(pods, {"c1": CONTROLLER}, {})) if one.level == "error"]
 
 
 def test_machines_without_a_key_or_without_tun_are_errors() -> None:
     keyless = spec_of(TEXT.replace(", auth_key: env:TS_AUTHKEY", ""))
-    [told] = [one for one in part_findings(assemble(keyless, {"c1": CONTROLLER}, {})) if one.level == "error"]
+    [told] = [one for one in component_findings(assemble(keyless, {"c1": CONTROLLER}, {})) if one.level == "error"]
     assert (told.what, told.found) == (
-        "rented machines cannot join the tailnet: nobody is there to log them in",
+        "rented machines cannot join the tailnet without an auth key",
         "cloud[1-2]",
     )
     userspace = machine(tailscale={**STATUS, "TUN": False, "TailscaleIPs": ["100.64.0.3"]})
     cluster = assemble(SPEC, {"c1": CONTROLLER, "cloud1": userspace}, {})
-    assert "cloud1" in {one.host for one in part_findings(cluster) if one.level == "error" and "no TUN" in one.what}
+    assert "cloud1" in {
+        one.host for one in component_findings(cluster) if one.level == "error" and "no TUN" in one.what
+    }
 
 
 def test_a_rented_machine_is_known_and_let_in_by_its_address_in_the_tailnet() -> None:

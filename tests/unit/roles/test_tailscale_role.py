@@ -14,12 +14,13 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, Packages, SecretRef, Service, to_wire
 from shoal.agent.facts import Facts, FileFact, Package
-from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.documents import documents, farewell
-from shoal.roles.in_force import HOSTS
-from shoal.roles.own_address import DROP_INS, drop_in
-from shoal.roles.parts import given_secrets, part_packages, preparation
-from shoal.roles.stage import Stage
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.current_conf import HOSTS
+from shoal.roles.documents import documents, removal
+from shoal.roles.host_address import DROP_INS, address_wait_drop_in
+from shoal.roles.registry import component_packages, preparation, user_secrets
 from shoal.roles.tailscale import DROP_IN, FLAGS, JOIN, JOINED, KEY, join, leave
 from shoal.slurm.conf import slurm_settings
 from shoal.spec.members import members
@@ -73,7 +74,7 @@ def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_ag
         *("sh", "-c", JOIN, "join", KEY, "false", "--hostname=reef-c1", "--accept-dns=false"),
         *("--advertise-tags=tag:slurm", "--reset", "--timeout=60s"),
     )
-    assert given_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
+    assert user_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
 
 
 def test_the_key_is_in_no_argument_and_in_no_plan() -> None:
@@ -109,7 +110,7 @@ def test_without_a_key_tailscale_says_where_a_person_logs_the_host_in() -> None:
     assert argv_of(document) == (
         *("tailscale", "up", "--hostname=reef-c1", "--accept-dns=false", "--reset", "--timeout=10s"),
     )
-    assert given_secrets(spec) == {}
+    assert user_secrets(spec) == {}
 
 
 def test_a_host_without_tun_gets_a_daemon_with_a_network_stack_of_its_own() -> None:
@@ -137,7 +138,7 @@ def test_slurm_waits_at_boot_for_the_address_of_a_host_that_has_joined(tmp_path:
 def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> None:
     lan = spec_of(REEF.replace("network: {kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}\n", ""))
     member = members(lan)[0]
-    assert part_packages(lan, member) == () or "tailscale" not in part_packages(lan, member)
+    assert component_packages(lan, member) == () or "tailscale" not in component_packages(lan, member)
     never = {"c1": facts(tailscale={}), "n1": facts("n1", tailscale={})}
     keys = {i.key for part in documents(assemble(lan, never, {}), member).values() for i in part}
     assert "command leave the tailnet" not in keys and "service tailscaled" not in keys
@@ -147,9 +148,9 @@ def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> 
 
 
 def test_only_a_host_that_we_brought_into_the_tailnet_leaves_it_at_the_end() -> None:
-    command = next(item for item in farewell() if item.key == "command leave the tailnet")
+    command = next(item for item in removal() if item.key == "command leave the tailnet")
     assert isinstance(command, Command) and command.unless == ("test", "!", "-e", JOINED)
-    assert {f"file {path}" for path in (KEY, JOINED, DROP_IN, FLAGS)} <= {item.key for item in farewell()}
+    assert {f"file {path}" for path in (KEY, JOINED, DROP_IN, FLAGS)} <= {item.key for item in removal()}
 
 
 def test_the_addresses_of_the_tailnet_are_the_clusters() -> None:
@@ -198,7 +199,7 @@ def test_one_host_without_an_address_of_its_own_has_slurm_listen_on_all_addresse
 
 
 def test_a_daemon_whose_address_does_not_come_says_so_and_is_started_again(tmp_path: Path) -> None:
-    text = drop_in("192.0.2.77")
+    text = address_wait_drop_in("192.0.2.77")
     [line] = [line for line in text.splitlines() if line.startswith("ExecStartPre=")]
     assert "$" not in line and "%" not in line, "systemd would take it for its own"
     words = shlex.split(line.removeprefix("ExecStartPre="))
@@ -206,7 +207,7 @@ def test_a_daemon_whose_address_does_not_come_says_so_and_is_started_again(tmp_p
     done = subprocess.run([*words[:2], words[2].replace("timeout 60", "timeout 1")], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "192.0.2.77, where this daemon listens, is not an address of this host yet\n"
-    here = shlex.split(drop_in("127.0.0.1").splitlines()[5].removeprefix("ExecStartPre="))
+    here = shlex.split(address_wait_drop_in("127.0.0.1").splitlines()[5].removeprefix("ExecStartPre="))
     assert subprocess.run(here, timeout=60).returncode == 0
     assert "Restart=on-failure\n" in text and "StartLimitIntervalSec=0\n" in text
 
@@ -224,10 +225,10 @@ def test_members_are_let_in_by_the_tailnet_alone() -> None:
 
 
 def findings(c1: Facts, n1: Facts | None = None) -> list[tuple[str, str, str, str]]:
-    from shoal.roles.tailscale import TailscalePart
+    from shoal.roles.tailscale import TailscaleComponent
 
     hosts = {"c1": c1, **({"n1": n1} if n1 else {})}
-    found = TailscalePart().findings(assemble(SPEC, hosts, {}))
+    found = TailscaleComponent().findings(assemble(SPEC, hosts, {}))
     return [(one.level, one.host or "", one.what, one.found) for one in found]
 
 
@@ -237,19 +238,19 @@ NOW = 1801303200.0 - 3 * 86400
 
 def test_a_key_that_ends_soon_is_found_before_it_hurts() -> None:
     assert findings(facts(mark=MARK, clock=NOW)) == [
-        ("warning", "c1", "its key in the tailnet ends soon, and the host with it", "in 3 days")
+        ("warning", "c1", "its key in the tailnet expires soon, and then the host is not reachable", "in 3 days")
     ]
     assert findings(facts(mark=MARK, clock=NOW - 30 * 86400)) == []
 
 
 def test_a_host_that_was_in_the_tailnet_and_is_out_is_an_error() -> None:
     out = facts(mark=MARK, tailscale={**STATUS, "BackendState": "NeedsLogin"})
-    assert findings(out) == [("error", "c1", "is out of the tailnet", "NeedsLogin")]
+    assert findings(out) == [("error", "c1", "is not in the tailnet", "NeedsLogin")]
     assert findings(facts(mark="", tailscale={**STATUS, "BackendState": "NeedsLogin"})) == [], "it is yet to join"
 
 
 def test_a_host_for_which_apt_has_no_tailscale_is_told_how_to_get_it() -> None:
-    assert findings(facts(tailscale={})) == [("error", "c1", "apt offers no package `tailscale` there", "")]
+    assert findings(facts(tailscale={})) == [("error", "c1", "apt has no package `tailscale`", "")]
     assert findings(facts(tailscale={}, packages={"tailscale": Package(candidate="1.80.2")})) == []
     document = prepared(facts(tailscale={}))
     [package] = [item for item in document if isinstance(item, Packages)]

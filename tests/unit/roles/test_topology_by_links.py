@@ -8,12 +8,12 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import File
 from shoal.agent.facts import Facts, FileFact
-from shoal.network.links import LINKS, NCCL, Link, links_text
-from shoal.roles.cluster import assemble
-from shoal.roles.documents import fact_files, farewell
-from shoal.roles.in_force import TOPOLOGY_CONF, InForce, in_force
-from shoal.roles.links import Links
-from shoal.roles.stage import Stage
+from shoal.network.links import LINKS, NCCL, LinkSpeed, links_text
+from shoal.roles.assembly import assemble
+from shoal.roles.component import Stage
+from shoal.roles.compute import LinksComponent
+from shoal.roles.current_conf import TOPOLOGY_CONF, CurrentConf, read_current_conf
+from shoal.roles.documents import fact_files, removal
 from shoal.slurm.conf import slurm_conf, topology_conf
 from shoal.slurm.model import Switch
 
@@ -30,7 +30,7 @@ NAMES = ("c1", "a1", "a2", "b1", "b2")
 def measured(far: float = 20.0) -> str:
     """What a controller keeps where a* and b* are near, and `far` Mbit/s lie between them."""
     speeds = {(x, y): 9000.0 if x[0] == y[0] or "c1" in (x, y) else far for x in NAMES for y in NAMES if x != y}
-    return links_text(Link(x, y, 0.1, speed) for (x, y), speed in speeds.items())
+    return links_text(LinkSpeed(x, y, 0.1, speed) for (x, y), speed in speeds.items())
 
 
 def facts(text: str) -> dict[str, Facts]:
@@ -59,7 +59,7 @@ nodesets:
 """
     names = ("controller", "a1", "b1", "b2", "b3")
     hosts = {name: host_facts(name, f"10.0.0.{number}") for number, name in enumerate(names, 1)}
-    slow = links_text(Link("b1", other, 0.1, 10.0) for other in ("b2", "b3"))
+    slow = links_text(LinkSpeed("b1", other, 0.1, 10.0) for other in ("b2", "b3"))
     hosts["controller"] = replace(hosts["controller"], files={LINKS: FileFact(text=slow)})
     assert [switch.name for switch in assemble(spec_of(text), hosts, {}).conf.switches] == ["a", "b"]
 
@@ -68,7 +68,7 @@ def test_a_silent_node_keeps_its_switch_and_a_leaving_one_is_no_site() -> None:
     all_of_them = facts(measured())
     first = assemble(SPEC, all_of_them, {}).conf
     texts = {"/etc/slurm/slurm.conf": slurm_conf(first), TOPOLOGY_CONF: topology_conf(first)}
-    before = in_force(replace(all_of_them["c1"], files={path: FileFact(text=t) for path, t in texts.items()}))
+    before = read_current_conf(replace(all_of_them["c1"], files={path: FileFact(text=t) for path, t in texts.items()}))
     answering = {name: fact for name, fact in all_of_them.items() if name != "b2"}
     assert assemble(SPEC, answering, {}, before).conf.switches == first.switches
     smaller = spec_of(REEF.replace(", b2", ""))
@@ -79,19 +79,19 @@ def test_a_silent_node_keeps_its_switch_and_a_leaving_one_is_no_site() -> None:
 
 def test_the_measurement_is_asked_for_as_a_fact_and_goes_when_a_host_is_given_back() -> None:
     assert fact_files(SPEC)[LINKS] == "text"
-    assert f"file {LINKS}" in {item.key for item in farewell()}
-    assert assemble(SPEC, facts(""), {}, InForce()).conf.switches == ()
+    assert f"file {LINKS}" in {item.key for item in removal()}
+    assert assemble(SPEC, facts(""), {}, CurrentConf()).conf.switches == ()
 
 
 def test_nodes_are_told_how_many_sockets_fill_their_links_and_forget_it_with_the_measurement() -> None:
-    text = links_text(Link(x, y, 20.0, 90.0, 700.0) for x in NAMES for y in NAMES if x != y)
+    text = links_text(LinkSpeed(x, y, 20.0, 90.0, 700.0) for x in NAMES for y in NAMES if x != y)
     cluster = assemble(SPEC, facts(text), {})
-    told = {m.name: Links().documents(cluster, m) for m in cluster.members}
+    told = {m.name: LinksComponent().documents(cluster, m) for m in cluster.members}
     assert told["c1"] == {}
     [file] = [item for item in told["a1"][Stage.NODES] if isinstance(item, File)]
     assert (file.path, file.content) == (NCCL, "NCCL_SOCKET_NTHREADS=4\nNCCL_NSOCKS_PERTHREAD=4\n")
     known = facts("")
     known["a1"] = replace(known["a1"], files={NCCL: FileFact(there=True)})
     cluster = assemble(SPEC, known, {})
-    after = {m.name: Links().documents(cluster, m) for m in cluster.members}
+    after = {m.name: LinksComponent().documents(cluster, m) for m in cluster.members}
     assert after["a1"] == {Stage.NODES: (File(NCCL),)} and after["a2"] == {}

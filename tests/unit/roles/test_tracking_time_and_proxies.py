@@ -18,12 +18,12 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
-from shoal.roles.artifacts import OWN_DISK, RECORD
-from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.environments import APT_PROXY, Environments, apt_proxy, builder_of, directory_of
-from shoal.roles.stage import Stage
-from shoal.roles.time import CONF, DROP_IN, Time
-from shoal.roles.tracking import TrackingPart
+from shoal.roles.assembly import assemble
+from shoal.roles.clock import CONF, DROP_IN, ClockComponent
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.environments import APT_PROXY, EnvironmentsComponent, apt_proxy, builder_of, directory_of
+from shoal.roles.tracking import OWN_DISK, RECORD, TrackingComponent
 from shoal.tracking import mlflow
 
 REEF = """
@@ -59,14 +59,14 @@ def file(document: Document, path: str) -> File:
 
 
 def test_a_cluster_without_tracking_is_asked_for_nothing() -> None:
-    part, cluster = TrackingPart(), cluster_of()
+    part, cluster = TrackingComponent(), cluster_of()
     for name in ("c1", "n1"):
         assert asked(part, cluster, name) == ()
         assert part.ports(cluster.spec, cluster.members[0]) == ()
 
 
 def test_the_server_is_on_the_controller_and_its_port_is_guarded_there() -> None:
-    part, cluster = TrackingPart(), cluster_of("tracking: mlflow\n")
+    part, cluster = TrackingComponent(), cluster_of("tracking: mlflow\n")
     controller, node = cluster.members
     assert part.ports(cluster.spec, controller) == ("5000",) and part.ports(cluster.spec, node) == ()
     assert part.packages(cluster.spec, controller, None) == ("python3-venv",)
@@ -75,21 +75,21 @@ def test_the_server_is_on_the_controller_and_its_port_is_guarded_there() -> None
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_the_service_is_exactly_this(database: str) -> None:
-    document = asked(TrackingPart(), cluster_of(f"tracking: {{database: {database}}}\n"), "c1")
+    document = asked(TrackingComponent(), cluster_of(f"tracking: {{database: {database}}}\n"), "c1")
     files = [item for item in document if isinstance(item, File) and isinstance(item.content, str)]
     text = "".join(f"==== {item.path} {item.owner}:{item.group} {item.mode:04o}\n{item.content}" for item in files)
     assert_golden(f"tracking/{database}.txt", "\n".join(keys(document)) + "\n" + text)
 
 
 def test_it_listens_on_the_clusters_address_alone_and_knows_its_names() -> None:
-    text = file(asked(TrackingPart(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
+    text = file(asked(TrackingComponent(), cluster_of("tracking: {port: 5050}\n"), "c1"), mlflow.UNIT).content
     assert isinstance(text, str)
     assert "--host 10.0.0.1 --port 5050 " in text
     assert "--allowed-hosts 10.0.0.1:5050,c1:5050,localhost:*,127.0.0.1:*\n" in text
 
 
 def test_passwords_are_made_on_the_host_and_filled_in_there() -> None:
-    document = asked(TrackingPart(), cluster_of("tracking: mlflow\n"), "c1")
+    document = asked(TrackingComponent(), cluster_of("tracking: mlflow\n"), "c1")
     for path, word, source in (
         (mlflow.AUTH, "@PASSWORD@", mlflow.ADMIN_PASSWORD),
         (mlflow.VARIABLES, "@KEY@", mlflow.SESSION_KEY),
@@ -103,12 +103,12 @@ def test_passwords_are_made_on_the_host_and_filled_in_there() -> None:
 
 def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_no_other() -> None:
     known = {mlflow.JOBS_PASSWORD: FileFact(sha256="ab")}
-    part, cluster = TrackingPart(), cluster_of("tracking: {host: n1}\n", n1={"files": known})
+    part, cluster = TrackingComponent(), cluster_of("tracking: {host: n1}\n", n1={"files": known})
     document = asked(part, cluster, "c1")
     assert file(document, mlflow.JOBS_PASSWORD).content == SecretRef("mlflow-jobs", "ab")
     assert file(document, mlflow.JOBS_PASSWORD).mode == 0o400
     assert file(document, mlflow.ADDRESS).content == '{"uri": "http://10.0.0.11:5000", "username": "jobs"}\n'
-    assert part.kept(cluster.spec)["mlflow-jobs"].host == "n1"
+    assert part.shared_secrets(cluster.spec)["mlflow-jobs"].host == "n1"
     assert f"service {mlflow.SERVICE}" in keys(asked(part, cluster, "n1"))
     assert f"service {mlflow.SERVICE}" not in keys(document)
 
@@ -116,14 +116,14 @@ def test_a_server_on_another_host_gives_the_controller_the_password_of_jobs_and_
 def test_files_on_a_share_of_another_host_wait_for_its_mount_and_the_servers_user_makes_their_directory() -> None:
     """Root of this host is nobody there, and what is made before the share is mounted would be hidden by it."""
     share = "storage: {/data: {host: n1}}\n"
-    part, cluster = TrackingPart(), cluster_of(share + "tracking: {artifacts: /data/mlflow}\n")
+    part, cluster = TrackingComponent(), cluster_of(share + "tracking: {artifacts: /data/mlflow}\n")
     assert not any("mlflow" in key for key in keys(asked(part, cluster, "c1")))
     later = asked(part, cluster, "c1", Stage.NODES)
     assert "directory /data/mlflow" not in keys(later) and f"service {mlflow.SERVICE}" in keys(later)
     [make] = [item for item in later if item.key == "command make /data/mlflow"]
     assert isinstance(make, Command)
     assert make.argv == ("runuser", "-u", "shoal-mlflow", "--", "mkdir", "-p", "-m", "0700", "/data/mlflow")
-    assert make.fix == "let everybody write to /data on n1, or run the server there: `host: n1`"
+    assert make.fix == "make /data on n1 writable for all, or run the server there: `host: n1`"
     near = cluster_of(share + "tracking: {host: n1, artifacts: /data/mlflow}\n")
     assert "directory /data/mlflow" in keys(asked(part, near, "n1"))
 
@@ -141,7 +141,7 @@ ON_THE_SHARE = "/srv/data/shoal-mlflow"
 
 def artifacts(cluster: Cluster, host: str = "c1") -> str:
     """Where the server is told to put files; the directory is made, and its name is kept."""
-    document = asked(TrackingPart(), cluster, host)
+    document = asked(TrackingComponent(), cluster, host)
     [path] = str(file(document, RECORD).content).splitlines()
     assert f"directory {path}" in keys(document)
     assert f" --artifacts-destination {path} " in str(file(document, mlflow.UNIT).content)
@@ -163,7 +163,7 @@ def test_files_of_a_new_server_go_to_the_first_share_that_its_host_keeps_for_all
 ) -> None:
     cluster = cluster_of(more)
     assert artifacts(cluster, host) == expected
-    assert TrackingPart().findings(cluster) == ()
+    assert TrackingComponent().findings(cluster) == ()
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_files_stay_where_those_of_earlier_runs_are_when_a_share_comes_later(
 
 def test_files_that_stay_off_a_share_are_told_with_the_line_that_brings_them_there() -> None:
     cluster = cluster_of("tracking: mlflow\n" + SHARES, c1={"files": {OWN_DISK: FileFact(there=True)}})
-    [finding] = TrackingPart().findings(cluster)
+    [finding] = TrackingComponent().findings(cluster)
     assert (finding.level, str(finding)) == (
         "info",
-        "c1 tracking: files of runs stay on the disk of c1, as they were there before the share was, found "
-        "/var/lib/shoal-mlflow/artifacts, say `artifacts: /srv/data/shoal-mlflow` to have them on the share",
+        "c1 tracking: files of runs stay on the disk of c1: they are older than the share, found "
+        "/var/lib/shoal-mlflow/artifacts, set `artifacts: /srv/data/shoal-mlflow` to store them on the share",
     )
 
 
@@ -195,29 +195,29 @@ def test_a_directory_that_is_named_in_the_place_of_another_is_warned_of_with_the
     before = {RECORD: FileFact(text="/old/files\n")}
     cluster = cluster_of("tracking: {artifacts: /new/files}\n", c1={"files": before})
     assert artifacts(cluster) == "/new/files"
-    [finding] = TrackingPart().findings(cluster)
+    [finding] = TrackingComponent().findings(cluster)
     assert (finding.level, str(finding)) == (
         "warning",
-        "c1 tracking.artifacts: files of earlier runs stay in /old/files, where the server finds them no more, found "
-        "`artifacts: /new/files`, carry them along: `shoal ssh c1 cp -a /old/files/. /new/files/`",
+        "c1 tracking.artifacts: files of earlier runs stay in /old/files, where the server does not find them, found "
+        "`artifacts: /new/files`, copy them: `shoal ssh c1 cp -a /old/files/. /new/files/`",
     )
 
 
 def test_a_server_of_somebody_else_keeps_its_files_where_it_likes() -> None:
     cluster = cluster_of("tracking: {url: https://t.example.org}\n" + SHARES)
-    assert TrackingPart().findings(cluster) == ()
-    assert RECORD not in " ".join(keys(asked(TrackingPart(), cluster, "c1")))
+    assert TrackingComponent().findings(cluster) == ()
+    assert RECORD not in " ".join(keys(asked(TrackingComponent(), cluster, "c1")))
 
 
 def test_a_server_that_is_there_already_is_only_told_to_jobs() -> None:
-    document = asked(TrackingPart(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
+    document = asked(TrackingComponent(), cluster_of("tracking: {url: https://t.example.org}\n"), "c1")
     assert file(document, mlflow.ADDRESS).content == '{"uri": "https://t.example.org"}\n'
     assert keys(document) == ["directory /etc/shoal", f"file {mlflow.ADDRESS}"]
 
 
 def test_a_server_that_the_spec_no_longer_wants_goes_and_what_it_kept_stays() -> None:
     there = {mlflow.UNIT: FileFact(there=True), mlflow.ADDRESS: FileFact(there=True)}
-    document = asked(TrackingPart(), cluster_of(c1={"files": there}), "c1")
+    document = asked(TrackingComponent(), cluster_of(c1={"files": there}), "c1")
     assert document == (
         Service(mlflow.SERVICE, enabled=False, running=False),
         File(mlflow.UNIT),
@@ -229,7 +229,7 @@ def test_packages_come_through_the_proxy() -> None:
     cluster = cluster_of("tracking: mlflow\nproxy: {http: 'http://p.example.org:3128'}\n")
     [install] = [
         item
-        for item in asked(TrackingPart(), cluster, "c1")
+        for item in asked(TrackingComponent(), cluster, "c1")
         if isinstance(item, Command) and item.name.startswith("install")
     ]
     assert install.argv[:3] == ("env", "http_proxy=http://p.example.org:3128", "https_proxy=http://p.example.org:3128")
@@ -249,7 +249,7 @@ def test_a_job_gets_the_address_and_the_password_and_without_a_server_nothing() 
 
 
 def test_the_program_that_makes_accounts_is_python_and_holds_no_password() -> None:
-    text = mlflow.account_program(mlflow.Server("c1", "fd00::1", 5000, "sqlite", "/a"))
+    text = mlflow.account_program(mlflow.MlflowServer("c1", "fd00::1", 5000, "sqlite", "/a"))
     compile(text, "accounts", "exec")
     assert "'http://[fd00::1]:5000'" in text and mlflow.JOBS_PASSWORD in text
 
@@ -282,7 +282,7 @@ def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create
     (tmp_path / "jobs-password").write_text("crew\n")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        program = mlflow.account_program(mlflow.Server("c1", "127.0.0.1", server.server_port, "sqlite", "/a"))
+        program = mlflow.account_program(mlflow.MlflowServer("c1", "127.0.0.1", server.server_port, "sqlite", "/a"))
         program = program.replace(mlflow.SETTINGS, str(tmp_path)).replace(mlflow.STATE, str(tmp_path))
         line = [sys.executable, "-I", "-"]
         done = subprocess.run(line, input=program, capture_output=True, text=True, timeout=120)
@@ -301,35 +301,37 @@ def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create
 @pytest.mark.parametrize("name", ["c1", "n1"])
 def test_a_container_has_no_clock_of_its_own(name: str) -> None:
     cluster = cluster_of(**{name: {"files": CONTAINER}})
-    assert asked(Time(), cluster, name, Stage.BASE) == ()
+    assert asked(ClockComponent(), cluster, name, Stage.BASE) == ()
     other = "n1" if name == "c1" else "c1"
-    assert keys(asked(Time(), cluster, other, Stage.BASE))[0] == "packages chrony"
+    assert keys(asked(ClockComponent(), cluster, other, Stage.BASE))[0] == "packages chrony"
 
 
 def test_a_host_without_systemd_counts_as_a_container() -> None:
-    assert asked(Time(), cluster_of(n1={"init": "none"}), "n1", Stage.BASE) == ()
+    assert asked(ClockComponent(), cluster_of(n1={"init": "none"}), "n1", Stage.BASE) == ()
 
 
 def test_the_controller_serves_members_only_and_members_ask_it_too() -> None:
     cluster = cluster_of()
-    served = file(asked(Time(), cluster, "c1", Stage.BASE), CONF).content
+    served = file(asked(ClockComponent(), cluster, "c1", Stage.BASE), CONF).content
     assert "allow 10.0.0.11\n" in str(served) and "bindaddress 10.0.0.1\n" in str(served)
-    assert "server 10.0.0.1 iburst\n" in str(file(asked(Time(), cluster, "n1", Stage.BASE), CONF).content)
-    assert "ConditionVirtualization=!container" in str(file(asked(Time(), cluster, "n1", Stage.BASE), DROP_IN).content)
+    assert "server 10.0.0.1 iburst\n" in str(file(asked(ClockComponent(), cluster, "n1", Stage.BASE), CONF).content)
+    assert "ConditionVirtualization=!container" in str(
+        file(asked(ClockComponent(), cluster, "n1", Stage.BASE), DROP_IN).content
+    )
 
 
 @pytest.mark.parametrize("daemon", ["ntpsec", "ntp", "openntpd"])
 def test_a_time_daemon_that_somebody_chose_is_left_alone_and_named(daemon: str) -> None:
     cluster = cluster_of(n1={"services": {daemon: "active"}})
-    assert asked(Time(), cluster, "n1", Stage.BASE) == ()
-    [finding] = Time().findings(cluster)
+    assert asked(ClockComponent(), cluster, "n1", Stage.BASE) == ()
+    [finding] = ClockComponent().findings(cluster)
     assert (finding.level, finding.host) == ("info", "n1") and daemon in finding.what
 
 
 def test_without_the_time_service_our_part_of_it_goes() -> None:
     ours = {CONF: FileFact(sha256="ab")}
-    assert asked(Time(), cluster_of("time: none\n"), "n1", Stage.BASE) == ()
-    assert keys(asked(Time(), cluster_of("time: none\n", n1={"files": ours}), "n1", Stage.BASE)) == [
+    assert asked(ClockComponent(), cluster_of("time: none\n"), "n1", Stage.BASE) == ()
+    assert keys(asked(ClockComponent(), cluster_of("time: none\n", n1={"files": ours}), "n1", Stage.BASE)) == [
         f"file {CONF}",
         f"file {DROP_IN}",
     ]
@@ -340,7 +342,7 @@ def test_without_the_time_service_our_part_of_it_goes() -> None:
 
 def prepared(more: str, facts: Facts) -> Document:
     spec = spec_of(REEF + more)
-    return Environments().prepare(spec, cluster_of().members[1], facts)
+    return EnvironmentsComponent().prepare(spec, cluster_of().members[1], facts)
 
 
 def test_apt_gets_its_proxy_before_anything_is_installed() -> None:
@@ -376,9 +378,9 @@ def test_a_proxy_that_the_spec_no_longer_has_goes_and_one_that_never_was_costs_n
 def test_only_the_controller_of_a_cluster_with_environments_needs_venv() -> None:
     spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n")
     controller, node = cluster_of().members
-    assert Environments().packages(spec, controller, None) == ("python3-venv",)
-    assert Environments().packages(spec, node, None) == ()
-    assert Environments().packages(spec_of(REEF), controller, None) == ()
+    assert EnvironmentsComponent().packages(spec, controller, None) == ("python3-venv",)
+    assert EnvironmentsComponent().packages(spec, node, None) == ()
+    assert EnvironmentsComponent().packages(spec_of(REEF), controller, None) == ()
 
 
 @pytest.mark.parametrize(
@@ -396,7 +398,7 @@ def test_an_environment_is_in_the_first_share_and_built_by_the_host_that_keeps_i
     spec = spec_of(REEF + "environments: {torch: {requirements: r.txt}}\n" + storage)
     entry = spec.environments["torch"]
     assert (directory_of(spec, entry), builder_of(spec, entry)) == (directory, builder)
-    needs = [one.name for one in cluster_of().members if Environments().packages(spec, one, None)]
+    needs = [one.name for one in cluster_of().members if EnvironmentsComponent().packages(spec, one, None)]
     assert needs == [builder]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Block, File, Group, Item, User
-from shoal.agent.facts import Account, Cgroup, FileFact
-from shoal.roles.cluster import Cluster, assemble
-from shoal.roles.stage import Stage
-from shoal.roles.users import EVERYBODY, PAM, RECORD, SSHD_CONF, Users, group_ids, home_of, pam_block
+from shoal.agent.facts import Cgroup, FileFact, UnixIds
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.users import PAM, RECORD, SSHD_CONF, USERS_GROUP, UsersComponent, group_ids, home_of, pam_block
 from shoal.storage import sshfs
 
 REEF = """
@@ -35,7 +36,7 @@ def reef(text: str = REEF, **changes: dict[str, Any]) -> Cluster:
 
 def items(cluster: Cluster, name: str) -> dict[str, Item]:
     member = next(member for member in cluster.members if member.name == name)
-    stages = Users().documents(cluster, member)
+    stages = UsersComponent().documents(cluster, member)
     return {item.key: item for stage in Stage for item in stages.get(stage, ())}
 
 
@@ -50,33 +51,33 @@ def test_names_numbers_and_groups_are_the_same_on_all_hosts() -> None:
     for host in ADDRESSES:
         there = items(cluster, host)
         assert there["group alice"] == Group("alice", 2001) and there["group bob"] == Group("bob", 2100)
-        assert there[f"group {EVERYBODY}"] == Group(EVERYBODY, 3000) and there["group team"] == Group("team", 3001)
+        assert there[f"group {USERS_GROUP}"] == Group(USERS_GROUP, 3000) and there["group team"] == Group("team", 3001)
         alice = user(cluster, host, "alice")
         assert (alice.uid, alice.group, alice.home, alice.system) == (2001, "alice", "/home/alice", False)
-        assert alice.groups == (EVERYBODY, "team", "video") or alice.groups == (EVERYBODY, "team")
+        assert alice.groups == (USERS_GROUP, "team", "video") or alice.groups == (USERS_GROUP, "team")
 
 
 def test_a_group_that_a_host_has_for_itself_keeps_its_number_and_is_joined_where_it_is() -> None:
-    cluster = reef(n1={"groups": {"video": Account(44)}})
+    cluster = reef(n1={"groups": {"video": UnixIds(44)}})
     assert group_ids(cluster)["video"] is None
     assert "group video" not in items(cluster, "n1")
-    assert user(cluster, "n1", "alice").groups == (EVERYBODY, "team", "video")
-    assert user(cluster, "c1", "alice").groups == (EVERYBODY, "team")
+    assert user(cluster, "n1", "alice").groups == (USERS_GROUP, "team", "video")
+    assert user(cluster, "c1", "alice").groups == (USERS_GROUP, "team")
 
 
 def test_a_group_keeps_the_number_it_has_and_a_new_one_takes_nobodys() -> None:
-    groups = {"team": Account(3500), "other": Account(3000), "more": Account(3001)}
-    assert group_ids(reef(c1={"groups": groups})) == {EVERYBODY: 3002, "team": 3500, "video": 3003}
+    groups = {"team": UnixIds(3500), "other": UnixIds(3000), "more": UnixIds(3001)}
+    assert group_ids(reef(c1={"groups": groups})) == {USERS_GROUP: 3002, "team": 3500, "video": 3003}
 
 
 def test_docker_is_for_whom_the_file_allows_it_and_by_its_group() -> None:
-    cluster = reef(n1={"groups": {"docker": Account(998)}})
+    cluster = reef(n1={"groups": {"docker": UnixIds(998)}})
     assert "docker" in user(cluster, "n1", "bob").groups and "docker" not in user(cluster, "c1", "bob").groups
     assert user(cluster, "n1", "alice").not_in == ("docker",) and user(cluster, "n1", "bob").not_in == ()
-    assert not any("Docker" in finding.what for finding in Users().findings(cluster))
-    [told] = [finding for finding in Users().findings(reef()) if "Docker" in finding.what]
+    assert not any("Docker" in finding.what for finding in UsersComponent().findings(cluster))
+    [told] = [finding for finding in UsersComponent().findings(reef()) if "Docker" in finding.what]
     assert str(told) == (
-        "users.bob.docker: no host has Docker yet, install Docker on the hosts that are to have it, then run `shoal up`"
+        "users.bob.docker: no host has Docker yet, install Docker on the hosts that need it, then run `shoal up`"
     )
 
 
@@ -99,9 +100,9 @@ def test_only_a_node_that_tracks_jobs_by_cgroups_lets_in_by_job() -> None:
         block = items(reef(n1=CGROUPS), host)[f"block jobs in {PAM}"]
         assert isinstance(block, Block) and ("pam_slurm_adopt" in block.content) is guarded
     cluster = reef(n1=CGROUPS)
-    assert Users().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
-    assert Users().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
-    assert not any("log in" in finding.what for finding in Users().findings(cluster))
+    assert UsersComponent().packages(cluster.spec, cluster.members[2], cluster.facts["n1"]) == ("libpam-slurm-adopt",)
+    assert UsersComponent().packages(cluster.spec, cluster.members[0], cluster.facts["c1"]) == ()
+    assert not any("log in" in finding.what for finding in UsersComponent().findings(cluster))
 
 
 def test_who_is_no_user_of_the_file_is_let_in_as_before_and_a_user_needs_a_job() -> None:
@@ -125,7 +126,7 @@ def test_without_cgroups_the_open_nodes_are_told() -> None:
     cluster = reef(n1={"cgroup": Cgroup()})
     block = items(cluster, "n1")[f"block jobs in {PAM}"]
     assert isinstance(block, Block) and block.content == ""
-    assert [str(finding) for finding in Users().findings(cluster) if "log in" in finding.what] == [
+    assert [str(finding) for finding in UsersComponent().findings(cluster) if "log in" in finding.what] == [
         "users: every user may log in to every node by SSH, with or without a job there, found not all hosts let Slurm "
         "use cgroups, and pam_slurm_adopt needs them"
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.agent.document import File, Service
-from shoal.roles.watchdog import HEALTH, LET_GO_SECONDS, SILENT_SECONDS, TIMER, script, watchdog
+from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S, HEALTH, RELEASE_TIMEOUT_S, TIMER, script, watchdog
 
 IDLE = "NodeName=cloud1 State=IDLE+CLOUD ThreadsPerCore=1"
 ASLEEP = "NodeName=cloud1 State=IDLE+CLOUD+POWERED_DOWN ThreadsPerCore=1"
@@ -66,26 +66,26 @@ def test_a_machine_whose_time_is_over_goes_whatever_it_does(machine: Machine) ->
 @pytest.mark.parametrize("answer", [ASLEEP, GOING, UNKNOWN])
 def test_a_node_that_slurm_has_let_go_of_goes_after_a_quarter_of_an_hour(machine: Machine, answer: str) -> None:
     assert machine.look(1000, answer) == ""
-    assert machine.look(1000 + LET_GO_SECONDS - 1, answer) == ""
-    assert machine.look(1000 + LET_GO_SECONDS, answer) == "poweroff"
+    assert machine.look(1000 + RELEASE_TIMEOUT_S - 1, answer) == ""
+    assert machine.look(1000 + RELEASE_TIMEOUT_S, answer) == "poweroff"
 
 
 def test_a_node_that_is_taken_back_in_time_stays(machine: Machine) -> None:
     machine.look(1000, ASLEEP)
     machine.look(1500, IDLE)
-    assert machine.look(1000 + LET_GO_SECONDS, ASLEEP) == ""
+    assert machine.look(1000 + RELEASE_TIMEOUT_S, ASLEEP) == ""
 
 
 def test_a_controller_that_is_gone_is_waited_for_an_hour(machine: Machine) -> None:
     assert machine.look(1000, SILENT) == ""
-    assert machine.look(1000 + SILENT_SECONDS - 1, SILENT) == ""
-    assert machine.look(1000 + SILENT_SECONDS, SILENT) == "poweroff"
+    assert machine.look(1000 + CONTROLLER_TIMEOUT_S - 1, SILENT) == ""
+    assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == "poweroff"
 
 
 def test_a_controller_that_answers_again_is_waited_for_anew(machine: Machine) -> None:
     machine.look(1000, SILENT)
     machine.look(2000, IDLE)
-    assert machine.look(1000 + SILENT_SECONDS, SILENT) == ""
+    assert machine.look(1000 + CONTROLLER_TIMEOUT_S, SILENT) == ""
 
 
 def test_the_watchdog_runs_every_minute() -> None:

@@ -10,13 +10,14 @@ from tests.unit.roles.test_documents_of_roles import shown
 
 from shoal.agent.document import Block, Command, File, Packages
 from shoal.agent.facts import Address, Facts, FileFact
-from shoal.network.names import hosts_block
+from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import MODULE, PEERS, PRIVATE_KEY, PUBLIC_KEY, UNIT
-from shoal.roles.cluster import Cluster, assemble
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.current_conf import HOSTS, SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
-from shoal.roles.in_force import HOSTS, SLURM_CONF, in_force
-from shoal.roles.stage import Stage
-from shoal.roles.wireguard import WireGuard
+from shoal.roles.wireguard import WireGuardComponent
 from shoal.slurm.conf import slurm_conf, slurm_settings
 from shoal.spec.members import members
 
@@ -29,7 +30,7 @@ nodesets:
   far: {hosts: [{name: f1, address: 192.168.1.5}], site: b}
 """
 SPEC = spec_of(TEXT)
-PART = WireGuard()
+PART = WireGuardComponent()
 REACHES = {"c1": {"n1": "10.0.0.11"}, "n1": {"c1": "10.0.0.1"}, "f1": {"c1": "10.0.0.1"}}
 
 
@@ -77,7 +78,7 @@ def test_a_host_without_a_key_makes_one_before_anything_else_and_one_that_has_it
 
 
 def test_the_private_key_is_asked_of_no_host() -> None:
-    assert PRIVATE_KEY not in {**PART.files, **PART.facts_files(SPEC)}
+    assert PRIVATE_KEY not in {**PART.files, **PART.fact_files(SPEC)}
 
 
 def test_wireguard_go_is_for_hosts_whose_kernel_has_no_wireguard_and_the_hub_filters() -> None:
@@ -123,14 +124,14 @@ def test_a_host_that_does_not_answer_changes_nothing_for_the_others() -> None:
     whole = assemble(SPEC, FACTS, {})
     known = put_in_force(whole)
     silent = {name: fact for name, fact in known.items() if name != "f1"}
-    again = assemble(SPEC, silent, {}, in_force(known["c1"]))
+    again = assemble(SPEC, silent, {}, read_current_conf(known["c1"]))
     for name in ("c1", "n1"):
         assert content(again, name, PEERS) == content(whole, name, PEERS)
     assert again.conf.one_address
 
 
 def test_a_member_that_goes_frees_its_address_and_nobody_else_moves() -> None:
-    before = in_force(put_in_force(assemble(SPEC, FACTS, {}))["c1"])
+    before = read_current_conf(put_in_force(assemble(SPEC, FACTS, {}))["c1"])
     less = spec_of(TEXT.replace("  lab: {hosts: [{name: n1, address: 10.0.0.11}]}\n", ""))
     found = {name: fact for name, fact in FACTS.items() if name != "n1"}
     assert assemble(less, found, {}, before).addresses == {"c1": "10.77.0.1", "f1": "10.77.0.3"}
@@ -143,12 +144,12 @@ def test_what_stands_in_the_way_is_told() -> None:
         "f1": replace(FACTS["f1"], tun=False, reaches={}),
     }
     assert [str(finding) for finding in PART.findings(assemble(SPEC, found, {}))] == [
-        "n1: 10.77.0.0/16 is in use on the host, found 10.77.3.4, give the network another: "
+        "n1: 10.77.0.0/16 is in use on the host, found 10.77.3.4, set another subnet: "
         "`network: {kind: wireguard, subnet: 10.78.0.0/16}`",
         "f1: WireGuard cannot run, found neither WireGuard in the kernel nor /dev/net/tun, load the module "
         "(`modprobe wireguard`), give the container /dev/net/tun, or use `network: tailscale`",
-        "f1: neither reaches c1 nor is reached by it, and nobody else passes its packets on, forward UDP port 51820 "
-        "to c1 and say where: `endpoint: router.example.org`; or choose a host that all can reach: "
+        "f1: cannot connect to c1 in either direction, and no other member relays for it, forward UDP port 51820 "
+        "to c1 and set `endpoint: router.example.org`; or choose a host that all can reach: "
         "`network: {kind: wireguard, hub: ...}`",
     ]
     assert PART.findings(assemble(SPEC, FACTS, {})) == ()

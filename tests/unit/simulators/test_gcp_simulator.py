@@ -13,11 +13,11 @@ import pytest
 from starlette.requests import Request
 from tests.contract.renters import Clock
 
-from shoal.simulators.faults import Fault
-from shoal.simulators.gcp import GoogleCompute
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.market import Market
-from shoal.simulators.server import Simulation, serving
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.gcp import GoogleComputeSimulator
+from shoal_simulators.instances import Fault
+from shoal_simulators.market import Market
+from shoal_simulators.server import SimulatorApp, serve
 
 BODY: dict[str, Any] = {
     "count": "2",
@@ -58,9 +58,9 @@ class Google:
 @pytest.fixture
 async def google() -> AsyncIterator[Google]:
     clock = Clock()
-    market = Market(GoogleCompute.profile, GoogleCompute.types, Nowhere(), clock=clock)
+    market = Market(GoogleComputeSimulator.profile, GoogleComputeSimulator.types, NoHosts(), clock=clock)
     async with (
-        serving(Simulation(GoogleCompute(market), limited=False)) as url,
+        serve(SimulatorApp(GoogleComputeSimulator(market), limited=False)) as url,
         httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer any"}) as client,
     ):
         yield Google(client, market, clock)
@@ -120,7 +120,7 @@ async def test_the_same_request_id_brings_the_same_operation_and_no_second_machi
     first = (await google.insert(requestId=asked)).json()
     second = (await google.insert(requestId=asked)).json()
     assert first["name"] == second["name"]
-    assert len(google.market.machines) == 2
+    assert len(google.market.instances) == 2
 
 
 async def test_a_name_that_is_there_is_a_conflict(google: Google) -> None:
@@ -156,7 +156,7 @@ async def test_an_order_that_google_would_refuse_is_refused(google: Google, body
     answer = await google.insert(body)
     assert (answer.status_code, answer.json()["error"]["errors"][0]["reason"]) == (400, "invalid")
     assert told in answer.json()["error"]["message"]
-    assert google.market.machines == {}
+    assert google.market.instances == {}
 
 
 async def test_a_request_id_that_is_no_uuid_is_refused(google: Google) -> None:
@@ -222,12 +222,12 @@ async def test_a_spot_machine_that_is_taken_away_stays_as_its_action_says(
     body["instanceProperties"] = {**BODY["instanceProperties"], "scheduling": scheduling}
     await google.insert(body)
     google.clock.now += 60
-    google.market.look()
+    google.market.update()
     google.market.preempt("a")
     google.clock.now += 20
     assert (await google.get(f"{ZONE}/instances/a"))["status"] == "STOPPING"
     google.clock.now += 20
-    google.market.look()
+    google.market.update()
     google.clock.now += 60
     shown = (await google.get(f"{ZONE}/instances")).get("items", [])
     assert [one["status"] for one in shown] == left
@@ -261,12 +261,12 @@ async def test_refusals_have_google_s_shape(google: Google, fault: str, status: 
     answer = await google.insert()
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["errors"][0]["reason"]) == (status, status, reason)
-    assert len(google.market.machines) == (2 if fault == "error-after-create" else 0)
+    assert len(google.market.instances) == (2 if fault == "error-after-create" else 0)
 
 
 async def test_the_keys_that_travel_with_an_order_reach_the_machine(google: Google) -> None:
     await google.insert()
-    assert google.market.machines["a"].wanted.public_keys == ("ssh-ed25519 AAAA me",)
+    assert google.market.instances["a"].order.public_keys == ("ssh-ed25519 AAAA me",)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,6 @@ async def test_a_machine_that_is_taken_away_is_told_so_when_it_asks(
     await google.insert()
     machine = google.market.preempt("a")
     scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"metadata-flavor", flavor.encode())]}
-    answer = GoogleCompute(google.market).metadata(Request(scope), machine)
+    answer = GoogleComputeSimulator(google.market).metadata(Request(scope), machine)
     assert answer is not None
     assert (answer.status_code, bytes(answer.body).decode()) == (status, told)

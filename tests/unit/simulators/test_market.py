@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.providers.rental import Billing
-from shoal.simulators import SIMULATORS, cloud
-from shoal.simulators.faults import KINDS, Fault, read_faults
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.machines import MachineType, Profile, Wanted
-from shoal.simulators.market import REFUSALS, Market, Refused
+from shoal.cloud.providers.api import Billing
+from shoal_simulators import SIMULATORS, find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.instances import KINDS, Fault, InstanceOrder, MachineType, Profile, read_faults
+from shoal_simulators.market import REJECTIONS, ApiRejection, Market
 
-WANTED = Wanted("reef-n1", "big", "us-1", public_keys=("ssh-ed25519 AAAA x",), marks={"tag": "t"})
+ORDER = InstanceOrder("reef-n1", "big", "us-1", public_keys=("ssh-ed25519 AAAA x",), marks={"tag": "t"})
 TYPES = (
     MachineType("big", "H100", 8, 80, 100, 1000, 20.0, 8.0, places={"us-1": 2, "us-2": 0}),
     MachineType("small", usd_hour=0.5, places={"us-1": 5}),
@@ -30,30 +29,30 @@ class Clock:
         return self.now
 
 
-def market(profile: Profile = PROFILE, store: Path | None = None, ground: Nowhere | None = None) -> Market:
-    return Market(profile, TYPES, ground or Nowhere(), clock=Clock(), store=store)
+def market(profile: Profile = PROFILE, store: Path | None = None, backend: NoHosts | None = None) -> Market:
+    return Market(profile, TYPES, backend or NoHosts(), clock=Clock(), store=store)
 
 
 def move(it: Market, seconds: float) -> None:
     assert isinstance(it.clock, Clock)
     it.clock.now += seconds
-    it.look()
+    it.update()
 
 
 def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
     it = market()
-    one = it.order(WANTED, "m1")
-    it.look()
+    one = it.order(ORDER, "m1")
+    it.update()
     assert (one.phase, one.host) == ("pending", "")
     move(it, 10)
     assert (one.phase, one.host) == ("pending", "192.0.2.1")
     move(it, 50)
     assert (one.phase, one.up) == ("up", 1060.0)
     it.delete("m1")
-    assert [found.phase for found in it.listed()] == ["stopping"]
+    assert [found.phase for found in it.list_instances()] == ["stopping"]
     move(it, 5)
-    assert it.listed() == []
-    with pytest.raises(Refused, match="m1"):
+    assert it.list_instances() == []
+    with pytest.raises(ApiRejection, match="m1"):
         it.delete("m1")
 
 
@@ -69,7 +68,7 @@ def test_a_machine_has_an_address_then_is_up_then_stops_then_is_gone() -> None:
 )
 def test_a_machine_costs_what_the_providers_rule_makes_of_its_time(billing: Billing, seconds: int, usd: float) -> None:
     it = market(replace(PROFILE, billing=billing))
-    it.order(WANTED, "m1")
+    it.order(ORDER, "m1")
     move(it, 60)
     move(it, 130)
     it.delete("m1")
@@ -81,67 +80,67 @@ def test_a_machine_costs_what_the_providers_rule_makes_of_its_time(billing: Bill
 
 def test_a_machine_that_never_came_up_costs_nothing_where_time_counts_from_up() -> None:
     it = market(replace(PROFILE, billing=Billing(60, from_up=True)))
-    it.order(WANTED, "m1")
+    it.order(ORDER, "m1")
     it.delete("m1")
     assert [(one["started"], one["usd"]) for one in it.bill()] == [(None, 0)]
 
 
 def test_there_are_only_so_many_machines_in_a_place() -> None:
     it = market()
-    it.order(WANTED, "m1")
-    it.order(replace(WANTED, name="b"), "m2")
-    with pytest.raises(Refused) as caught:
-        it.order(replace(WANTED, name="c"), "m3")
-    assert caught.value.why == "stockout"
+    it.order(ORDER, "m1")
+    it.order(replace(ORDER, name="b"), "m2")
+    with pytest.raises(ApiRejection) as caught:
+        it.order(replace(ORDER, name="c"), "m3")
+    assert caught.value.reason == "stockout"
     it.delete("m1")
-    assert it.room("big", "us-1") == 1
-    assert it.room("big", "us-2") == 0
-    assert it.room("big", "nowhere") == 0
+    assert it.free("big", "us-1") == 1
+    assert it.free("big", "us-2") == 0
+    assert it.free("big", "nowhere") == 0
 
 
 @pytest.mark.parametrize("why", ["stockout", "quota", "balance", "error-before-create"])
 def test_a_refusal_makes_nothing_and_is_spent(why: str) -> None:
     it = market()
     it.faults = [Fault(why)]
-    with pytest.raises(Refused) as caught:
-        it.order(WANTED, "m1")
-    assert caught.value.why == why
-    assert it.machines == {}
-    assert it.order(WANTED, "m1").id == "m1"
+    with pytest.raises(ApiRejection) as caught:
+        it.order(ORDER, "m1")
+    assert caught.value.reason == why
+    assert it.instances == {}
+    assert it.order(ORDER, "m1").id == "m1"
 
 
 def test_an_error_after_the_create_leaves_a_machine() -> None:
     it = market()
     it.faults = [Fault("error-after-create")]
-    with pytest.raises(Refused):
-        it.order(WANTED, "m1")
-    assert list(it.machines) == ["m1"]
+    with pytest.raises(ApiRejection):
+        it.order(ORDER, "m1")
+    assert list(it.instances) == ["m1"]
 
 
 def test_a_fault_may_be_for_one_type_or_place_and_for_ever() -> None:
     it = market()
     it.faults = [Fault("stockout", -1, type="big"), Fault("quota", 2, region="us-2")]
     for _ in range(3):
-        with pytest.raises(Refused):
-            it.order(WANTED, "m1")
-    assert it.order(Wanted("s", "small", "us-1"), "m2").live
-    with pytest.raises(Refused) as caught:
-        it.order(Wanted("s", "small", "us-2"), "m3")
-    assert caught.value.why == "quota"
-    assert it.take("stockout") is None
+        with pytest.raises(ApiRejection):
+            it.order(ORDER, "m1")
+    assert it.order(InstanceOrder("s", "small", "us-1"), "m2").live
+    with pytest.raises(ApiRejection) as caught:
+        it.order(InstanceOrder("s", "small", "us-2"), "m3")
+    assert caught.value.reason == "quota"
+    assert it.take_fault("stockout") is None
     assert [fault.times for fault in it.faults] == [-1, 1]
 
 
 def test_a_machine_that_dies_is_in_error_and_costs_until_it_is_deleted() -> None:
     it = market()
     it.faults = [Fault("dies", seconds=7)]
-    one = it.order(WANTED, "m1")
+    one = it.order(ORDER, "m1")
     move(it, 60)
     move(it, 6)
     assert one.phase == "up"
     move(it, 1)
     assert one.phase == "error"
-    assert it.ground.stand("m1").state == "dead"
+    assert it.backend.status("m1").state == "dead"
     move(it, 33)
     assert it.bill()[0]["seconds"] == 100
     it.delete("m1")
@@ -151,7 +150,7 @@ def test_a_machine_that_dies_is_in_error_and_costs_until_it_is_deleted() -> None
 
 def test_a_machine_is_told_before_it_is_taken_away() -> None:
     it = market()
-    one = it.order(WANTED, "m1")
+    one = it.order(ORDER, "m1")
     move(it, 60)
     assert it.preempt("m1").takes_away == 1090.0
     move(it, 29)
@@ -165,7 +164,7 @@ def test_a_machine_is_told_before_it_is_taken_away() -> None:
 
 def test_a_machine_ends_at_its_lifetime() -> None:
     it = market()
-    one = it.order(replace(WANTED, lifetime=100), "m1")
+    one = it.order(replace(ORDER, lifetime=100), "m1")
     move(it, 99)
     assert one.phase == "up"
     move(it, 1)
@@ -175,29 +174,29 @@ def test_a_machine_ends_at_its_lifetime() -> None:
 def test_a_lagging_list_shows_a_machine_late_and_too_long() -> None:
     it = market()
     it.faults = [Fault("lagging-list", seconds=20)]
-    it.order(WANTED, "m1")
-    assert it.listed() == []
-    with pytest.raises(Refused):
+    it.order(ORDER, "m1")
+    assert it.list_instances() == []
+    with pytest.raises(ApiRejection):
         it.find("m1")
     move(it, 20)
     assert it.find("m1").id == "m1"
     it.delete("m1")
     move(it, 6)
-    assert [one.phase for one in it.listed()] == ["gone"]
+    assert [one.phase for one in it.list_instances()] == ["gone"]
     move(it, 20)
-    assert it.listed() == []
+    assert it.list_instances() == []
 
 
 def test_a_name_that_is_taken_is_refused_or_there_are_two() -> None:
     it = market()
     it.faults = [Fault("duplicate-name")]
-    it.order(WANTED, "machine-1")
-    assert [one.wanted.name for one in it.machines.values()] == ["reef-n1", "reef-n1"]
+    it.order(ORDER, "machine-1")
+    assert [one.order.name for one in it.instances.values()] == ["reef-n1", "reef-n1"]
     unique = market(replace(PROFILE, unique_names=True))
-    unique.order(WANTED, "m1")
-    with pytest.raises(Refused) as caught:
-        unique.order(WANTED, "m2")
-    assert caught.value.why == "duplicate-name"
+    unique.order(ORDER, "m1")
+    with pytest.raises(ApiRejection) as caught:
+        unique.order(ORDER, "m2")
+    assert caught.value.reason == "duplicate-name"
 
 
 def test_a_price_change_is_what_the_machine_costs_and_not_what_was_offered() -> None:
@@ -205,44 +204,44 @@ def test_a_price_change_is_what_the_machine_costs_and_not_what_was_offered() -> 
     it.faults = [Fault("price-change")]
     assert it.price("big") == 20.0
     assert it.price("big", "spot") == 8.0
-    assert it.order(replace(WANTED, market="spot"), "m1").usd_hour == 16.0
-    assert it.order(replace(WANTED, name="b"), "m2").usd_hour == 20.0
+    assert it.order(replace(ORDER, market="spot"), "m1").usd_hour == 16.0
+    assert it.order(replace(ORDER, name="b"), "m2").usd_hour == 20.0
 
 
 def test_slow_unreachable_and_broken_machines_are_made_so() -> None:
     it = market()
     it.faults = [Fault("slow-boot", seconds=40), Fault("never-reachable"), Fault("bad-gpu")]
-    one = it.order(WANTED, "m1")
+    one = it.order(ORDER, "m1")
     assert (one.boot_seconds, one.reachable, one.gpu_works) == (100.0, False, False)
-    other = it.order(replace(WANTED, name="b"), "m2")
+    other = it.order(replace(ORDER, name="b"), "m2")
     assert (other.boot_seconds, other.reachable, other.gpu_works) == (60.0, True, True)
 
 
 def test_machines_and_the_bill_outlive_a_restart(tmp_path: Path) -> None:
-    store, ground = tmp_path / "simulators" / "x.json", Nowhere()
-    before = market(store=store, ground=ground)
-    before.order(WANTED, "m1")
-    before.order(replace(WANTED, name="b"), "m2")
+    store, backend = tmp_path / "simulators" / "x.json", NoHosts()
+    before = market(store=store, backend=backend)
+    before.order(ORDER, "m1")
+    before.order(replace(ORDER, name="b"), "m2")
     before.delete("m2")
     before.notes["keys"] = {"a": 1}
     move(before, 70)
     assert store.stat().st_mode & 0o077 == 0
-    after = market(store=store, ground=ground)
+    after = market(store=store, backend=backend)
     after.adopt()
-    assert after.machines == before.machines
+    assert after.instances == before.instances
     assert after.notes == {"keys": {"a": 1}}
     assert [one["usd"] for one in after.bill()][1] == before.bill()[1]["usd"]
 
 
 def test_after_a_restart_a_machine_whose_host_is_gone_is_in_error(tmp_path: Path) -> None:
-    class Empty(Nowhere):
+    class Empty(NoHosts):
         def adopt(self, ids: object) -> set[str]:
             return set()
 
-    market(store=tmp_path / "x.json").order(WANTED, "m1")
-    after = market(store=tmp_path / "x.json", ground=Empty())
+    market(store=tmp_path / "x.json").order(ORDER, "m1")
+    after = market(store=tmp_path / "x.json", backend=Empty())
     after.adopt()
-    assert after.machines["m1"].phase == "error"
+    assert after.instances["m1"].phase == "error"
 
 
 def test_faults_are_read_from_json() -> None:
@@ -254,24 +253,24 @@ def test_faults_are_read_from_json() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({}, "faults are a list of objects"),
-        (["stockout"], "fault 0: kind is one of stockout, quota"),
-        ([{"kind": "auth"}, {"kind": "meteor"}], "fault 1: kind is one of"),
-        ([{"kind": "auth", "time": 2}], "fault 0: .*beside it are times, type, region, seconds"),
-        ([{"kind": "auth", "times": "often"}], "fault 0: times is a whole number"),
+        ({}, "faults must be a list of objects"),
+        (["stockout"], "fault 0: kind must be one of stockout, quota"),
+        ([{"kind": "auth"}, {"kind": "meteor"}], "fault 1: kind must be one of"),
+        ([{"kind": "auth", "time": 2}], "fault 0: .*other keys are times, type, region, seconds"),
+        ([{"kind": "auth", "times": "often"}], "fault 0: times must be a whole number"),
     ],
 )
-def test_a_fault_that_makes_no_sense_is_told(data: object, told: str) -> None:
+def test_an_invalid_fault_is_rejected(data: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_faults(data)
 
 
 @pytest.mark.parametrize("kind", sorted(SIMULATORS))
 def test_every_simulator_has_errors_of_its_own_for_what_may_befall_any_request(kind: str) -> None:
-    made = cloud(kind)
-    it = made(Market(made.profile, made.types, Nowhere()))
-    reasons = [why for why in REFUSALS if why in ("auth", "rate", "list-fails", "invalid", "not-found")]
-    assert [why for why in reasons if it.refuse(why).status_code < 400] == []
+    made = find_simulator(kind)
+    it = made(Market(made.profile, made.types, NoHosts()))
+    reasons = [why for why in REJECTIONS if why in ("auth", "rate", "list-fails", "invalid", "not-found")]
+    assert [why for why in reasons if it.error_response(why).status_code < 400] == []
 
 
 def test_every_kind_of_fault_is_documented_in_the_page_on_providers() -> None:

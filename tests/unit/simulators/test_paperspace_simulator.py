@@ -10,11 +10,11 @@ import httpx
 import pytest
 from tests.contract.renters import Clock
 
-from shoal.simulators.faults import Fault
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.market import Market
-from shoal.simulators.paperspace import Paperspace
-from shoal.simulators.server import Simulation, serving
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.instances import Fault
+from shoal_simulators.market import Market
+from shoal_simulators.paperspace import PaperspaceSimulator
+from shoal_simulators.server import SimulatorApp, serve
 
 ORDER: dict[str, Any] = {
     "name": "one",
@@ -44,9 +44,9 @@ class Space:
 @pytest.fixture
 async def space() -> AsyncIterator[Space]:
     clock = Clock()
-    market = Market(Paperspace.profile, Paperspace.types, Nowhere(), clock=clock)
+    market = Market(PaperspaceSimulator.profile, PaperspaceSimulator.types, NoHosts(), clock=clock)
     async with (
-        serving(Simulation(Paperspace(market))) as url,
+        serve(SimulatorApp(PaperspaceSimulator(market))) as url,
         httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer any"}) as client,
     ):
         yield Space(client, market, clock)
@@ -103,7 +103,7 @@ async def test_an_order_that_is_wrong_is_refused_and_says_why(space: Space, more
     answer = await space.client.post("/machines", json=ORDER | more)
     assert (answer.status_code, answer.json()["code"]) == (400, "BAD_REQUEST")
     assert told in answer.json()["issues"][0]["message"]
-    assert space.market.machines == {}
+    assert space.market.instances == {}
 
 
 async def test_each_family_of_gpus_has_its_own_template(space: Space) -> None:
@@ -119,7 +119,7 @@ async def test_a_startup_script_is_a_thing_of_its_own_that_a_machine_runs(space:
     assert "script" not in script
     machine = (await space.create(startupScriptId=script["id"]))["data"]
     assert (await space.get(f"/startup-scripts/{script['id']}"))["assignedMachineIds"] == [machine["id"]]
-    assert space.market.machines[machine["id"]].wanted.user_data == "#!/bin/sh\ntrue\n"
+    assert space.market.instances[machine["id"]].order.user_data == "#!/bin/sh\ntrue\n"
     assert (await space.client.delete(f"/startup-scripts/{script['id']}")).status_code == 200
     assert (await space.client.delete(f"/startup-scripts/{script['id']}")).status_code == 404
     assert (await space.client.post("/machines", json=ORDER | {"startupScriptId": script["id"]})).status_code == 404
@@ -166,4 +166,4 @@ async def test_refusals_have_paperspace_s_shape(space: Space, fault: str, status
     space.market.faults = [Fault(fault)]
     answer = await space.client.post("/machines", json=ORDER)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
-    assert len(space.market.machines) == (1 if fault == "error-after-create" else 0)
+    assert len(space.market.instances) == (1 if fault == "error-after-create" else 0)

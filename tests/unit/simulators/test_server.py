@@ -15,25 +15,25 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.errors import ProviderError, UsageError
-from shoal.simulators import cloud
-from shoal.simulators.ground import Nowhere
-from shoal.simulators.machines import Wanted
-from shoal.simulators.market import Market
-from shoal.simulators.server import Limit, Simulation, listen, serving
+from shoal.errors import ProviderError, ShoalError, UsageError
 from shoal.verbs.simulate import Simulated, simulate
+from shoal_simulators import find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.instances import InstanceOrder
+from shoal_simulators.market import Market
+from shoal_simulators.server import RateLimit, SimulatorApp, listen, serve
 
 ORDER = {"token": "t1", "name": "n1", "type": "gpu", "zone": "sandbox-a", "public_key": "ssh-ed25519 AAAA x"}
 
 
-def simulation(key: str = "", *, limited: bool = False) -> Simulation:
-    made = cloud("sandbox")
-    return Simulation(made(Market(made.profile, made.types, Nowhere())), key=key, limited=limited)
+def simulation(key: str = "", *, limited: bool = False) -> SimulatorApp:
+    made = find_simulator("sandbox")
+    return SimulatorApp(made(Market(made.profile, made.types, NoHosts())), key=key, limited=limited)
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(simulation()) as url, httpx.AsyncClient(base_url=url.removesuffix("/v1")) as made:
+    async with serve(simulation()) as url, httpx.AsyncClient(base_url=url.removesuffix("/v1")) as made:
         yield made
 
 
@@ -54,7 +54,7 @@ async def test_the_bill_the_requests_and_the_faults_can_be_asked_for(client: htt
 async def test_faults_that_make_no_sense_are_refused_and_change_nothing(client: httpx.AsyncClient) -> None:
     refused = await client.put("/_simulator/faults", json=[{"kind": "meteor"}])
     assert refused.status_code == 400
-    assert refused.json()["error"].startswith("fault 0: kind is one of")
+    assert refused.json()["error"].startswith("fault 0: kind must be one of")
     assert (await client.put("/_simulator/faults", content=b"{")).status_code == 400
     assert (await client.get("/_simulator/faults")).json() == []
 
@@ -72,7 +72,7 @@ async def test_a_machine_is_preempted_and_killed_on_demand(client: httpx.AsyncCl
 
 async def test_a_wrong_key_is_turned_away_and_written_down_nowhere() -> None:
     it = simulation("the-right-one")
-    async with serving(it) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve(it) as url, httpx.AsyncClient(base_url=url) as client:
         for headers in ({}, {"Authorization": "Bearer the-wrong-one"}):
             assert (await client.get("/machines", headers=headers)).status_code == 401
         right = {"Authorization": "Bearer the-right-one"}
@@ -84,7 +84,7 @@ async def test_a_wrong_key_is_turned_away_and_written_down_nowhere() -> None:
 
 
 def test_a_limit_lets_a_burst_through_and_then_one_an_interval() -> None:
-    limit = Limit(10.0, r"POST /launch", slack=10.0)
+    limit = RateLimit(10.0, r"POST /launch", slack=10.0)
     assert [limit.admits("POST /launch", now) for now in (100.0, 100.0, 100.0, 109.0, 110.0, 115.0)] == [
         *(True, True, False),
         *(False, True, False),
@@ -96,9 +96,9 @@ async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
     it = simulation()
     it.metadata_at = ("10.0.0.1", 8080)
     market = it.market
-    wanted = Wanted("n1", "gpu", "sandbox", "sandbox-a", "spot", marks={"token": "t1", "labels": {}})
+    wanted = InstanceOrder("n1", "gpu", "sandbox", "sandbox-a", "spot", marks={"token": "t1", "labels": {}})
     machine = market.order(wanted, "m1")
-    market.look()
+    market.update()
 
     async def asked(path: str, client: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=it, client=(client, 1234))
@@ -112,24 +112,24 @@ async def test_a_machine_that_asks_for_itself_is_known_by_its_address() -> None:
     assert (await asked("/v1/machines", machine.host)).status_code == 404
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
+async def test_a_port_in_use_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ProviderError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
-            async with serving(simulation(), port):
+            async with serve(simulation(), port):
                 pass
 
 
-async def test_simulate_says_where_it_answers_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+async def test_simulate_says_where_it_answers_and_ends_when_cancelled(tmp_path: Path) -> None:
     (tmp_path / "faults.json").write_text('[{"kind": "stockout", "times": -1}]')
     found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
         simulate("lambda", found.set_result, faults=tmp_path / "faults.json", boot_seconds=3.0)
     )
-    told = await found
-    async with httpx.AsyncClient(base_url=told.url) as client:
+    simulated = await found
+    async with httpx.AsyncClient(base_url=simulated.url) as client:
         assert [one["kind"] for one in (await client.get("/_simulator/faults")).json()] == ["stockout"]
         types = await client.get("/api/v1/instance-types", headers={"Authorization": "Bearer k"})
         assert types.status_code == 200
@@ -137,33 +137,33 @@ async def test_simulate_says_where_it_answers_and_ends_when_it_is_told_to(tmp_pa
     with pytest.raises(asyncio.CancelledError):
         await running
     with pytest.raises(httpx.ConnectError):
-        await httpx.AsyncClient().get(told.url)
+        await httpx.AsyncClient().get(simulated.url)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "faults.json: Expecting"),
-        ('[{"kind": "x"}]', "faults.json: fault 0: kind is one of"),
+        ('[{"kind": "x"}]', "faults.json: fault 0: kind must be one of"),
         (None, "cannot read"),
     ],
 )
-async def test_a_file_of_faults_that_cannot_be_read_is_told(tmp_path: Path, text: str | None, told: str) -> None:
+async def test_a_file_of_faults_that_cannot_be_read_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "faults.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         await simulate("lambda", lambda found: None, faults=path)
 
 
-async def test_a_provider_that_nobody_simulates_is_told_with_those_there_are() -> None:
+async def test_a_provider_without_a_simulator_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="there is no simulator of 'azure'\n  fix: use one of: gcp, lambda"):
         await simulate("azure", lambda found: None)
 
 
-async def test_sandbox_hosts_take_root(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sandbox_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ProviderError, match="sandbox hosts take root"):
+    with pytest.raises(ProviderError, match="sandbox hosts need root"):
         await simulate("lambda", lambda found: None, cluster="nobodys")
 
 
@@ -183,7 +183,7 @@ def test_the_command_says_in_words_what_to_do_with_it() -> None:
         assert running.wait(timeout=30) == 0
         assert "until Ctrl-C" in running.stderr.read()
     assert first.startswith("lambda is simulated at http://127.0.0.1:")
-    assert second.startswith("  no hosts behind it; bill: http://127.0.0.1:")
+    assert second.startswith("  no real hosts; bill: http://127.0.0.1:")
     assert second.endswith("/_simulator/bill\n")
 
 
@@ -195,8 +195,19 @@ def test_the_command_prints_its_address_and_ends_well_on_a_signal(number: signal
         lines = ""
         while not lines.rstrip().endswith("}"):
             lines += running.stdout.readline()
-        told = json.loads(lines)
-        assert told["kind"] == "sandbox"
-        assert httpx.get(told["url"] + "/v1/types").status_code == 200
+        simulated = json.loads(lines)
+        assert simulated["kind"] == "sandbox"
+        assert httpx.get(simulated["url"] + "/v1/types").status_code == 200
         running.send_signal(number)
         assert running.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("module", ["shoal_simulators", "uvicorn", "starlette"])
+async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("shoal_simulators", module)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ShoalError) as caught:
+        await simulate("lambda", lambda simulated: None)
+    assert caught.value.message.startswith(f"cannot simulate lambda: the package {module}")
+    assert caught.value.hint == "pip install 'shoal[simulate]'"

@@ -25,7 +25,7 @@ def missing() -> str:
 def image(release: str) -> Path:
     """A root file system with that Slurm, made once (half a minute) and kept in the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal-tests"
-    made = cache / f"slurm-{release}"
+    made = cache / f"slurm-{release}-{os.uname().machine}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"slurm-{release}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side want the same one

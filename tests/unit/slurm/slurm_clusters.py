@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, PowerSaving, Switch
+from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, PowerSaving, Switch
 from shoal.slurm.versions import Version
 
 
-def gpus(kind: str, count: int) -> tuple[GpuLine, ...]:
-    return tuple(GpuLine(kind, f"/dev/nvidia{index}") for index in range(count))
+def gpus(kind: str, count: int) -> tuple[NodeGpu, ...]:
+    return tuple(NodeGpu(kind, f"/dev/nvidia{index}") for index in range(count))
 
 
 CONTROLLER = Node("n1", "ctl", "10.77.0.1", 2, 2, 1, 1, 4000, gpus("sim", 2), ("controller",))
@@ -29,7 +29,7 @@ MOTLEY = (
         8,
         1,
         32_000,
-        (*gpus("a100", 2), GpuLine("t4", "/dev/nvidia2")),
+        (*gpus("a100", 2), NodeGpu("t4", "/dev/nvidia2")),
         ("home", "cheap"),
     ),
     Node("cpu7", "cpu7", "10.77.2.30", 4, 1, 4, 1, 900, (), ("home",)),
@@ -59,9 +59,9 @@ def _cluster(*versions: str, nodes: tuple[Node, ...] = ALIKE, **more: object) ->
         "versions": tuple(Version.parse(version) for version in versions),
         "nodes": nodes,
         "partitions": (
-            Partition("main", _names(nodes), default=True, max_time="1-00:00:00", default_time="60"),
-            Partition("one", ("n1",), max_nodes=1, priority=10),
-            Partition("empty", ()),
+            PartitionConf("main", _names(nodes), default=True, max_time="1-00:00:00", default_time="60"),
+            PartitionConf("one", ("n1",), max_nodes=1, priority=10),
+            PartitionConf("empty", ()),
         ),
         **more,
     }
@@ -74,8 +74,8 @@ def _rented(version: str) -> ClusterConf:
         nodes=RENTED,
         cgroup_plugin="disabled",
         partitions=(
-            Partition("main", ("n1", *_names(RENTED)), default=True, suspend_time=600),
-            Partition("cloud", _names(RENTED[:4]), suspend_time=60),
+            PartitionConf("main", ("n1", *_names(RENTED)), default=True, suspend_time=600),
+            PartitionConf("cloud", _names(RENTED[:4]), suspend_time=60),
         ),
         power=PowerSaving("/usr/local/lib/shoal/elastic", 1800),
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.plan.fake_world import spec_of
 from tests.unit.slurm.test_slurm_accounting import BASE
 
-from shoal.slurm.accounting import accounts_program, wanted_accounts
+from shoal.slurm.accounting import accounts_file, accounts_program
 
 LAB = "accounting: {accounts: {lab: {users: [ann]}}, qos: {fast: {priority: 10}}}\n"
 SACCTMGR = """\
@@ -40,13 +40,15 @@ def program(tmp_path: Path) -> Program:
         (tmp_path / name).write_text(text.format(place=tmp_path))
         (tmp_path / name).chmod(0o755)
     (tmp_path / "shown-qos").write_text("normal|0" + "|" * 8 + "\n")
-    (tmp_path / "accounts.py").write_text(accounts_program().replace("PAUSES = (2, 3, 5, 5)", "PAUSES = (0, 0)"))
+    (tmp_path / "accounts.py").write_text(
+        accounts_program().replace("RETRY_PAUSES_S = (2, 3, 5, 5)", "RETRY_PAUSES_S = (0, 0)")
+    )
     wanted, record = tmp_path / "wanted.json", tmp_path / "state" / "record.json"
 
     def run(verb: str, wants: str = LAB) -> subprocess.CompletedProcess[str]:
         accounting = spec_of(BASE + wants).accounting
         assert accounting is not None
-        wanted.write_text(wanted_accounts("reef", accounting))
+        wanted.write_text(accounts_file("reef", accounting))
         line = [sys.executable, "-I", tmp_path / "accounts.py", verb, wanted, record, tmp_path / "backup"]
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
@@ -83,7 +85,7 @@ def test_without_a_backup_nothing_is_changed_and_that_is_said(program: Program, 
     (tmp_path / "full").touch()
     done = program("apply")
     assert done.returncode == 1
-    assert done.stderr == ("no backup could be made, so nothing was changed: gzip: stdout: No space left on device\n")
+    assert done.stderr == ("cannot make a backup, so nothing was changed: gzip: stdout: No space left on device\n")
     assert heard(tmp_path) == ["backup"] and not (tmp_path / "state").exists()
 
 
@@ -113,7 +115,7 @@ def test_a_qos_that_jobs_have_is_not_deleted_under_them(program: Program, tmp_pa
     assert done.stderr == "the QOS fast has jobs: 17, 18. Wait for them, or end them with scancel\n"
     (tmp_path / "queued").unlink()
     silent = program("apply", without).stderr
-    assert silent.startswith("cannot see whether jobs have the QOS fast: cat: ") and heard(tmp_path) == ["backup"] * 2
+    assert silent.startswith("cannot list the jobs with the QOS fast: cat: ") and heard(tmp_path) == ["backup"] * 2
     (tmp_path / "queued").write_text("")
     assert program("apply", without).returncode == 0
     assert heard(tmp_path)[-1] == "sacctmgr -i -Q delete qos fast"

@@ -12,15 +12,15 @@ import pytest
 import real_slurm
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, files
 
-from shoal.slurm.model import ClusterConf, Partition, Switch
-from shoal.slurm.preemption import breaches
+from shoal.contract import GRACE_SECONDS
+from shoal.slurm.model import ClusterConf, PartitionConf, Switch
+from shoal.slurm.preemption import contract_violations
 from shoal.slurm.state import parse_config, parse_partitions
-from shoal.train.contract import GRACE_SECONDS
 
 TWO_SITES = replace(
     CLUSTERS["22.05"],
     nodes=(CONTROLLER, *ALIKE[:4]),
-    partitions=(Partition("main", ("n1", "gpu01", "gpu02"), default=True),),
+    partitions=(PartitionConf("main", ("n1", "gpu01", "gpu02"), default=True),),
     switches=(Switch("a", ("n1", "gpu01")), Switch("b", ("gpu02", "gpu03", "gpu04"))),
 )
 
@@ -68,8 +68,8 @@ def test_the_contract_is_read_out_of_what_a_real_slurm_says_is_in_force(
         real_slurm.run(release, files(replace(CLUSTERS[name], options=options)), script, tmp_path, slurmd=False)
         for options in ({}, BROKEN)
     )
-    assert breaches(parse_config(kept.stdout)) == [], kept.stderr
-    assert {breach.key for breach in breaches(parse_config(broken.stdout))} == set(BROKEN)
+    assert contract_violations(parse_config(kept.stdout)) == [], kept.stderr
+    assert {breach.key for breach in contract_violations(parse_config(broken.stdout))} == set(BROKEN)
     assert {partition.grace for partition in parse_partitions(kept.stdout)} == {GRACE_SECONDS}
     assert {partition.preempt_mode for partition in parse_partitions(kept.stdout)} == {"REQUEUE"}
 

@@ -12,15 +12,16 @@ from tests.unit.roles.test_documents_of_roles import reef, shown
 
 from shoal.agent.document import Command, File, Item, Secret
 from shoal.agent.facts import FileFact
-from shoal.errors import VersionWindow
-from shoal.plan.diff import wanted
-from shoal.plan.observe import Observed
-from shoal.roles.accounting import SACCTMGR_CONF, AccountingPart
-from shoal.roles.cluster import Cluster, assemble
+from shoal.errors import VersionMismatch
+from shoal.plan.diff import cluster_goal
+from shoal.plan.observe import Observation
+from shoal.remote.accounts import diff_commands, list_names, minutes
+from shoal.roles.accounting import SACCTMGR_CONF, AccountingComponent
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
 from shoal.roles.documents import documents
-from shoal.roles.stage import Stage
-from shoal.slurm.accounting import PASSWORD_WORD, buffer_mb, wanted_accounts
-from shoal.slurm.accounts_program import differences, minutes, names
+from shoal.slurm.accounting import PASSWORD_PLACEHOLDER, accounts_file, buffer_mb
 
 BASE = """
 cluster: reef
@@ -48,7 +49,7 @@ NOTHING: dict[str, Any] = {
 def want(text: str = ACCOUNTS) -> Any:
     accounting = spec_of(BASE + text).accounting
     assert accounting is not None
-    return json.loads(wanted_accounts("reef", accounting))
+    return json.loads(accounts_file("reef", accounting))
 
 
 def items(cluster: Cluster, name: str) -> list[Item]:
@@ -101,15 +102,15 @@ def test_the_password_is_made_on_the_host_and_files_that_get_it_are_for_their_re
     cluster = reef(BASE + "accounting: true\n")
     [secret] = [item for item in items(cluster, "c1") if isinstance(item, Secret)]
     assert (secret.owner, secret.mode) == ("root", 0o400)
-    filled = [file for file in paths(cluster, "c1").values() if PASSWORD_WORD in str(file.content)]
+    filled = [file for file in paths(cluster, "c1").values() if PASSWORD_PLACEHOLDER in str(file.content)]
     assert {(file.path, file.owner, file.mode) for file in filled} == {
         ("/etc/slurm/slurmdbd.conf", "slurm", 0o600),
         ("/etc/shoal/slurmdbd.sql", "root", 0o600),
         ("/etc/shoal/slurmdbd.cnf", "root", 0o600),
     }
-    assert all(file.fills == ((PASSWORD_WORD, secret.path),) for file in filled)
+    assert all(file.fills == ((PASSWORD_PLACEHOLDER, secret.path),) for file in filled)
     commands = [item for item in items(cluster, "c1") if isinstance(item, Command)]
-    assert not any(PASSWORD_WORD in word for item in commands for word in (*item.argv, *item.unless, item.stdin))
+    assert not any(PASSWORD_PLACEHOLDER in word for item in commands for word in (*item.argv, *item.unless, item.stdin))
 
 
 def test_a_host_that_never_had_the_database_has_nothing_to_do_without_accounting() -> None:
@@ -134,9 +135,9 @@ def test_a_host_that_had_the_database_stops_it_and_keeps_the_records() -> None:
 
 HAD = {SACCTMGR_CONF: FileFact(there=True)}
 MOVES = (
-    "n2: accounting moves here from c1, and its database begins empty: the records of all jobs so far stay there, to "
-    "take them along, once it has moved: as root, copy the newest /var/backups/shoal/slurm_acct_db-*-last.sql.gz, the "
-    "dump that c1 makes at the end, to the same place on n2; then `shoal restore NAME`, as `shoal restore` lists it"
+    "n2: accounting moves here from c1 and begins with an empty database: the records of earlier jobs stay there, to "
+    "move them: after `shoal up`, as root, copy the newest /var/backups/shoal/slurm_acct_db-*-last.sql.gz, the "
+    "last dump on c1, to the same path on n2; then run `shoal restore NAME`, as `shoal restore` lists it"
 )
 
 
@@ -153,7 +154,7 @@ MOVES = (
 )
 def test_a_database_that_moves_and_leaves_its_records_is_told(text: str, hosts: list[str], told: list[str]) -> None:
     found = reef(BASE + text, **{name: {"files": HAD} for name in hosts})
-    assert [str(finding) for finding in AccountingPart().findings(found)] == told
+    assert [str(finding) for finding in AccountingComponent().findings(found)] == told
 
 
 def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
@@ -161,10 +162,10 @@ def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
     addresses = {"c1": "10.0.0.1", "door": "10.0.0.2", "n1": "10.0.0.11", "n2": "10.0.0.12"}
     new = {"os_version": "13"}
     facts = {name: host_facts(name, at, **({} if name == "n1" else new)) for name, at in addresses.items()}
-    with pytest.raises(VersionWindow) as caught:
-        wanted(spec, Observed(facts, {}), addresses)
+    with pytest.raises(VersionMismatch) as caught:
+        cluster_goal(spec, Observation(facts, {}), addresses)
     assert "n1: slurmdbd older than slurmctld, found Slurm 22.05.8; the controller c1 has 24.11.5" in str(caught.value)
-    assert "take `accounting.host` out, so that c1 has the database" in str(caught.value)
+    assert "delete `accounting.host`, so that c1 has the database" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,9 @@ def test_slurm_conf_says_the_same_of_accounting_to_every_release() -> None:
 
 
 def test_accounts_are_made_from_the_top_down_and_users_after_them() -> None:
-    commands = [" ".join(command) for command in differences(want(), {"qos": [], "accounts": [], "users": []}, NOTHING)]
+    commands = [
+        " ".join(command) for command in diff_commands(want(), {"qos": [], "accounts": [], "users": []}, NOTHING)
+    ]
     assert commands == [
         "add qos fast",
         "modify qos fast set Priority=10 MaxTRESPerUser=gres/gpu=2 MaxWall=1440",
@@ -228,12 +231,12 @@ def found() -> dict[str, Any]:
 
 
 def test_what_is_so_already_takes_no_command() -> None:
-    assert differences(want(), names(want()), found()) == []
+    assert diff_commands(want(), list_names(want()), found()) == []
 
 
 def test_a_limit_that_is_not_in_the_file_any_more_is_taken_away() -> None:
     later = want(ACCOUNTS.replace(", group_gpus: 4", "").replace(", default_qos: fast", "").replace("max_time: 60", ""))
-    commands = [" ".join(command) for command in differences(later, names(want()), found())]
+    commands = [" ".join(command) for command in diff_commands(later, list_names(want()), found())]
     assert commands == [
         "modify account lab cluster=reef set DefaultQOS=-1 GrpTRES=gres/gpu=-1",
         "modify user cat where cluster=reef account=sub set MaxWall=-1",
@@ -245,7 +248,7 @@ def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None
     there["accounts"]["theirs"] = {"parent": "root", "settings": {"Fairshare": "1"}}
     there["users"]["eve", "theirs"] = {"Fairshare": "1"}
     later = want("accounting: {accounts: {lab: {users: [ann]}}}\n")
-    commands = [" ".join(command) for command in differences(later, names(want()), there)]
+    commands = [" ".join(command) for command in diff_commands(later, list_names(want()), there)]
     assert "modify user ann where cluster=reef set defaultaccount=lab" in commands
     assert [command for command in commands if command.startswith("delete")] == [
         "delete user ann account=sub cluster=reef",
@@ -259,7 +262,7 @@ def test_what_the_file_no_longer_names_goes_and_what_others_made_stays() -> None
 
 def test_an_account_goes_after_those_inside_it() -> None:
     later = want("accounting: {accounts: {other: {users: [ann]}}}\n")
-    commands = [" ".join(command) for command in differences(later, names(want()), found())]
+    commands = [" ".join(command) for command in diff_commands(later, list_names(want()), found())]
     gone = [command for command in commands if command.startswith("delete account")]
     assert gone == ["delete account sub cluster=reef", "delete account lab cluster=reef"]
 
@@ -268,7 +271,7 @@ def test_a_user_who_goes_leaves_the_default_account_last() -> None:
     there = found()
     there["defaults"]["ann"] = "lab"
     later = want("accounting: {accounts: {lab: {users: [bob]}}}\n")
-    commands = [" ".join(command) for command in differences(later, names(want()), there)]
+    commands = [" ".join(command) for command in diff_commands(later, list_names(want()), there)]
     assert [command for command in commands if "user ann" in command] == [
         "delete user ann account=sub cluster=reef",
         "delete user ann account=lab cluster=reef",
@@ -280,7 +283,7 @@ def test_a_user_who_goes_leaves_the_default_account_last() -> None:
 
 def test_slurms_own_qos_is_never_deleted() -> None:
     ours = {"qos": ["normal"], "accounts": [], "users": []}
-    assert differences(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
+    assert diff_commands(want("accounting: {accounts: {lab: {}}}\n"), ours, found())[-1][:2] != ["delete", "qos"]
 
 
 @pytest.mark.parametrize(("text", "value"), [("01:30:00", 90), ("1-00:00:00", 1440), ("", None), ("00:00:30", 0.5)])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, MOTLEY, files
 
 from shoal.hostlist import expand
-from shoal.slurm.change_cost import change_cost, loses_jobs
 from shoal.slurm.conf import (
     cgroup_conf,
     gpu_type,
@@ -19,8 +18,8 @@ from shoal.slurm.conf import (
     topology_conf,
 )
 from shoal.slurm.conf_lines import real_memory
-from shoal.slurm.model import ClusterConf, GpuLine, Node, Partition, Switch
-from shoal.slurm.read import known_nodes, read, switches_of_nodes
+from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, Switch
+from shoal.slurm.parsed_conf import change_cost, loses_jobs, nodes_in_conf, parse_conf, switches_of_nodes
 
 BASE = CLUSTERS["22.05"]
 INJECTIONS = ["a\nNodeName=evil", "a b", "a\tb", "a#b", 'a"b', "a\\b", "", "a\r", "a=b", "é", "a\x00"]
@@ -36,12 +35,12 @@ def _with_node(**values: object) -> ClusterConf:
     [
         lambda text: _with_node(name=text),
         lambda text: _with_node(features=(text,)),
-        lambda text: _with_node(gpus=(GpuLine(text or "a b", "/dev/nvidia0"),)),
-        lambda text: _with_node(gpus=(GpuLine("h100", text),)),
-        lambda text: replace(BASE, partitions=(Partition(text, ()),)),
-        lambda text: replace(BASE, partitions=(Partition("p", (), max_time=text or "a b"),)),
-        lambda text: replace(BASE, partitions=(Partition("p", (), default_time=text),)),
-        lambda text: replace(BASE, partitions=(Partition("p", ("n1", text)),)),
+        lambda text: _with_node(gpus=(NodeGpu(text or "a b", "/dev/nvidia0"),)),
+        lambda text: _with_node(gpus=(NodeGpu("h100", text),)),
+        lambda text: replace(BASE, partitions=(PartitionConf(text, ()),)),
+        lambda text: replace(BASE, partitions=(PartitionConf("p", (), max_time=text or "a b"),)),
+        lambda text: replace(BASE, partitions=(PartitionConf("p", (), default_time=text),)),
+        lambda text: replace(BASE, partitions=(PartitionConf("p", ("n1", text)),)),
         lambda text: replace(BASE, switches=(Switch(text, ("n1",)),)),
         lambda text: replace(BASE, switches=(Switch("s", (text,)),)),
         lambda text: replace(BASE, options={text: "1"}),
@@ -87,7 +86,7 @@ def test_an_option_of_words_is_added_so_that_nodes_stay_configless() -> None:
 
 
 def test_a_partition_has_its_own_grace_and_may_be_spared() -> None:
-    partitions = (Partition("long", ("n1",), grace=300), Partition("calm", ("n1",), preemptable=False))
+    partitions = (PartitionConf("long", ("n1",), grace=300), PartitionConf("calm", ("n1",), preemptable=False))
     lines = slurm_conf(replace(BASE, partitions=partitions)).splitlines()[-2:]
     assert [line.partition("MaxTime=UNLIMITED ")[2] for line in lines] == [
         "GraceTime=300 State=UP",
@@ -96,7 +95,7 @@ def test_a_partition_has_its_own_grace_and_may_be_spared() -> None:
 
 
 def test_a_partition_of_unknown_nodes_is_refused() -> None:
-    broken = replace(BASE, partitions=(Partition("p", ("n1", "x1", "x2")),))
+    broken = replace(BASE, partitions=(PartitionConf("p", ("n1", "x1", "x2")),))
     with pytest.raises(ValueError, match=r"partition p names x\[1-2\], which the cluster does not have"):
         slurm_conf(broken)
 
@@ -123,7 +122,7 @@ NODES = st.lists(
         address=st.from_regex(r"10\.0\.0\.[1-9][0-9]?", fullmatch=True),
         cpus=st.integers(1, 2),
         memory_mb=st.sampled_from([1000, 2000]),
-        gpus=st.sampled_from([(), (GpuLine("a", "/dev/nvidia0"),)]),
+        gpus=st.sampled_from([(), (NodeGpu("a", "/dev/nvidia0"),)]),
         features=st.sampled_from([(), ("x",)]),
     ),
     unique_by=lambda node: node.name,
@@ -134,7 +133,7 @@ NODES = st.lists(
 @given(NODES)
 def test_the_lines_stand_for_exactly_the_nodes(nodes: list[Node]) -> None:
     cluster = replace(BASE, nodes=tuple(nodes), partitions=())
-    back = known_nodes(slurm_conf(cluster), gres_conf(cluster))
+    back = nodes_in_conf(slurm_conf(cluster), gres_conf(cluster))
     expected = {n.name: replace(n, memory_mb=0, real_memory=real_memory(n.memory_mb)) for n in nodes}
     assert back == expected
 
@@ -265,7 +264,7 @@ def test_regrouped_lines_lose_no_job() -> None:
 
 def test_nothing_is_read_out_of_a_slurm_conf_made_by_hand() -> None:
     by_hand = "ClusterName=old\nNodeName=DEFAULT CPUs=x\nNodeName=gone[1-\nPartitionName=all Nodes=ALL\n"
-    assert known_nodes(by_hand, "NodeName=gone[1- Name=gpu File=/dev/nvidia0\n") == {}
+    assert nodes_in_conf(by_hand, "NodeName=gone[1- Name=gpu File=/dev/nvidia0\n") == {}
     assert change_cost(by_hand, TEXT) == "restart"
     assert loses_jobs(by_hand, TEXT), "the jobs of whatever cluster that was"
 
@@ -284,7 +283,7 @@ def test_the_switch_of_every_node_is_read_back_and_nothing_of_a_file_made_by_han
 
 
 def test_partitions_are_read_back_by_node_in_the_order_of_the_file() -> None:
-    inside = read(slurm_conf(CLUSTERS["22.05"])).partitions_of_nodes()
+    inside = parse_conf(slurm_conf(CLUSTERS["22.05"])).partitions_of_nodes()
     assert inside["n1"] == ("main", "one")
     assert inside["gpu16"] == ("main",)
-    assert read("").partitions_of_nodes() == {}
+    assert parse_conf("").partitions_of_nodes() == {}

@@ -7,28 +7,28 @@ from dataclasses import replace
 import pytest
 from slurm_clusters import CLUSTERS
 
-from shoal.jobs.load import job_of
+from shoal import contract
+from shoal.jobs.model import job_from_options
 from shoal.slurm.conf import slurm_conf
-from shoal.slurm.preemption import Breach, breaches, partition_findings
-from shoal.slurm.read import read
+from shoal.slurm.parsed_conf import parse_conf
+from shoal.slurm.preemption import ContractViolation, contract_violations, partition_findings
 from shoal.slurm.state import PartitionState, parse_config
-from shoal.train import contract
 
 
 def _settings(name: str = "22.05", **options: str) -> dict[str, str]:
-    return dict(read(slurm_conf(replace(CLUSTERS[name], options=options))).settings)
+    return dict(parse_conf(slurm_conf(replace(CLUSTERS[name], options=options))).settings)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_is_rendered_keeps_the_contract(name: str) -> None:
     text = slurm_conf(CLUSTERS[name])
-    assert breaches(read(text).settings) == []
+    assert contract_violations(parse_conf(text).settings) == []
     partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
     assert partitions and all(f" GraceTime={contract.GRACE_SECONDS} " in line for line in partitions)
 
 
 def test_a_job_that_does_not_say_is_warned_as_the_contract_has_it() -> None:
-    job = job_of({"script": "train.py"})
+    job = job_from_options({"script": "train.py"})
     assert (job.signal, job.grace) == (contract.WARNING, contract.WARNING_SECONDS)
     assert contract.GRACE_SECONDS >= contract.WARNING_SECONDS, "a preempted job has as long"
 
@@ -44,7 +44,7 @@ def test_the_word_for_the_user_signal_is_one_that_every_member_can_read() -> Non
 def test_words_of_the_user_are_added_and_the_warning_stays() -> None:
     settings = _settings("26.05", PreemptParameters="youngest_first")
     assert settings["preemptparameters"] == "send_user_signal,youngest_first"
-    assert breaches(settings) == []
+    assert contract_violations(settings) == []
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_words_of_the_user_are_added_and_the_warning_stays() -> None:
     ],
 )
 def test_an_option_that_breaks_it_is_named_with_the_fix(options: dict[str, str], finding: str) -> None:
-    assert [str(breach.finding(options, "c1")) for breach in breaches(_settings(**options))] == [finding]
+    assert [str(breach.finding(options, "c1")) for breach in contract_violations(_settings(**options))] == [finding]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_an_option_that_breaks_it_is_named_with_the_fix(options: dict[str, str],
     [{"KillWait": "300"}, {"PreemptMode": "REQUEUE,GANG"}, {"PreemptType": "preempt/none", "PreemptMode": "OFF"}],
 )
 def test_an_option_that_takes_nothing_from_a_job_is_not_complained_of(options: dict[str, str]) -> None:
-    assert breaches(_settings(**options)) == []
+    assert contract_violations(_settings(**options)) == []
 
 
 def test_a_setting_that_no_option_explains_is_the_controllers() -> None:
     config = "KillWait                = 10 sec\nPreemptMode             = REQUEUE\nSlurmctldParameters     = (null)\n"
-    told = [str(breach.finding({"MessageTimeout": "5"}, "c1")) for breach in breaches(parse_config(config))]
+    told = [str(breach.finding({"MessageTimeout": "5"}, "c1")) for breach in contract_violations(parse_config(config))]
     assert told == [
         "c1: jobs have less time to save after SIGTERM than they count on, found 10 s, run `shoal up`, which sets 30",
         "c1: a preempted job is not warned by the signal it asked for, found no such word, run `shoal up`, "
@@ -96,8 +96,8 @@ def test_a_setting_that_no_option_explains_is_the_controllers() -> None:
 def test_the_settings_of_slurm_conf_come_before_those_of_other_files() -> None:
     text = "Configuration data as of 2026-01-01\nKillWait = 30 sec\n\nCgroup Support Configuration:\nKillWait = 1\n"
     assert parse_config(text) == {"killwait": "30 sec"}
-    assert breaches({}) == [
-        Breach(
+    assert contract_violations({}) == [
+        ContractViolation(
             "PreemptParameters",
             "a preempted job is not warned by the signal it asked for",
             "no such word",

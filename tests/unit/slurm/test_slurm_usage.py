@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import UsageError
-from shoal.slurm.usage import Used, parse_usage, sum_up, total, usage_command
-from shoal.verbs.period import parse_period, parse_when
+from shoal.slurm.usage import JobUsage, parse_usage, summarize_usage, usage_command, usage_total
+from shoal.verbs.usage import parse_period, parse_when
 
 SEP = "\x1f"
 HOUR = 3600.0
@@ -25,7 +25,7 @@ ANSWER = (
 NODESETS = {"gpu1": "gpu", "gpu2": "gpu", "far1": "far"}
 
 
-def runs() -> list[Used]:
+def runs() -> list[JobUsage]:
     return parse_usage(ANSWER, now=4 * HOUR)
 
 
@@ -53,20 +53,20 @@ def test_what_never_started_used_nothing_and_what_runs_counts_up_to_now() -> Non
     ],
 )
 def test_gpu_hours_are_summed_up_and_priced_where_a_price_is_known(by: str, expected: object) -> None:
-    rows = sum_up(runs(), by, 0, 4 * HOUR, NODESETS, {"gpu": 2.0})  # type: ignore[arg-type]
+    rows = summarize_usage(runs(), by, 0, 4 * HOUR, NODESETS, {"gpu": 2.0})  # type: ignore[arg-type]
     assert [(row.name, row.jobs, row.gpu_hours, row.cost) for row in rows] == expected
-    whole = total(rows, 2)
+    whole = usage_total(rows, 2)
     assert (whole.jobs, whole.gpu_hours, whole.cost, whole.unpriced) == (2, 6.0, 8.0, 2.0)
 
 
 def test_only_what_lies_inside_the_period_counts() -> None:
-    [row] = sum_up(runs()[:1], "user", 1.5 * HOUR, 1.75 * HOUR, NODESETS, {})
+    [row] = summarize_usage(runs()[:1], "user", 1.5 * HOUR, 1.75 * HOUR, NODESETS, {})
     assert row.gpu_hours == 1.0
 
 
 def test_a_job_over_two_nodesets_is_shared_out_over_its_nodes() -> None:
-    run = Used("7", "ann", "lab", "x", 0, HOUR, ("gpu1", "far1", "lost"), cpus=3, gpus=3)
-    rows = sum_up([run], "nodeset", 0, HOUR, NODESETS, {"gpu": 2.0, "far": 1.0})
+    run = JobUsage("7", "ann", "lab", "x", 0, HOUR, ("gpu1", "far1", "lost"), cpus=3, gpus=3)
+    rows = summarize_usage([run], "nodeset", 0, HOUR, NODESETS, {"gpu": 2.0, "far": 1.0})
     assert [(row.name, round(row.gpu_hours, 6), row.cost and round(row.cost, 6)) for row in rows] == [
         ("(gone)", 1.0, None),
         ("far", 1.0, 1.0),
@@ -92,7 +92,7 @@ def test_what_is_no_time_is_refused_with_what_is_one(text: str) -> None:
 
 
 def test_a_period_must_have_begun_and_end_later() -> None:
-    with pytest.raises(UsageError, match="is still to come"):
+    with pytest.raises(UsageError, match="is in the future"):
         parse_period("2999-01-01", None, 1e9, "30d")
     with pytest.raises(UsageError, match="--until 3d is not later than --since 2d"):
         parse_period("2d", "3d", 1e9, "30d")

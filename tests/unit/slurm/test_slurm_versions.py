@@ -7,14 +7,12 @@ from itertools import pairwise
 import pytest
 
 from shoal.slurm.versions import (
-    Release,
+    SlurmRelease,
     Version,
-    can_talk,
-    known_to_all,
-    knows,
-    lowest,
-    packaged,
-    window_findings,
+    all_support,
+    is_compatible,
+    packaged_version,
+    version_findings,
 )
 
 V = Version.parse
@@ -73,7 +71,7 @@ TALKS = [
 
 @pytest.mark.parametrize(("controller", "node", "answer"), TALKS)
 def test_who_talks_to_whom(controller: str, node: str, answer: bool) -> None:
-    assert can_talk(V(controller), V(node)) is answer
+    assert is_compatible(V(controller), V(node)) is answer
 
 
 def test_every_release_talks_to_itself_and_to_the_one_before() -> None:
@@ -91,24 +89,33 @@ def test_every_release_talks_to_itself_and_to_the_one_before() -> None:
         "26.11",
         "27.05",
     ]
-    assert all(can_talk(V(release), V(release)) for release in releases)
-    assert all(can_talk(V(newer), V(older)) for older, newer in pairwise(releases))
+    assert all(is_compatible(V(release), V(release)) for release in releases)
+    assert all(is_compatible(V(newer), V(older)) for older, newer in pairwise(releases))
 
 
 def test_features_come_and_go() -> None:
-    assert [knows(V(v), "cloud_reg_addrs") for v in ("22.05", "23.02", "23.11", "26.05")] == [True, True, False, False]
-    assert [knows(V(v), "cgroup_disabled") for v in ("22.05", "23.11", "24.05", "26.05")] == [False, False, True, True]
-    assert [knows(V(v), "supported") for v in ("21.08", "22.05", "30.05")] == [False, True, True]
-    assert Release(23, 11).knows("sackd") and not Release(23, 2).knows("sackd")
-    assert Release(24, 11).knows("autodetect_nvidia") and not Release(24, 5).knows("autodetect_nvidia")
-    assert Release(23, 2).knows("preempt_parameters") and not Release(22, 5).knows("preempt_parameters")
+    assert [V(v).supports("cloud_reg_addrs") for v in ("22.05", "23.02", "23.11", "26.05")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [V(v).supports("cgroup_disabled") for v in ("22.05", "23.11", "24.05", "26.05")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [V(v).supports("supported") for v in ("21.08", "22.05", "30.05")] == [False, True, True]
+    assert SlurmRelease(23, 11).supports("sackd") and not SlurmRelease(23, 2).supports("sackd")
+    assert SlurmRelease(24, 11).supports("autodetect_nvidia") and not SlurmRelease(24, 5).supports("autodetect_nvidia")
+    assert SlurmRelease(23, 2).supports("preempt_parameters") and not SlurmRelease(22, 5).supports("preempt_parameters")
 
 
 def test_a_shared_text_goes_by_the_oldest_member() -> None:
     mixed = [V("26.05.5"), V("24.11.5"), V("25.05.1")]
-    assert lowest(mixed) == V("24.11.5")
-    assert known_to_all("cgroup_disabled", mixed)
-    assert not known_to_all("cgroup_disabled", [*mixed, V("23.11.4")])
+    assert all_support("cgroup_disabled", mixed)
+    assert not all_support("cgroup_disabled", [*mixed, V("23.11.4")])
 
 
 @pytest.mark.parametrize(
@@ -124,20 +131,20 @@ def test_a_shared_text_goes_by_the_oldest_member() -> None:
     ],
 )
 def test_the_slurm_of_a_distribution(os_id: str, os_version: str, version: str) -> None:
-    assert packaged(os_id, os_version) == V(version)
+    assert packaged_version(os_id, os_version) == V(version)
 
 
 def test_an_unknown_distribution_has_no_known_slurm() -> None:
-    assert packaged("fedora", "42") is None
-    assert packaged("debian", "9") is None
+    assert packaged_version("fedora", "42") is None
+    assert packaged_version("debian", "9") is None
 
 
 def test_hosts_inside_the_window_give_no_finding() -> None:
-    assert window_findings(("ctl", V("26.05.5")), {"a": V("24.11.5"), "b": V("26.05.1")}) == []
+    assert version_findings(("ctl", V("26.05.5")), {"a": V("24.11.5"), "b": V("26.05.1")}) == []
 
 
 def test_a_newer_node_is_told_who_could_be_the_controller() -> None:
-    (finding,) = window_findings(("ctl", V("23.11.4")), {"a": V("24.11.5"), "b": V("23.11.4")})
+    (finding,) = version_findings(("ctl", V("23.11.4")), {"a": V("24.11.5"), "b": V("23.11.4")})
     assert str(finding) == (
         "a: Slurm newer than the controller's, found Slurm 24.11.5; the controller ctl has 23.11.4 and talks to "
         "22.05 to 23.11, make a the controller (its Slurm 24.11.5 talks to every other host); or install Slurm "
@@ -146,7 +153,7 @@ def test_a_newer_node_is_told_who_could_be_the_controller() -> None:
 
 
 def test_an_older_node_is_told_what_would_do() -> None:
-    (finding,) = window_findings(("ctl", V("26.05.5")), {"a": V("22.05.8")})
+    (finding,) = version_findings(("ctl", V("26.05.5")), {"a": V("22.05.8")})
     assert finding.host == "a"
     assert finding.level == "error"
     assert finding.what == "Slurm too old for the controller's"
@@ -158,21 +165,21 @@ def test_an_older_node_is_told_what_would_do() -> None:
 
 
 def test_when_only_an_upgrade_of_the_controller_helps_it_is_named() -> None:
-    findings = window_findings(("ctl", V("22.05.8")), {"a": V("23.11.4")})
+    findings = version_findings(("ctl", V("22.05.8")), {"a": V("23.11.4")})
     assert findings[0].fix.startswith("make a the controller (its Slurm 23.11.4 talks to every other host)")
 
 
 def test_slurm_before_22_05_is_refused_with_a_way_out_on_any_host() -> None:
-    (node,) = window_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
+    (node,) = version_findings(("ctl", V("22.05.8")), {"old": V("21.08.5")})
     assert (node.host, node.what, node.found) == ("old", "Slurm before 22.05 is not supported", "Slurm 21.08.5")
     assert node.fix == (
         "upgrade the host to a distribution with a newer Slurm (Debian 12 has 22.05.8, Debian 13 has 24.11.5, "
         "Ubuntu 24.04 has 23.11.4, Ubuntu 26.04 has 25.11.2), or take it out of the spec"
     )
-    (controller,) = window_findings(("ctl", V("21.08.5")), {"a": V("22.05.8")})
+    (controller,) = version_findings(("ctl", V("21.08.5")), {"a": V("22.05.8")})
     assert controller.host == "ctl"
 
 
 def test_every_skewed_host_gets_its_own_finding() -> None:
     others = {"a": V("22.05.8"), "b": V("26.05.5"), "c": V("24.11.5"), "d": V("21.08.5")}
-    assert [f.host for f in window_findings(("ctl", V("24.11.5")), others)] == ["d", "a", "b"]
+    assert [f.host for f in version_findings(("ctl", V("24.11.5")), others)] == ["d", "a", "b"]

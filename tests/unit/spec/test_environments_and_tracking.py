@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import SpecError
-from shoal.spec.load import load_text
+from shoal.spec.loader import load_text
 from shoal.spec.model import Spec
 
 BASE = "cluster: reef\ncontroller: {host: desktop, compute: true}\n"

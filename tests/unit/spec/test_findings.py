@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.spec.load import load, load_all, load_text, load_text_all
+from shoal.spec.loader import load, load_all, load_text, load_text_all
 
 EMPTY = "s.yaml:1:1: the file is empty, write a spec into it: `shoal init` makes one"
 HEAD = "cluster: reef\ncontroller: {host: ctl}\n"

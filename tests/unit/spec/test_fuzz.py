@@ -14,9 +14,11 @@ from ruamel.yaml import YAML
 from shoal.errors import SpecError
 from shoal.spec.docs import EXAMPLE
 from shoal.spec.finding import Finding
-from shoal.spec.load import load, load_text
+from shoal.spec.hosts import Controller, HostEntry, NodeSet
+from shoal.spec.loader import load, load_text
 from shoal.spec.members import members, partitions
-from shoal.spec.model import Controller, HostEntry, NodeSet, Partition, Spec
+from shoal.spec.model import Spec
+from shoal.spec.partitions import Partition
 from shoal.spec.slurm_options import SlurmOptions
 
 EDITS = [

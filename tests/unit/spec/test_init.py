@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
-from shoal.spec.load import load_all, load_text_all
+from shoal.spec.loader import load_all, load_text_all
 from shoal.spec.members import members
 from shoal.verbs.init import init, init_text, ssh_hosts
 
@@ -145,14 +145,14 @@ def test_what_cannot_become_a_spec_is_refused_with_the_reason(tmp_path: Path) ->
             ["a", "b", "b"],
             None,
             "reef",
-            'no spec can be made of this: duplicate host, "b", it is named at nodesets.nodes.hosts[0] already\n'
+            'cannot make a spec of this: duplicate host, "b", it is named at nodesets.nodes.hosts[0] already\n'
             "  fix: change these names",
         ),
         (
             ["a'\nfirewall"],
             None,
             "re: ef",
-            'no spec can be made of this: not a cluster name, "re: ef", use a lower-case letter, then lower-case '
+            'cannot make a spec of this: not a cluster name, "re: ef", use a lower-case letter, then lower-case '
             'letters, digits and `-`; not a host name, "a\' firewall", '
             "use letters, digits, `-` and `.`, at most 63 characters\n  fix: change these names",
         ),
@@ -170,7 +170,7 @@ def test_init_writes_the_file_once_and_never_over_another(tmp_path: Path) -> Non
     assert load_all(path)[1] == []
     with pytest.raises(UsageError) as caught:
         init(path)
-    assert str(caught.value) == f"{path} is there already\n  fix: edit it, or name another file"
+    assert str(caught.value) == f"{path} exists already\n  fix: edit it, or name another file"
     assert path.read_text() == text
     with pytest.raises(UsageError, match=r"cannot write .*No such file or directory"):
         init(tmp_path / "none" / "shoal.yaml")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shoal.spec.load import load_text
+from shoal.spec.hosts import Controller, NodeSet
+from shoal.spec.loader import load_text
 from shoal.spec.member import Member, Shape
 from shoal.spec.members import default_spec, members, partitions
-from shoal.spec.model import Controller, NodeSet, Spec
+from shoal.spec.model import Spec
 from shoal.spec.slurm_options import MANAGED_SLURM_KEYS
 
 TEXT = """\

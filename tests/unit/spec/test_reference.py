@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from shoal.spec.docs import EXAMPLE, schema, spec_markdown
-from shoal.spec.load import load_text_all
-from shoal.spec.model import Closed, Controller, HostEntry, Login, NodeSet, Partition, Spec
+from shoal.spec.hosts import Controller, HostEntry, Login, NodeSet
+from shoal.spec.loader import load_text_all
+from shoal.spec.model import Spec
+from shoal.spec.partitions import Partition
 from shoal.spec.slurm_options import SlurmOptions
-from shoal.verbs.schema import schema_text
+from shoal.spec.values import SpecModel
+from shoal.verbs.init import schema_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "spec.md"
-MODELS: list[type[Closed]] = [Spec, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions]
+MODELS: list[type[SpecModel]] = [Spec, Controller, HostEntry, Login, NodeSet, Partition, SlurmOptions]
 
 
 def test_the_page_is_made_from_the_models() -> None:
@@ -30,7 +33,7 @@ def test_the_example_on_the_page_loads_without_findings() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_field_is_documented_on_the_page_and_in_the_schema(model: type[Closed]) -> None:
+def test_every_field_is_documented_on_the_page_and_in_the_schema(model: type[SpecModel]) -> None:
     entry: dict[str, Any] = schema() if model is Spec else schema()["$defs"][model.__name__]
     entry = entry["anyOf"][1] if "anyOf" in entry else entry
     assert set(entry["properties"]) == set(model.model_fields)

@@ -8,7 +8,7 @@ import pytest
 from pydantic_core import PydanticCustomError
 
 from shoal.errors import UsageError
-from shoal.spec.secret import resolve_secret, secret_reference
+from shoal.spec.values import resolve_secret, secret_reference
 
 
 @pytest.mark.parametrize("text", ["env:TS_KEY", "file:~/.ts", "file:/etc/a b"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.spec.load import load_text
+from shoal.spec.loader import load_text
 
 GOOD = "cluster: reef\ncontroller: {host: ctl}\nnodesets:\n  lab: {hosts: [gpu01, gpu02]}\n"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGrm alice@desk"

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.storage import nfs, sshfs
 from shoal.storage.nfs import Export
-from shoal.storage.sshfs import HostKey
+from shoal.storage.sshfs import MemberKey
 
 HEADER = "# Written by shoal; changes here are lost.\n"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"
@@ -18,15 +18,15 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"
 
 def test_an_export_names_each_member_alone_and_squashes_root() -> None:
     some = [Export("/home", ("10.0.0.12", "10.0.0.2")), Export("/apps", ("10.0.0.2",), read_only=True)]
-    assert nfs.exports(some) == (
+    assert nfs.render_exports(some) == (
         HEADER + "/home 10.0.0.2(rw,sync,no_subtree_check,root_squash,sec=sys) "
         "10.0.0.12(rw,sync,no_subtree_check,root_squash,sec=sys)\n"
         "/apps 10.0.0.2(ro,sync,no_subtree_check,root_squash,sec=sys)\n"
     )
 
 
-def test_a_share_that_nobody_mounts_is_exported_to_nobody() -> None:
-    assert nfs.exports([Export("/home", ())]) == HEADER
+def test_a_share_without_clients_is_not_exported() -> None:
+    assert nfs.render_exports([Export("/home", ())]) == HEADER
 
 
 def test_the_kernels_server_speaks_one_version_on_one_address() -> None:
@@ -50,31 +50,31 @@ def test_ganesha_answers_on_one_address_and_lets_in_members_only() -> None:
     assert text.count("{") == text.count("}")
 
 
-def test_a_newer_ganesha_is_told_to_start_in_a_container_and_an_older_one_knows_nothing_of_it() -> None:
+def test_only_a_newer_ganesha_gets_the_setting_for_containers() -> None:
     assert "Allow_Set_Io_Flusher_Fail = true;" in nfs.ganesha_conf("10.0.0.1", [], io_flusher=True)
     assert "Flusher" not in nfs.ganesha_conf("10.0.0.1", [])
     releases = [("debian", "12"), ("debian", "13"), ("debian", ""), ("ubuntu", "24.04"), ("ubuntu", "26.04")]
-    assert [nfs.knows_io_flusher(*release) for release in releases] == [False, True, True, False, True]
+    assert [nfs.supports_io_flusher(*release) for release in releases] == [False, True, True, False, True]
 
 
-def test_our_unit_for_ganesha_wants_neither_rpcbind_nor_statd() -> None:
+def test_the_ganesha_unit_starts_neither_rpcbind_nor_statd() -> None:
     unit = nfs.ganesha_unit()
     assert "rpcbind" not in unit and "lock" not in unit
     assert f"-f {nfs.GANESHA_CONF}\n" in unit
 
 
-def test_both_servers_are_started_again_until_the_host_has_its_address() -> None:
+def test_both_servers_restart_until_the_host_has_its_address() -> None:
     again = "[Unit]\nStartLimitIntervalSec=0\n\n[Service]\nRestart=on-failure\nRestartSec=3\n"
     assert nfs.server_drop_in() == HEADER + again
     assert "StartLimitIntervalSec=0\n" in nfs.ganesha_unit() and "Restart=always\n" in nfs.ganesha_unit()
 
 
 @pytest.mark.skipif(not which("systemd-analyze"), reason="no systemd-analyze here")
-def test_systemd_reads_our_units_without_a_word(tmp_path: Path) -> None:
+def test_systemd_verifies_the_units_without_a_warning(tmp_path: Path) -> None:
     """With stand-ins for the programs and units that only a server has."""
     own = {nfs.GANESHA_UNIT: nfs.ganesha_unit().replace("/usr/bin/ganesha.nfsd", "/bin/true")}
     own[nfs.SERVER_DROP_IN] = nfs.server_drop_in()
-    own |= dict(map(nfs.not_needed_drop_in, nfs.NOT_NEEDED))
+    own |= dict(map(nfs.unneeded_unit_drop_in, nfs.UNNEEDED_UNITS))
     package = "[Unit]\nWants=rpcbind.socket rpc-statd.service\n[Service]\nType=oneshot\nExecStart=/bin/true\n"
     own["nfs-server.service"] = package
     own |= dict.fromkeys(("rpcbind.service", "rpc-statd.service"), "[Service]\nExecStart=/bin/true\n")
@@ -95,31 +95,31 @@ def test_systemd_reads_our_units_without_a_word(tmp_path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_nfs_mounts_wait_for_a_server_that_is_away_and_trust_no_set_uid_file() -> None:
+def test_nfs_mounts_are_hard_and_ignore_set_uid() -> None:
     options = nfs.mount_options(8, read_only=False).split(",")
     assert {"rw", "hard", "vers=4.2", "nconnect=8", "nosuid", "nodev", "_netdev", "nofail"} <= set(options)
     assert nfs.mount_options(4, read_only=True).startswith("ro,")
 
 
-def test_a_hosts_key_is_good_for_sftp_from_that_host_alone() -> None:
-    assert sshfs.authorized([HostKey("n2", "10.0.0.12", KEY), HostKey("n1", "fd00::11", KEY)]) == (
+def test_a_members_key_is_valid_for_sftp_from_its_address_only() -> None:
+    assert sshfs.render_authorized_keys([MemberKey("n2", "10.0.0.12", KEY), MemberKey("n1", "fd00::11", KEY)]) == (
         f'restrict,from="fd00::11",command="internal-sftp" {KEY} shoal n1\n'
         f'restrict,from="10.0.0.12",command="internal-sftp" {KEY} shoal n2\n'
     )
 
 
-def test_what_is_authorized_is_read_back_and_a_persons_own_key_is_not_taken_for_a_hosts() -> None:
-    keys = [HostKey("n1", "10.0.0.11", KEY), HostKey("n2", "10.0.0.12", KEY)]
-    text = f"{KEY} alice@desk\n{KEY} shoal n3\n" + sshfs.authorized(keys)
-    assert sshfs.read_authorized(text) == {"n1": keys[0], "n2": keys[1]}
+def test_authorized_keys_are_parsed_without_the_keys_of_users() -> None:
+    keys = [MemberKey("n1", "10.0.0.11", KEY), MemberKey("n2", "10.0.0.12", KEY)]
+    text = f"{KEY} alice@desk\n{KEY} shoal n3\n" + sshfs.render_authorized_keys(keys)
+    assert sshfs.parse_authorized_keys(text) == {"n1": keys[0], "n2": keys[1]}
 
 
-def test_a_public_key_loses_its_comment_and_what_is_none_is_no_key() -> None:
-    assert sshfs.plain_key(f"{KEY} root@n1\n") == KEY
-    assert sshfs.plain_key("") == sshfs.plain_key("-----BEGIN OPENSSH PRIVATE KEY-----\n") == ""
+def test_the_comment_of_a_public_key_is_removed() -> None:
+    assert sshfs.strip_comment(f"{KEY} root@n1\n") == KEY
+    assert sshfs.strip_comment("") == sshfs.strip_comment("-----BEGIN OPENSSH PRIVATE KEY-----\n") == ""
 
 
-def test_the_shares_account_sees_the_shares_only_and_changes_nobody_elses_login() -> None:
+def test_the_account_of_shares_is_confined_and_other_logins_are_unchanged() -> None:
     lines = sshfs.sshd_conf().splitlines()
     assert lines[1] == "Match User shoal-share"
     inside = {line.strip() for line in lines[2:]}
@@ -127,7 +127,7 @@ def test_the_shares_account_sees_the_shares_only_and_changes_nobody_elses_login(
     assert all(line.startswith("    ") for line in lines[2:])
 
 
-def test_a_home_belongs_to_its_user_by_number_and_its_modes_are_kept() -> None:
+def test_a_home_is_mounted_with_its_users_ids_and_permissions() -> None:
     options = set(sshfs.mount_options(read_only=False, owner=(2001, 2001)).split(","))
     assert {"default_permissions", "idmap=user", "uid=2001", "gid=2001", "allow_other"} <= options
     shared = set(sshfs.mount_options(read_only=True).split(","))
@@ -137,4 +137,4 @@ def test_a_home_belongs_to_its_user_by_number_and_its_modes_are_kept() -> None:
 
 
 def test_known_hosts_pins_each_server_by_its_address() -> None:
-    assert sshfs.known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY}) == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"
+    assert sshfs.render_known_hosts({"10.0.0.2": KEY, "10.0.0.1": KEY}) == f"{HEADER}10.0.0.1 {KEY}\n10.0.0.2 {KEY}\n"

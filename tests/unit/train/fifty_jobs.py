@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch.distributed
 
-from shoal.train import boards
-from shoal.train.boards import Board, FileBoard, PortBoard
+from shoal.train import address_exchange
+from shoal.train.address_exchange import AddressExchange, FileExchange, PortExchange
 from shoal.train.env import read_env
-from shoal.train.rendezvous import Patience, meet
+from shoal.train.rendezvous import RendezvousTimer, join_rendezvous
 
 JOBS = 50
 
 
 def main(kind: str, directory: Path) -> int:
-    boards.PORTS = range(21_000, 21_100)
+    address_exchange.PORT_RANGE = range(21_000, 21_100)
     ranks = {}
     for job in range(JOBS):
         for rank in (1, 0):
@@ -31,27 +31,27 @@ def main(kind: str, directory: Path) -> int:
                 os._exit(run(kind, directory, job, rank))
             ranks[pid] = (job, rank)
     failed = [ranks[pid] for pid, status in (os.wait() for _ in range(2 * JOBS)) if status]
-    print(f"failed (job, rank): {failed}" if failed else f"{JOBS} jobs met")
+    print(f"failed (job, rank): {failed}" if failed else f"{JOBS} jobs connected")
     return bool(failed)
 
 
 def run(kind: str, directory: Path, job: int, rank: int) -> int:
-    """One rank: meets its job's other rank, opens the store, and reads there what that one has written."""
+    """One rank: connects to the other rank of its job, opens the store, and reads what that one has written."""
     slurm = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     slurm |= {"SLURM_NODEID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "gpu1", "SLURM_TASKS_PER_NODE": "2"}
     env = read_env(slurm)
-    ports = PortBoard(lambda: ["127.0.0.1"], env.key)
-    board: Board = FileBoard(directory, env.key) if kind == "file" else ports
+    ports = PortExchange(lambda: ["127.0.0.1"], env.key)
+    exchange: AddressExchange = FileExchange(directory, env.key) if kind == "file" else ports
     try:
-        met = meet(env, board, lambda: ["127.0.0.1"], Patience(240, 240))
+        rendezvous = join_rendezvous(env, exchange, lambda: ["127.0.0.1"], RendezvousTimer(240, 240))
         store = torch.distributed.TCPStore(
-            met.store_address,
-            met.store_port,
+            rendezvous.store_address,
+            rendezvous.store_port,
             2,
             is_master=rank == 0,
             timeout=timedelta(seconds=120),
             wait_for_workers=False,
-            master_listen_fd=met.listener.detach() if met.listener else None,
+            master_listen_fd=rendezvous.listener.detach() if rendezvous.listener else None,
         )
         store.set(f"from {rank}", f"job {job}")
         other = store.get(f"from {1 - rank}").decode()

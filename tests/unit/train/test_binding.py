@@ -13,10 +13,20 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from shoal.train.binding import Binding, Seat, device_numbers, find_fault, prove_binding, take_seat
+from shoal.train.binding import (
+    Binding,
+    GpuDevice,
+    RankGpu,
+    check_binding,
+    choose_gpu,
+    device_file_gpus,
+    device_numbers,
+    prove_binding,
+    usable_minors,
+    uuid_minors,
+)
 from shoal.train.env import Env, read_env
 from shoal.train.errors import BindingError
-from shoal.train.gpus import Gpu, device_file_gpus, usable_minors, uuid_minors
 
 ENV = read_env(
     {
@@ -32,61 +42,71 @@ ENV = read_env(
 )
 
 
-def seat(rank: int, uuid: str, minor: int | None = None, *, visible: int = 2, allocated: Sequence[int] = ()) -> Seat:
+def rank_gpu(
+    rank: int, uuid: str, minor: int | None = None, *, visible: int = 2, allocated: Sequence[int] = ()
+) -> RankGpu:
     local = rank % 2
-    return Seat(
+    return RankGpu(
         rank, f"gpu{rank // 2 + 1}", local, 0 if visible == 1 else local, visible, uuid, minor, tuple(allocated)
     )
 
 
 GOOD = {
-    "each its own": [seat(0, "GPU-a", 0), seat(1, "GPU-b", 1), seat(2, "GPU-c", 0), seat(3, "GPU-d", 1)],
-    "one visible each, as --gpus-per-task gives": [seat(0, "GPU-a", 0, visible=1), seat(1, "GPU-b", 1, visible=1)],
-    "the same number on two nodes, no UUID": [seat(1, "", 1), seat(3, "", 1)],
-    "the upper half of a node": [seat(0, "GPU-e", 4, allocated=(4, 5)), seat(1, "GPU-f", 5, allocated=(4, 5))],
-    "no GPUs at all": [seat(0, "", visible=0), seat(1, "", visible=0)],
+    "each its own": [
+        rank_gpu(0, "GPU-a", 0),
+        rank_gpu(1, "GPU-b", 1),
+        rank_gpu(2, "GPU-c", 0),
+        rank_gpu(3, "GPU-d", 1),
+    ],
+    "one visible each, as --gpus-per-task gives": [
+        rank_gpu(0, "GPU-a", 0, visible=1),
+        rank_gpu(1, "GPU-b", 1, visible=1),
+    ],
+    "the same number on two nodes, no UUID": [rank_gpu(1, "", 1), rank_gpu(3, "", 1)],
+    "the upper half of a node": [rank_gpu(0, "GPU-e", 4, allocated=(4, 5)), rank_gpu(1, "GPU-f", 5, allocated=(4, 5))],
+    "no GPUs at all": [rank_gpu(0, "", visible=0), rank_gpu(1, "", visible=0)],
 }
 
 
 @pytest.mark.parametrize("case", GOOD)
 def test_a_good_layout_passes(case: str) -> None:
-    assert find_fault(GOOD[case], ENV) is None
+    assert check_binding(GOOD[case], ENV) is None
 
 
 HEAD = "rank  node  local rank  GPU\n         "
 BAD = {
     "two ranks on one UUID": (
-        [seat(0, "GPU-a", 0, visible=1), seat(1, "GPU-a", 0, visible=1)],
+        [rank_gpu(0, "GPU-a", 0, visible=1), rank_gpu(1, "GPU-a", 0, visible=1)],
         "ranks 0 and 1 are on the same GPU of gpu1: GPU-a (/dev/nvidia0)\n"
         f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "         1     gpu1  1           GPU-a (/dev/nvidia0)\n"
         "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     ),
     "two ranks on one device without a UUID": (
-        [seat(0, "", 3, visible=1), seat(1, "", 3, visible=1)],
+        [rank_gpu(0, "", 3, visible=1), rank_gpu(1, "", 3, visible=1)],
         "ranks 0 and 1 are on the same GPU of gpu1: gpu1:/dev/nvidia3\n"
         f"  found: {HEAD}0     gpu1  0           gpu1:/dev/nvidia3\n"
         "         1     gpu1  1           gpu1:/dev/nvidia3\n"
         "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
     ),
     "another job's GPU": (
-        [seat(0, "GPU-a", 0, allocated=(1,))],
-        "rank 0 is on /dev/nvidia0 of gpu1, which Slurm did not give to this job\n"
-        "  found: Slurm gave it /dev/nvidia1\n"
+        [rank_gpu(0, "GPU-a", 0, allocated=(1,))],
+        "rank 0 is on /dev/nvidia0 of gpu1, which Slurm did not allocate to this job\n"
+        "  found: Slurm allocated /dev/nvidia1\n"
         f"         {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "  fix: remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n"
         "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1",
     ),
     "all GPUs of a node in sight of a job that has one, as --gpu-bind=none does on Slurm 22.05": (
-        [replace(seat(0, "GPU-a", 0, visible=4), granted=1)],
-        "rank 0 sees 4 GPUs on gpu1, and Slurm gave it 1, not saying which\n"
+        [replace(rank_gpu(0, "GPU-a", 0, visible=4), granted=1)],
+        "rank 0 sees 4 GPUs on gpu1, and Slurm allocated 1, without naming them\n"
         "  found: SLURM_GPUS_ON_NODE=1, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n"
         f"         {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "  fix: remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n"
         "       #SBATCH --gpus-per-node=1 --ntasks-per-node=1",
     ),
     "a rank left without one": (
-        [seat(0, "GPU-a", 0), seat(1, "", visible=0)],
+        [rank_gpu(0, "GPU-a", 0), rank_gpu(1, "", visible=0)],
         "rank 1 has no GPU: it is local rank 1 on gpu1 and sees no GPU\n"
         f"  found: {HEAD}0     gpu1  0           GPU-a (/dev/nvidia0)\n"
         "         1     gpu1  1           none\n"
@@ -97,8 +117,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_layout_is_refused_with_the_flags_that_mend_it(case: str) -> None:
-    seats, text = BAD[case]
-    assert str(find_fault(seats, ENV)) == text
+    ranks, text = BAD[case]
+    assert str(check_binding(ranks, ENV)) == text
 
 
 @pytest.mark.parametrize(
@@ -109,23 +129,23 @@ def test_a_bad_layout_is_refused_with_the_flags_that_mend_it(case: str) -> None:
     ],
 )
 def test_the_flags_are_those_of_the_launcher(launcher: str, fix: str) -> None:
-    fault = find_fault([seat(0, "GPU-a"), seat(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
+    fault = check_binding([rank_gpu(0, "GPU-a"), rank_gpu(1, "GPU-a")], replace(ENV, launcher=launcher))  # type: ignore[arg-type]
     assert fault is not None
     assert fault.fix == fix
 
 
 def test_the_only_gpu_in_sight_is_taken_else_the_one_of_the_local_rank() -> None:
     third = replace(ENV, rank=2, local_rank=2, local_world_size=4)
-    four = [Gpu(f"GPU-{letter}", minor) for minor, letter in enumerate("abcd")]
-    assert take_seat(third, four, {}).uuid == "GPU-c"
-    assert take_seat(third, four[3:], {}).uuid == "GPU-d"
-    beyond = take_seat(third, four[:2], {"SLURM_JOB_GPUS": "0,1"})
+    four = [GpuDevice(f"GPU-{letter}", minor) for minor, letter in enumerate("abcd")]
+    assert choose_gpu(third, four, {}).uuid == "GPU-c"
+    assert choose_gpu(third, four[3:], {}).uuid == "GPU-d"
+    beyond = choose_gpu(third, four[:2], {"SLURM_JOB_GPUS": "0,1"})
     assert (beyond.gpu, beyond.visible, beyond.allocated) == ("", 2, (0, 1))
-    assert find_fault([beyond], third).what == "rank 2 has no GPU: it is local rank 2 on gpu1 and sees 2 GPUs"  # type: ignore[union-attr]
+    assert check_binding([beyond], third).what == "rank 2 has no GPU: it is local rank 2 on gpu1 and sees 2 GPUs"  # type: ignore[union-attr]
 
 
 def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
-    binding = Binding((seat(0, "", visible=0),))
+    binding = Binding((rank_gpu(0, "", visible=0),))
     assert not binding.proved
     assert str(binding) == (
         "rank  node  local rank  GPU\n0     gpu1  0           none\nNo rank has a GPU: there is no binding to prove."
@@ -143,7 +163,7 @@ def test_a_job_without_gpus_says_that_nothing_was_proved() -> None:
     ids=["a batch script", "a step", "a step that only knows the batch host's", "no Slurm"],
 )
 def test_the_allocation_is_that_of_this_node(environ: dict[str, str], numbers: tuple[int, ...]) -> None:
-    assert take_seat(ENV, [Gpu("GPU-a", 1)], environ).allocated == numbers
+    assert choose_gpu(ENV, [GpuDevice("GPU-a", 1)], environ).allocated == numbers
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("0,1", (0, 1)), ("4-7", (4, 5, 6, 7)), ("", ()), ("GPU-a", ())])
@@ -177,15 +197,15 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_device_files_are_numbered_as_cuda_numbers_what_it_can_open(devices: Path) -> None:
     assert usable_minors(devices) == [2, 3]
     seen = {
-        "0,1": (Gpu("GPU-2", 2), Gpu("GPU-3", 3)),
-        "1": (Gpu("GPU-3", 3),),
-        "GPU-3": (Gpu("GPU-3", 3),),
-        "1,7,0": (Gpu("GPU-3", 3),),
+        "0,1": (GpuDevice("GPU-2", 2), GpuDevice("GPU-3", 3)),
+        "1": (GpuDevice("GPU-3", 3),),
+        "GPU-3": (GpuDevice("GPU-3", 3),),
+        "1,7,0": (GpuDevice("GPU-3", 3),),
         "NoDevFiles": (),
         "": (),
     }
     assert {text: device_file_gpus({"CUDA_VISIBLE_DEVICES": text}, devices) for text in seen} == seen
-    assert device_file_gpus({"SLURM_GPUS_ON_NODE": "1"}, devices) == (Gpu("GPU-2", 2), Gpu("GPU-3", 3))
+    assert device_file_gpus({"SLURM_GPUS_ON_NODE": "1"}, devices) == (GpuDevice("GPU-2", 2), GpuDevice("GPU-3", 3))
     assert device_file_gpus({}, devices) == ()
 
 
@@ -206,7 +226,7 @@ def test_every_rank_gets_the_same_table_over_the_store() -> None:
     with ThreadPoolExecutor() as pool:
         tables = [future.result() for future in [pool.submit(prove, store, rank, 2, "") for rank in (0, 1)]]
     assert tables[0] == tables[1]
-    assert [seat.rank for seat in tables[0].seats] == [0, 1]
+    assert [rank_gpu.rank for rank_gpu in tables[0].ranks] == [0, 1]
 
 
 def test_every_rank_hears_why_the_layout_is_refused() -> None:
@@ -222,11 +242,11 @@ def test_every_rank_hears_why_the_layout_is_refused() -> None:
 class _Claims:
     """The job's store, in which this rank's GPU is another than this machine has."""
 
-    def __init__(self, store: torch.distributed.Store, rank: int, seat: str) -> None:
-        self.store, self.key, self.seat = store, f"binding/{rank}", seat
+    def __init__(self, store: torch.distributed.Store, rank: int, rank_gpu: str) -> None:
+        self.store, self.key, self.rank_gpu = store, f"binding/{rank}", rank_gpu
 
     def set(self, key: str, value: str) -> None:
-        self.store.set(key, json.dumps(json.loads(self.seat) | {"allocated": []}) if key == self.key else value)
+        self.store.set(key, json.dumps(json.loads(self.rank_gpu) | {"allocated": []}) if key == self.key else value)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
@@ -237,7 +257,7 @@ def test_a_rank_that_says_nothing_about_its_gpu_is_named() -> None:
     with pytest.raises(BindingError) as error:
         prove_binding(replace(ENV, world_size=2), store, {}, timeout=0.2)
     assert str(error.value) == (
-        "1 of 2 ranks did not say which GPU they have within 0.2 s\n"
+        "1 of 2 ranks did not report their GPU within 0.2 s\n"
         "  found: nothing from rank 1\n"
-        "  fix: look at the logs of these ranks; nvidia-smi on their nodes may hang"
+        "  fix: read the logs of these ranks; nvidia-smi on their nodes may hang"
     )

@@ -16,7 +16,8 @@ import torch
 from tests.unit.train.procs import ranks
 from tests.unit.train.training import build, digest, train_step
 
-from shoal.train.checkpoint import Checkpointer, TrainState, files
+from shoal.train.checkpoint import Checkpointer, TrainState
+from shoal.train.checkpoint import layout as files
 from shoal.train.errors import CheckpointError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
@@ -104,6 +105,15 @@ def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
     assert _names(tmp_path) == ["step-2.1"]
 
 
+def test_a_damaged_checkpoint_does_not_count_among_the_last_that_are_kept(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2)
+    (tmp_path / "step-2" / ".metadata").write_bytes(b"")
+    state, checkpointer = build("plain"), Checkpointer(tmp_path, keep_last=2)
+    assert checkpointer.restore(state) == 1
+    assert checkpointer.save(3, state).committed
+    assert _names(tmp_path) == ["step-1", "step-3"]
+
+
 def test_where_no_checkpoint_is_whole_the_run_does_not_start_over_in_silence(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     (tmp_path / "step-1" / ".metadata").write_bytes(b"")
@@ -150,7 +160,7 @@ def test_another_model_is_refused_with_the_tensors_that_differ(tmp_path: Path) -
 def test_a_part_that_was_never_saved_is_refused_by_name(tmp_path: Path) -> None:
     whole = build("plain")
     Checkpointer(tmp_path).save(1, TrainState(whole.model, whole.optimizer))
-    with pytest.raises(CheckpointError, match="the scheduler is to be restored, and the checkpoint holds none"):
+    with pytest.raises(CheckpointError, match="the scheduler: the checkpoint has none"):
         Checkpointer(tmp_path).restore(whole)
 
 
@@ -235,7 +245,7 @@ def test_data_positions_of_single_ranks_come_back_to_them_and_are_refused_at_ano
     assert ranks(2, _with_positions, str(tmp_path), True) == ["committed"] * 2
     assert ranks(2, _with_positions, str(tmp_path), False) == [1, 1]
     (said,) = ranks(1, _with_positions, str(tmp_path), False)
-    assert "the data position cannot be carried from 2 ranks to 1" in said
+    assert "cannot restore the data position of 2 ranks on 1" in said
     assert "or resume with 2 ranks" in said
 
 

@@ -14,7 +14,8 @@ import pytest
 from tests.unit.train.procs import start
 from tests.unit.train.training import build, digest, train_step
 
-from shoal.train.checkpoint import Checkpointer, files
+from shoal.train.checkpoint import Checkpointer
+from shoal.train.checkpoint import layout as files
 
 WATCHED = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.scandir")
 
@@ -77,7 +78,7 @@ def _whole_checkpoint_is_found(directory: Path, count: int) -> int:
     """The step a new set of ranks resumes from, having proved that they got exactly what was saved."""
     newest = files.committed(directory)[0]
     manifest = files.read_manifest(newest)
-    assert files.damage(newest, manifest.files) == ""
+    assert files.find_damage(newest, manifest.files) == ""
     assert _run_until_one_dies(count, _resume, str(directory)) == [0] * count
     steps = set()
     for rank in range(count):
@@ -85,7 +86,7 @@ def _whole_checkpoint_is_found(directory: Path, count: int) -> int:
         assert restored == (directory / f"parameters-{step}-{rank}").read_text()
         steps.add(step)
     assert len(steps) == 1 and steps == {files.step_of(newest)}
-    assert files.leftovers(directory) == []
+    assert files.list_leftovers(directory) == []
     return steps.pop()
 
 

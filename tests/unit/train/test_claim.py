@@ -19,19 +19,19 @@ import pytest
 from tests.unit.train.training import build, train_step
 
 from shoal.train.checkpoint import Checkpointer
-from shoal.train.checkpoint.claim import FILE, FORGOTTEN, Claim, Writer
+from shoal.train.checkpoint.claim import CLAIM_FILE, STALE_AFTER_S, Claim, ClaimOwner
 from shoal.train.errors import CheckpointError
 from shoal.train.run import Run
 
 LONG = 600.0
 """Reached only by what hangs."""
-FIRST, SECOND = Writer("reef-17", "job 17", "n1"), Writer("reef-18", "job 18", "n2")
+FIRST, SECOND = ClaimOwner("reef-17", "job 17", "n1"), ClaimOwner("reef-18", "job 18", "n2")
 
 
-def leave(directory: Path, writer: Writer) -> Path:
+def leave(directory: Path, writer: ClaimOwner) -> Path:
     """What a job that was killed leaves behind."""
-    (directory / FILE).write_text(json.dumps(asdict(writer)))
-    return directory / FILE
+    (directory / CLAIM_FILE).write_text(json.dumps(asdict(writer)))
+    return directory / CLAIM_FILE
 
 
 @contextmanager
@@ -60,18 +60,18 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_a_second_job_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
-    first = Claim(tmp_path, FIRST, beat=0.05)
+    first = Claim(tmp_path, FIRST, touch_period=0.05)
     assert first.take() is None
-    other = Claim(tmp_path, SECOND, beat=0.05, patience=LONG).take()
+    other = Claim(tmp_path, SECOND, touch_period=0.05, takeover_timeout=LONG).take()
     assert str(other) == "job 17 on n1"
     first.release()
-    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
+    assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
 
 
 def test_what_a_job_that_died_left_is_taken_over_when_nothing_moves(tmp_path: Path) -> None:
     leave(tmp_path, FIRST)
-    assert Claim(tmp_path, SECOND, beat=0.05, patience=0.2).take() is None
-    assert json.loads((tmp_path / FILE).read_text())["name"] == "job 18"
+    assert Claim(tmp_path, SECOND, touch_period=0.05, takeover_timeout=0.2).take() is None
+    assert json.loads((tmp_path / CLAIM_FILE).read_text())["name"] == "job 18"
 
 
 def test_one_touch_is_no_sign_of_life(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,38 +84,44 @@ def test_one_touch_is_no_sign_of_life(tmp_path: Path, caplog: pytest.LogCaptureF
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(touch_once)
-        assert Claim(tmp_path, SECOND, beat=0.05, patience=1).take() is None
-    assert f"{file} was left by job 17 on n1; waiting 1 s at most for a sign of life" in caplog.text
+        assert Claim(tmp_path, SECOND, touch_period=0.05, takeover_timeout=1).take() is None
+    assert f"{file} was written by job 17 on n1; checking for up to 1 s whether that job runs" in caplog.text
 
 
 def test_an_old_file_is_not_waited_for(tmp_path: Path) -> None:
-    long_ago = time.time() - FORGOTTEN - 60
+    long_ago = time.time() - STALE_AFTER_S - 60
     os.utime(leave(tmp_path, FIRST), (long_ago, long_ago))
-    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
+    assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
 
 
 def test_a_job_that_was_killed_on_the_same_node_is_not_waited_for(tmp_path: Path) -> None:
     program = "import os, sys; from pathlib import Path; from shoal.train.checkpoint.claim import Claim\n"
     program += "Claim(Path(sys.argv[1])).take(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=LONG)
-    assert (tmp_path / FILE).exists()
-    assert Claim(tmp_path, patience=LONG).take() is None
+    assert (tmp_path / CLAIM_FILE).exists()
+    assert Claim(tmp_path, takeover_timeout=LONG).take() is None
 
 
 def test_the_next_turn_of_a_job_takes_it_at_once_and_the_one_before_learns_of_it(tmp_path: Path) -> None:
-    before, now = Claim(tmp_path, FIRST, beat=0.05), Claim(tmp_path, Writer("reef-17", "job 17", "n2"), patience=LONG)
+    before, now = (
+        Claim(tmp_path, FIRST, touch_period=0.05),
+        Claim(tmp_path, ClaimOwner("reef-17", "job 17", "n2"), takeover_timeout=LONG),
+    )
     assert (before.take(), now.take()) == (None, None)
-    wait_for(lambda: before.lost_to)
-    assert str(before.lost_to) == "job 17 on n2"
+    wait_for(lambda: before.new_owner)
+    assert str(before.new_owner) == "job 17 on n2"
     before.release()
-    assert (tmp_path / FILE).exists(), "it is not the earlier turn's to take away"
+    assert (tmp_path / CLAIM_FILE).exists(), "it is not the earlier turn's to take away"
 
 
 def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
-    claims = [Claim(tmp_path, Writer(f"reef-9_{n}", f"job 9_{n}", "n1"), beat=0.05, patience=LONG) for n in range(8)]
+    claims = [
+        Claim(tmp_path, ClaimOwner(f"reef-9_{n}", f"job 9_{n}", "n1"), touch_period=0.05, takeover_timeout=LONG)
+        for n in range(8)
+    ]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(Claim.take, claims))
-    [first] = [claim.mine for claim, other in zip(claims, found, strict=True) if other is None]
+    [first] = [claim.owner for claim, other in zip(claims, found, strict=True) if other is None]
     assert [other for other in found if other is not None] == [first] * 7
     for claim in claims:
         claim.release()
@@ -129,9 +135,9 @@ def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_link_to_nowhere_in_its_place_holds_nobody_up(tmp_path: Path) -> None:
-    (tmp_path / FILE).symlink_to(tmp_path / "nowhere")
-    assert Claim(tmp_path, SECOND, patience=LONG).take() is None
-    assert json.loads((tmp_path / FILE).read_text())["name"] == "job 18"
+    (tmp_path / CLAIM_FILE).symlink_to(tmp_path / "nowhere")
+    assert Claim(tmp_path, SECOND, takeover_timeout=LONG).take() is None
+    assert json.loads((tmp_path / CLAIM_FILE).read_text())["name"] == "job 18"
 
 
 def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
@@ -139,7 +145,7 @@ def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
 ) -> None:
     (tmp_path / "saved").write_text("a file")
     assert Claim(tmp_path / "saved").take() is None
-    assert f"another job could write to {tmp_path}/saved at the same time: [Errno" in caplog.text
+    assert f"cannot keep other jobs from writing to {tmp_path}/saved: [Errno" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_a_directory_that_cannot_be_written_is_told_and_stops_nobody(
 def test_a_job_is_the_same_over_its_turns_and_members_of_an_array_are_not(
     environ: dict[str, str], run: str, name: str
 ) -> None:
-    writer = Writer.here({**environ, "SLURMD_NODENAME": "n1"})
+    writer = ClaimOwner.here({**environ, "SLURMD_NODENAME": "n1"})
     assert (writer.run, str(writer)) == (run, name)
 
 
@@ -180,7 +186,7 @@ def test_to_read_a_checkpoint_needs_no_claim_and_disturbs_nobody(tmp_path: Path)
 def test_a_job_that_lost_its_directory_saves_no_more_and_says_to_whom(tmp_path: Path) -> None:
     state, checkpointer = build("plain"), Checkpointer(tmp_path)
     checkpointer.claim({"SLURM_JOB_ID": "17"})
-    Claim(tmp_path, Writer("-17", "job 17", "n2")).take()
+    Claim(tmp_path, ClaimOwner("-17", "job 17", "n2")).take()
     steps = itertools.count(1)
     wait_for(lambda: not checkpointer.save(next(steps), state).committed)
     assert checkpointer.last is not None

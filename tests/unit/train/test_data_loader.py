@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.train.data import DataError, Loader, Order, ShardDataset, write_shards
+from shoal.train.data import DataError, Loader, SampleOrder, ShardDataset, write_shards
 
 
 class Numbers:
@@ -67,7 +67,7 @@ def test_the_global_order_depends_on_seed_and_epoch_alone(lengths, seed, epoch, 
     for loader in ranks:
         loader.set_epoch(epoch)
     samples = sum(lengths)
-    assert run(ranks) == Order(lengths, seed, epoch, block=4, window=3).ids(0, samples)
+    assert run(ranks) == SampleOrder(lengths, seed, epoch, block=4, window=3).ids(0, samples)
     assert {(loader.epoch, loader.position) for loader in ranks} == {(epoch + 1, 0)}
 
 
@@ -89,7 +89,7 @@ def test_interruptions_at_any_point_and_other_world_sizes_lose_and_repeat_nothin
         if epoch == 0:
             seen += run(ranks, batches)
         state = ranks[-1].state_dict()
-    assert seen == Order(lengths, seed, 0, block=4, window=3).ids(0, sum(lengths))
+    assert seen == SampleOrder(lengths, seed, 0, block=4, window=3).ids(0, sum(lengths))
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
@@ -111,12 +111,12 @@ def test_the_weights_of_all_ranks_average_the_real_samples_once_each(samples, wo
 def test_a_last_batch_that_is_dropped_leaves_out_the_end_of_the_order():
     ranks = loaders(Numbers(10), 2, 4, tail="drop")
     assert len(ranks[0]) == 2
-    assert run(ranks) == Order([10], 0, 0, block=4, window=3).ids(0, 8)
+    assert run(ranks) == SampleOrder([10], 0, 0, block=4, window=3).ids(0, 8)
 
 
 def test_a_padded_batch_is_filled_with_the_beginning_of_the_order_and_says_so():
     loader = Loader(Numbers(10), global_batch=4, collate=list)
-    order = Order([10], 0, 0).ids(0, 10)
+    order = SampleOrder([10], 0, 0).ids(0, 10)
     *_, (last, mask) = [(batch, loader.mask.tolist()) for batch in loader]
     assert last == order[8:] + order[:2]
     assert mask == [True, True, False, False]

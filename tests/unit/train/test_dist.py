@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.train.two_hosts import ADDRESSES, MEET_ONLY, ONE_RANK, TwoHosts, outcome, two_hosts
+from tests.unit.train.two_hosts import ADDRESSES, ONE_RANK, RENDEZVOUS_ONLY, TwoHosts, outcome, two_hosts
 
-from shoal.train import explain
-from shoal.train.dist import EXPLAIN_AFTER, init, set_threads, use_interface
+from shoal.train import rendezvous_errors
+from shoal.train.dist import REPORT_AFTER_S, init, set_threads, use_interface
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
-from shoal.train.interfaces import interface_of, is_loopback, settings_for, source_address
+from shoal.train.interfaces import interface_of, is_loopback, nccl_gloo_variables, source_address
 from shoal.train.multiprocess import child_variables
-from shoal.train.rendezvous import Meeting
+from shoal.train.rendezvous import Rendezvous
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2"
@@ -58,7 +58,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 @needs_namespaces
 @pytest.mark.parametrize("shared", [True, False], ids=["a shared directory", "nothing shared"])
-def test_the_ranks_meet_on_the_one_network_that_joins_them(hosts: TwoHosts, tmp_path: Path, shared: bool) -> None:
+def test_the_ranks_use_the_network_that_connects_them(hosts: TwoHosts, tmp_path: Path, shared: bool) -> None:
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store")} if shared else {}
     running = [hosts.start(rank, srun(rank) | more, ONE_RANK) for rank in (0, 1)]
     said = [outcome(process)[0] for process in running]
@@ -70,34 +70,34 @@ def test_the_ranks_meet_on_the_one_network_that_joins_them(hosts: TwoHosts, tmp_
 
 
 @needs_namespaces
-def test_a_network_that_loses_packets_is_explained_by_both_sides(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_network_that_drops_packets_is_reported_by_both_sides(hosts: TwoHosts, tmp_path: Path) -> None:
     hosts.cut()
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store")}
-    running = [hosts.start(rank, srun(rank) | more, MEET_ONLY, "15", "6") for rank in (0, 1)]
+    running = [hosts.start(rank, srun(rank) | more, RENDEZVOUS_ONLY, "15", "6") for rank in (0, 1)]
     (zero, zero_said), (one, one_said) = [outcome(process) for process in running]
-    assert "rank 1 on gpu2 is not here; the host does not answer (10.231.77.2)" in zero["error"]
-    assert re.search(r"rank 1 says: .*10\.231\.77\.1 port \d+: no answer within 2 s", zero["error"])
+    assert "rank 1 on gpu2: missing; the host does not answer (10.231.77.2)" in zero["error"]
+    assert re.search(r"rank 1 reports: .*10\.231\.77\.1 port \d+: no answer within 2 s", zero["error"])
     assert "a firewall between them is the usual cause" in zero["error"]
     assert re.search(r"rank 1 on gpu2 waited \d+ s and did not reach rank 0 on gpu1", one["error"])
-    assert "no answer within 2 s; this host goes there by mesh0 from 10.231.77.2" in one["error"]
+    assert "no answer within 2 s; route: mesh0 from 10.231.77.2" in one["error"]
     for said in (zero_said, one_said):
         assert "shoal: still waiting (up to 15 s)." in said
 
 
 @needs_namespaces
-def test_a_node_that_is_not_there_is_explained(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_missing_node_is_reported(hosts: TwoHosts, tmp_path: Path) -> None:
     addresses = "gpu1=10.231.77.1,gpu2=10.231.77.2,gpu3=10.231.77.3"
     more = {"SHOAL_STORE_DIR": str(tmp_path / "store"), "SHOAL_NODE_ADDRS": addresses}
-    running = [hosts.start(rank, srun(rank, ranks=3) | more, MEET_ONLY, "15", "8") for rank in (0, 1)]
+    running = [hosts.start(rank, srun(rank, ranks=3) | more, RENDEZVOUS_ONLY, "15", "8") for rank in (0, 1)]
     errors = [outcome(process)[0]["error"] for process in running]
     assert errors[0] == errors[1]
-    assert "for 1 of 3 ranks\n  found: rank 2 on gpu3 is not here; the host does not answer (10.231.77.3)" in errors[0]
+    assert "for 1 of 3 ranks\n  found: rank 2 on gpu3: missing; the host does not answer (10.231.77.3)" in errors[0]
 
 
-def test_unless_told_otherwise_it_is_explained_within_15_seconds() -> None:
-    """Of silence, and then of asking a host with two addresses at two ports each, none of which answers."""
-    assert inspect.signature(init).parameters["explain_after"].default == EXPLAIN_AFTER
-    assert EXPLAIN_AFTER + 2 * len(explain._PROBE_PORTS) * explain._PROBE_SECONDS <= 15
+def test_missing_ranks_are_named_within_15_seconds_by_default() -> None:
+    """The wait, then the probes of a host with two addresses, on two ports each, none of which answers."""
+    assert inspect.signature(init).parameters["explain_after"].default == REPORT_AFTER_S
+    assert REPORT_AFTER_S + 2 * len(rendezvous_errors.PROBE_PORTS) * rendezvous_errors.PROBE_TIMEOUT_S <= 15
 
 
 def run(command: list[str], **environ: str) -> tuple[list[dict[str, Any]], str]:
@@ -174,14 +174,14 @@ def test_spawn_on_two_nodes_counts_through_and_refuses_several_starts_on_one() -
     with pytest.raises(EnvError) as refusal:
         child_variables(read_env(crowded), 0, 2, 0, "/tmp/unused")
     assert str(refusal.value) == (
-        "spawn() starts all ranks of a node, and is itself started several times on this one\n"
+        "spawn() starts all ranks of a node, but is itself started several times on this node\n"
         "  found: 2 processes of srun on gpu2\n"
         "  fix: srun --ntasks-per-node=1"
     )
 
 
 def test_what_the_user_set_stays_and_an_interface_that_is_not_there_is_refused() -> None:
-    env, met = read_env(srun(0)), Meeting("127.0.0.1", 1, "127.0.0.1")
+    env, met = read_env(srun(0)), Rendezvous("127.0.0.1", 1, "127.0.0.1")
     environ = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert use_interface(env, met, environ) == "lo"
     assert environ == {"NCCL_SOCKET_IFNAME": "^docker0", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
@@ -195,8 +195,8 @@ def test_what_the_user_set_stays_and_an_interface_that_is_not_there_is_refused()
 
 
 def test_a_tunnel_gets_more_sockets_than_nccl_would_open() -> None:
-    assert settings_for("wg-not-a-card")["NCCL_NSOCKS_PERTHREAD"] == "4"
-    assert "NCCL_NSOCKS_PERTHREAD" not in settings_for("lo")
+    assert nccl_gloo_variables("wg-not-a-card")["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert "NCCL_NSOCKS_PERTHREAD" not in nccl_gloo_variables("lo")
 
 
 @pytest.mark.parametrize(
@@ -242,5 +242,5 @@ def test_a_rank_that_srun_left_with_one_of_many_cpus_is_told_how_to_get_them(
     set_threads(read_env(srun(0)), {"SLURM_CPUS_ON_NODE": "1"})
     assert caplog.text == "", "it has all there are"
     set_threads(read_env(srun(0)), {"SLURM_CPUS_ON_NODE": "16"})
-    assert "rank 0 may use 1 of the 16 CPUs that the job has on gpu1" in caplog.text
-    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it" in caplog.text
+    assert "rank 0 can use 1 of the job's 16 CPUs on gpu1" in caplog.text
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun" in caplog.text

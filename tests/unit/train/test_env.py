@@ -12,8 +12,7 @@ import pytest
 
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
-from shoal.train.launchers import LAUNCHERS
-from shoal.train.nodes import place_tasks, tasks_per_node
+from shoal.train.launchers import LAUNCHERS, place_tasks, tasks_per_node
 
 SRUN = {
     "SLURM_CLUSTER_NAME": "reef",
@@ -225,19 +224,19 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "a rank without a world": (
         {"RANK": "0"},
-        "whoever set RANK started this process, and its world_size is not in the environment\n"
+        "a launcher that sets RANK started this process, but its world_size is not in the environment\n"
         "  found: RANK=0, but no WORLD_SIZE\n"
         "  fix: set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or none",
     ),
     "rank 0 elsewhere, and nothing about this node": (
         {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
-        "whoever set RANK started this process, and its local_world_size is not in the environment\n"
+        "a launcher that sets RANK started this process, but its local_world_size is not in the environment\n"
         "  found: RANK=1, but no LOCAL_WORLD_SIZE\n"
         "  fix: set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or none",
     ),
     "PMIx without a size": (
         {"PMIX_RANK": "1"},
-        "pmix started this process, and its world_size is not in the environment\n"
+        "pmix started this process, but its world_size is not in the environment\n"
         "  found: PMIX_RANK=1, but no WORLD_SIZE\n"
         "  fix: PMIx has no variable for how many ranks there are: pass WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
     ),
@@ -249,25 +248,25 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "tasks that are no count": (
         SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"},
-        "the tasks of each node cannot be read\n"
+        "cannot read the number of tasks per node\n"
         "  found: SLURM_STEP_TASKS_PER_NODE: 'two' is not a count like 2 or 2(x3)\n"
         "  fix: start the script with srun inside the job, and pass Slurm's variables on unchanged (containers too)",
     ),
     "a broken nodelist": (
         SRUN | {"SLURM_STEP_NODELIST": "gpu[01-02"},
-        "Slurm's list of nodes cannot be read\n"
+        "cannot read Slurm's list of nodes\n"
         "  found: SLURM_STEP_NODELIST: hostlist 'gpu[01-02': a bracket at character 4 has no partner\n"
         "  fix: start the script with srun inside the job, and pass Slurm's variables on unchanged (containers too)",
     ),
     "torchrun in several tasks of a node": (
         SRUN | TORCHRUN,
-        "srun starts torchrun several times on a node, and each starts all the ranks of the node\n"
+        "srun starts torchrun several times on a node, and each starts all ranks of the node\n"
         "  found: tasks per node: 2(x2), LOCAL_WORLD_SIZE=2\n"
         "  fix: srun --ntasks-per-node=1 torchrun --nproc-per-node=2 ...",
     ),
     "torchrun that thinks it is alone": (
         IN_ONE_TASK | TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
-        "srun starts torchrun on 2 nodes, and torchrun counts 1\n"
+        "srun starts torchrun on 2 nodes, but torchrun counts 1\n"
         "  found: SLURM_STEP_NUM_NODES=2, GROUP_WORLD_SIZE=1\n"
         "  fix: torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=$SLURM_JOB_ID ...",
     ),
@@ -279,15 +278,15 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "tasks of srun in the environment of an mpirun around sbatch": (
         SRUN | MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        "srun and mpirun both say that they started this process\n"
+        "the variables of both srun and mpirun are set for this process\n"
         "  found: task 3 of srun's 4, rank 0 of mpirun's 4\n"
-        "  fix: start it with one of the two: sbatch --export=NONE keeps the variables of an mpirun around it away",
+        "  fix: start it with one of the two; sbatch --export=NONE drops the variables of an mpirun around it",
     ),
     "one task a node, each a world of its own": (
         IN_ONE_TASK | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        "srun and mpirun both say that they started this process\n"
+        "the variables of both srun and mpirun are set for this process\n"
         "  found: task 1 of srun's 2, rank 0 of mpirun's 1\n"
-        "  fix: start it with one of the two: sbatch --export=NONE keeps the variables of an mpirun around it away",
+        "  fix: start it with one of the two; sbatch --export=NONE drops the variables of an mpirun around it",
     ),
     "a node that the list does not have": (
         SRUN | {"SLURM_NODEID": "5"},
@@ -297,9 +296,9 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "a port that is none": (
         HAND | {"MASTER_PORT": "99999"},
-        "MASTER_PORT is no port\n"
+        "MASTER_PORT is not a valid port\n"
         "  found: MASTER_PORT=99999\n"
-        "  fix: unset it: the ranks then agree on a port that is free; or set one below 65536",
+        "  fix: unset it: rank 0 then takes a free port; or set one below 65536",
     ),
     "a count of restarts that is none": (
         SRUN | {"SLURM_RESTART_COUNT": "twice"},
@@ -309,28 +308,27 @@ CONTRADICTIONS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "an address that means every host": (
         HAND | {"MASTER_ADDR": "127.0.1.1"},
-        "MASTER_ADDR means this host on every node, and the ranks are on several\n"
+        "MASTER_ADDR is a loopback address, but the ranks are on several nodes\n"
         "  found: MASTER_ADDR=127.0.1.1\n"
         "  fix: set it to rank 0's address on the network between the nodes.\n"
         "       `hostname --ip-address` gives 127.0.1.1 on Debian and Ubuntu: `hostname -I` lists the others.",
     ),
     "mpirun on several hosts without an address": (
         MPIRUN,
-        "nothing says where rank 0 is (mpirun, several nodes)\n"
+        "the address of rank 0 is unknown (mpirun, several nodes)\n"
         "  found: no MASTER_ADDR, no list of Slurm's nodes\n"
         "  fix: set MASTER_ADDR to the address of rank 0's host: mpirun -x MASTER_ADDR",
     ),
     "a world of several without a rank": (
         {"WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
-        "the environment speaks of several ranks, and does not say which this process is\n"
+        "WORLD_SIZE is set, but the rank of this process is not\n"
         "  found: WORLD_SIZE=4, no RANK, and no launcher's variables\n"
         "  fix: start it with srun, torchrun or mpirun, which set all of it; for one process unset WORLD_SIZE",
     ),
     "broken addresses": (
         SRUN | {"SHOAL_NODE_ADDRS": "gpu01"},
-        "SHOAL_NODE_ADDRS cannot be read\n"
-        "  found: 'gpu01' is not name=address\n"
-        "  fix: leave it as `shoal run` set it, or unset it",
+        "cannot read SHOAL_NODE_ADDRS\n"
+        "  found: 'gpu01' is not name=address\n  fix: leave it as `shoal run` set it, or unset it",
     ),
 }
 
@@ -351,7 +349,7 @@ def test_every_launcher_of_the_table_is_met_in_the_cases() -> None:
 def test_a_batch_script_of_many_tasks_is_told_to_use_srun(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal.train"):
         read_env(BATCH)
-    assert "the job has 4 tasks, and this is one process outside of them: start it with srun" in caplog.text
+    assert "the job has 4 tasks, but this process is none of them: start it with srun" in caplog.text
 
 
 def test_the_nodes_of_all_ranks_are_known_under_srun() -> None:
@@ -393,7 +391,7 @@ def test_restarts_of_slurm_and_of_torchrun_add_up() -> None:
 
 
 def test_reading_the_environment_does_not_wait_for_torch() -> None:
-    program = "import sys, shoal.train as t; t.read_env({}); sys.exit('torch' in sys.modules)"
+    program = "import sys, shoal.train.env as e; e.read_env({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -105,8 +105,8 @@ def test_blocks_are_the_members_of_the_outermost_lists_and_share_no_parameter() 
     assert list(blocks(nn.Linear(2, 2))) == []
 
 
-def test_before_the_ranks_have_met_it_says_what_to_call() -> None:
-    with pytest.raises(ParallelError, match=r"the ranks have not met\n  fix: call shoal.train.init\(\) first"):
+def test_before_init_the_error_names_the_call() -> None:
+    with pytest.raises(ParallelError, match=r"not initialized\n  fix: call shoal.train.init\(\) first"):
         parallelize(Net(), "ddp")
 
 
@@ -130,5 +130,5 @@ def _refusals(rank: int) -> list[str]:
 
 def test_a_model_without_anything_to_train_or_to_recompute_is_refused() -> None:
     (said,) = ranks(1, _refusals)
-    assert "none of its parameters is trained" in said[0]
-    assert "activation_checkpointing needs blocks to recompute, and the model has none" in said[1]
+    assert "no parameter of the model requires a gradient" in said[0]
+    assert "activation_checkpointing needs blocks to recompute, but the model has none" in said[1]

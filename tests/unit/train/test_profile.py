@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.profile import ACTIVE, WAIT, WARMUP
+from shoal.train.profile import ACTIVE_STEPS, WAIT_STEPS, WARMUP_STEPS
 
 pytest.importorskip("torch")
 
@@ -27,7 +27,7 @@ for step in range(int(sys.argv[1])):
     {after}
 print("done", __name__, sys.argv, sys.path[0])
 """
-ENOUGH = str(1 + WAIT + WARMUP + ACTIVE + 3)
+ENOUGH = str(1 + WAIT_STEPS + WARMUP_STEPS + ACTIVE_STEPS + 3)
 
 
 def profiled(place: Path, script: str, *arguments: str, status: int = 0, **more: str) -> str:
@@ -57,7 +57,7 @@ def test_any_script_leaves_its_start_and_a_few_steps(tmp_path: Path) -> None:
     assert list(found) == ["rank-3.2.start.json.gz", "rank-3.2.steps.json.gz"]
     assert found["rank-3.2.start.json.gz"].count("Optimizer.step#SGD.step") == 1
     steps = [name for name in found["rank-3.2.steps.json.gz"] if name.startswith("ProfilerStep#")]
-    assert len(steps) == ACTIVE, "the rest of a long run is not in it"
+    assert len(steps) == ACTIVE_STEPS, "the rest of a long run is not in it"
 
 
 def test_the_librarys_steps_count_where_a_script_has_two_optimizer_steps_in_each(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_librarys_steps_count_where_a_script_has_two_optimizer_steps_in_each
     )
     profiled(tmp_path, script, ENOUGH, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     steps = traces(tmp_path)["rank-0.0.steps.json.gz"]
-    assert steps.count("Optimizer.step#SGD.step") == 2 * ACTIVE
+    assert steps.count("Optimizer.step#SGD.step") == 2 * ACTIVE_STEPS
 
 
 def test_a_script_without_steps_is_traced_from_its_start_to_its_end(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.train.env import read_env
-from shoal.train.progress import Progress, line_of
+from shoal.train.progress import Progress, format_line
 
 ENV = read_env({})
 
@@ -154,7 +154,7 @@ def test_the_job_directory_is_where_it_lies_and_one_that_is_gone_stops_nothing(t
 
 def test_a_line_names_only_what_is_known() -> None:
     numbers = {"step": 50, "total_steps": 200, "loss": 0.123456, "samples_per_second": 12345.6, "mfu": 0.412}
-    assert line_of({**numbers, "eta_seconds": 93784}) == (
+    assert format_line({**numbers, "eta_seconds": 93784}) == (
         "step 50/200  loss 0.1235  12,346 samples/s  MFU 41.2%  ETA 1-02:03:04"
     )
-    assert line_of({"step": 3, "total_steps": None, "steps_per_second": 1.5}) == "step 3  1.5 steps/s"
+    assert format_line({"step": 3, "total_steps": None, "steps_per_second": 1.5}) == "step 3  1.5 steps/s"

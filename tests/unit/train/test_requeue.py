@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.requeue import job_to_requeue, requeue
+from shoal.train.env import requeue_job_id
+from shoal.train.run import requeue
 
 SHOW = "JobId=7 JobName=train\\n   JobState={state} Reason={reason} Dependency=(null)\\n   Requeue=1 Restarts=0"
 
@@ -36,7 +37,7 @@ def _slurm(tmp_path: Path, state: str = "RUNNING", reason: str = "None", status:
     ],
 )
 def test_the_job_is_named_as_scontrol_wants_it(environ: dict[str, str], name: str) -> None:
-    assert job_to_requeue(environ) == name
+    assert requeue_job_id(environ) == name
 
 
 @pytest.mark.parametrize(("state", "reason"), [("RUNNING", "None"), ("COMPLETING", "TimeLimit")])
@@ -60,7 +61,7 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(tmp_path: Path, cap
     scontrol.write_text(scontrol.read_text().replace("Restarts=0", "Restarts=3"))
     assert requeue(environ={"PATH": path, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "requeued"
     assert "requeue" not in (tmp_path / "asked").read_text()
-    assert "job 7 is in the queue again already" in caplog.text
+    assert "job 7 is already requeued" in caplog.text
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
@@ -68,16 +69,16 @@ def test_a_cancelled_job_does_not_come_back(tmp_path: Path, state: str, caplog: 
     environ = {"PATH": _slurm(tmp_path, state), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "cancelled"
     assert (tmp_path / "asked").read_text() == "show job 7\n"
-    assert "job 7 was cancelled: it is not requeued" in caplog.text
+    assert "job 7 was cancelled and is not requeued" in caplog.text
 
 
 def test_a_refusal_is_reported_in_slurms_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"PATH": _slurm(tmp_path, status=1), "SLURM_JOB_ID": "7"}
     assert requeue(environ=environ) == "failed"
-    assert "job 7 could not be requeued: Requested operation is presently disabled" in caplog.text
+    assert "cannot requeue job 7: Requested operation is presently disabled" in caplog.text
 
 
 def test_without_scontrol_it_is_left_to_the_batch_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert requeue(environ={"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}) == "failed"
-    assert "there is no scontrol on this node" in caplog.text
+    assert "no scontrol on this node" in caplog.text
     assert requeue(environ={}) == "failed"

@@ -12,9 +12,9 @@ import pytest
 from tests.unit.train.procs import ranks
 from tests.unit.train.training import build, digest, train_step
 
-from shoal.train.checkpoint import files
-from shoal.train.contract import EXIT_REQUEUE, EXIT_UNSAVED
-from shoal.train.errors import Leaving
+from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
+from shoal.train.checkpoint import layout as files
+from shoal.train.errors import StopExit
 from shoal.train.run import Run
 from shoal.train.stop import Stopper
 
@@ -53,7 +53,7 @@ def test_a_run_that_has_ended_does_nothing_when_started_again_and_says_so(
     state = build("plain")
     assert [train_step(state) and step for step in Run(state, tmp_path, environ={}).steps(3)] == [0, 1, 2]
     final = digest(state)
-    told = f"nothing is left to train; to start over, move {tmp_path} away"
+    told = f"training is already complete; to start over, move {tmp_path} away"
     assert told not in caplog.text
     again = build("plain", seed=3)
     assert list(Run(again, tmp_path, environ={}).steps(3)) == []
@@ -102,7 +102,7 @@ def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_fu
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     state, stopper, place = build("plain"), Stopper(environ={}), tmp_path / "saved"
     run = Run(state, place, save_every=int(saved_before), stopper=stopper, environ=environ)
-    with pytest.raises(Leaving) as leaving:
+    with pytest.raises(StopExit) as leaving:
         for step in run.steps(5):
             train_step(state)
             if step == 2:
@@ -111,9 +111,9 @@ def test_a_stop_that_cannot_be_saved_requeues_only_where_the_next_turn_begins_fu
                 signal.raise_signal(signal.SIGTERM)
     stopper.close()
     requeued = (tmp_path / "asked").exists() and "requeue 7" in (tmp_path / "asked").read_text()
-    assert (requeued, leaving.value.comes_back) == (saved_before, saved_before)
+    assert (requeued, leaving.value.requeued) == (saved_before, saved_before)
     assert leaving.value.code == (0 if saved_before else EXIT_UNSAVED)
-    told = f"the job is not requeued. Solve that and run it again with {place}: it goes on from step 0"
+    told = f"the job is not requeued. Fix the cause and run it again with {place}: it continues from step 0"
     assert (told in caplog.text) is not saved_before
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.train.checkpoint import TrainState, files
-from shoal.train.contract import EXIT_REQUEUE
+from shoal.contract import EXIT_REQUEUE
+from shoal.train.checkpoint import TrainState
+from shoal.train.checkpoint import layout as files
 from shoal.train.data import Loader
-from shoal.train.errors import Leaving
+from shoal.train.errors import StopExit
 from shoal.train.run import Run
 
 EPOCHS, BATCHES = 3, 4
@@ -53,9 +54,9 @@ def test_a_signal_at_any_step_costs_no_step_and_no_end_of_an_epoch(tmp_path: Pat
     whole: list[str] = []
     _train(_run(tmp_path / "whole"), said=whole.append)
     cut: list[str] = []
-    with pytest.raises(Leaving) as leaving:
+    with pytest.raises(StopExit) as leaving:
         _train(_run(tmp_path / "cut"), steps, cut.append)
-    assert (leaving.value.code, leaving.value.comes_back) == (EXIT_REQUEUE, True)
+    assert (leaving.value.code, leaving.value.requeued) == (EXIT_REQUEUE, True)
     assert [path.name for path in files.committed(tmp_path / "cut")] == [f"step-{steps}"]
     _train(_run(tmp_path / "cut"), said=cut.append)
     assert cut == whole

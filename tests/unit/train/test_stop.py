@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from tests.unit.train.procs import ranks
 
-from shoal.jobs.runner import processes
-from shoal.train import contract, multiprocess
-from shoal.train.contract import KILL_WAIT
-from shoal.train.stop import MARGIN, Stop, Stopper
+from shoal import contract
+from shoal.contract import KILL_WAIT
+from shoal.remote.runner import processes
+from shoal.train import multiprocess
+from shoal.train.stop import SAVE_MARGIN_S, Stop, Stopper
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def _stopper(grace: float | None = None, **environ: str) -> Stopper:
 def test_without_a_signal_nothing_stops() -> None:
     stopper = _stopper()
     assert stopper.agree(1) is None
-    assert stopper.noted == ""
+    assert stopper.received_signal == ""
     stopper.close()
 
 
@@ -56,7 +57,7 @@ def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixtur
     stop = stopper.agree(1, save_seconds=60.0)
     stopper.close()
     assert stop is not None and not stop.in_time
-    assert "a save has taken 60.0 s so far, more than is left; trying all the same" in caplog.text
+    assert "a save takes 60.0 s, more than the time left; saving anyway" in caplog.text
 
 
 def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_one() -> None:
@@ -78,7 +79,7 @@ def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_wa
 
 def test_the_end_of_the_time_limit_stops_without_any_signal_while_a_save_still_fits() -> None:
     save = 20.0
-    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + MARGIN + 3600)))
+    stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + SAVE_MARGIN_S + 3600)))
     assert stopper.agree(1, save_seconds=save) is None
     stopper.close()
     stopper = _stopper(SLURM_JOB_END_TIME=str(int(time.time() + save + 2)))
@@ -102,7 +103,7 @@ def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_pa
 
 def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
     _stopper(SHOAL_GRACE_SECONDS="soon").close()
-    assert "SHOAL_GRACE_SECONDS is 'soon', which is not a number of seconds: ignored" in caplog.text
+    assert "SHOAL_GRACE_SECONDS='soon' is ignored: not a number of seconds" in caplog.text
 
 
 def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
@@ -110,20 +111,20 @@ def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
 ) -> None:
     monkeypatch.setenv("SHOAL_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert _noted(tmp_path, 2) == ""
+    assert _received_signal(tmp_path, 2) == ""
     processes.note_warning(signal.SIGTERM)  # of which the script would have died
-    assert _noted(tmp_path, 2) == ""
+    assert _received_signal(tmp_path, 2) == ""
     processes.note_warning(signal.SIGUSR1)
-    assert _noted(tmp_path, 2) == "SIGUSR1"
-    assert _noted(tmp_path, 3) == "", "that was the turn before"
+    assert _received_signal(tmp_path, 2) == "SIGUSR1"
+    assert _received_signal(tmp_path, 3) == "", "that was the turn before"
     (tmp_path / "stop.3").write_text("")  # just being written
-    assert _noted(tmp_path, 3) == ""
+    assert _received_signal(tmp_path, 3) == ""
 
 
-def _noted(directory: Path, restart: int) -> str:
+def _received_signal(directory: Path, restart: int) -> str:
     stopper = _stopper(SHOAL_JOB_DIR=str(directory), SLURM_RESTART_COUNT=str(restart))
     stopper.close()
-    return stopper.noted
+    return stopper.received_signal
 
 
 def test_a_warning_before_the_start_has_less_of_its_time_left(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_handler_that_was_there_before_is_still_called() -> None:
     try:
         stopper = _stopper()
         signal.raise_signal(signal.SIGUSR1)
-        assert stopper.noted == "SIGUSR1"
+        assert stopper.received_signal == "SIGUSR1"
         stopper.close()
         signal.raise_signal(signal.SIGUSR1)
         assert called == [signal.SIGUSR1] * 2
@@ -161,7 +162,7 @@ def test_outside_the_main_thread_it_says_why_it_cannot_be_made() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert said == ["Stopper must be made in the main thread: Python delivers signals to no other"]
+    assert said == ["create Stopper in the main thread: Python delivers signals to no other"]
 
 
 def _signal_one_rank(rank: int, victim: int) -> Any:
@@ -171,7 +172,7 @@ def _signal_one_rank(rank: int, victim: int) -> Any:
             os.kill(os.getpid(), signal.SIGUSR1)
         stop = stopper.agree(step, save_seconds=float(rank))
         if stop:
-            return stop, stopper.noted
+            return stop, stopper.received_signal
     return None
 
 
@@ -186,7 +187,7 @@ TRAINER = """
 import contextlib, os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
-from shoal.train.stop import Stopper, starting_workers, worker_signals
+from shoal.train.stop import Stopper, hold_stop_signals, worker_signals
 
 class Slow(Dataset):
     def __len__(self): return 40_000
@@ -203,7 +204,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     loader = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=context,
                         worker_init_fn=worker_signals if protect else None)
-    with starting_workers() if protect else contextlib.nullcontext():
+    with hold_stop_signals() if protect else contextlib.nullcontext():
         batches = iter(loader)
     print("workers", *(worker.pid for worker in batches._workers), flush=True)
     after = 0
@@ -212,7 +213,7 @@ if __name__ == "__main__":
         after += stopper.agree(step) is not None
         if after == 5:
             break
-    print("stopped for", stopper.noted, flush=True)
+    print("stopped for", stopper.received_signal, flush=True)
     del batches
     print("over", flush=True)
 """

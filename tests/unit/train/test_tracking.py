@@ -20,7 +20,7 @@ from tests.unit.train.mlflow_server import FakeMlflow
 
 from shoal.train.env import Env, read_env
 from shoal.train.tracking import Tracker, tracker
-from shoal.train.tracking.identity import run_id
+from shoal.train.tracking.run_identity import run_id
 from shoal.train.tracking.send import main as send
 from shoal.train.tracking.spool import read_spool
 

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from tests.unit.train.mlflow_server import FakeMlflow
 
-from shoal.train.tracking.background import Background, pause
-from shoal.train.tracking.remote import RunName
-from shoal.train.tracking.server import Server, Unavailable, split_uri
-from shoal.train.tracking.shipping import Shipping
+from shoal.train.tracking.delivery import Delivery, DeliveryThread, retry_pause
+from shoal.train.tracking.mlflow_client import MlflowClient, RunName, ServerUnavailable, split_uri
 from shoal.train.tracking.spool import Spool
 
 NAME = RunName("cluster-17", "digits", "train", 1_700_000_000_000)
@@ -39,18 +37,18 @@ def record(spool: Spool, first: int, last: int) -> None:
         spool.append({"t": 1000 + step, "step": step, "metrics": {"loss": 1 / (step + 1)}})
 
 
-def shipping(mlflow: FakeMlflow, *paths: Path, create: bool = True, timeout: float = 5.0) -> Shipping:
-    return Shipping(Server(mlflow.uri, {}, timeout), NAME, paths, create=create)
+def shipping(mlflow: FakeMlflow, *paths: Path, create: bool = True, timeout: float = 5.0) -> Delivery:
+    return Delivery(MlflowClient(mlflow.uri, {}, timeout), NAME, paths, create=create)
 
 
-def ship_all(shipping: Shipping, tries: int = 50) -> list[str]:
+def ship_all(shipping: Delivery, tries: int = 50) -> list[str]:
     """Ship until nothing is left, and say what went wrong on the way."""
     troubles: list[str] = []
     while True:
         try:
-            if not shipping.ship():
+            if not shipping.deliver():
                 return troubles
-        except Unavailable as error:
+        except ServerUnavailable as error:
             troubles.append(str(error))
             assert len(troubles) < tries, troubles
 
@@ -96,8 +94,8 @@ def test_a_server_that_is_down_and_comes_back_in_mid_run(mlflow: FakeMlflow, spo
     ship_all(sending)
     mlflow.stop()
     record(spool, 10, 20)
-    with pytest.raises(Unavailable, match="Connection refused"):
-        sending.ship()
+    with pytest.raises(ServerUnavailable, match="Connection refused"):
+        sending.deliver()
     mlflow.start()
     record(spool, 20, 30)
     ship_all(sending)
@@ -154,7 +152,7 @@ def test_one_bad_entry_does_not_hold_up_or_lose_the_others(
     assert mlflow.rows() == each_once(0, 40)
     (line,) = spool.path.with_name("metrics.jsonl.rejected").read_text().splitlines()
     assert json.loads(line)["entry"]["key"] == "bad#name"
-    assert "the server refuses metric INVALID_PARAMETER_VALUE: Invalid value 'bad#name'" in caplog.text
+    assert "the server rejected metric INVALID_PARAMETER_VALUE: Invalid value 'bad#name'" in caplog.text
 
 
 def test_a_parameter_that_changed_with_a_restart_becomes_a_tag(mlflow: FakeMlflow, spool: Spool) -> None:
@@ -192,19 +190,19 @@ def test_a_run_that_somebody_deleted_is_explained(mlflow: FakeMlflow, spool: Spo
     id = mlflow.the_run()["info"]["run_id"]
     mlflow.the_run()["info"]["lifecycle_stage"] = "deleted"
     record(spool, 1, 2)
-    with pytest.raises(Unavailable, match=f"the run {id} was deleted: `mlflow runs restore --run-id {id}`"):
-        sending.ship()
+    with pytest.raises(ServerUnavailable, match=f"the run {id} was deleted: `mlflow runs restore --run-id {id}`"):
+        sending.deliver()
 
 
 def test_another_node_waits_for_the_run_that_rank_0_makes(mlflow: FakeMlflow, spool: Spool, tmp_path: Path) -> None:
     other = Spool(tmp_path / "system-n2.jsonl")
     other.append({"t": 1, "step": 0, "metrics": {"system/n2/cpu": 5.0}})
     node = shipping(mlflow, other.path, create=False)
-    with pytest.raises(Unavailable, match="there is no experiment 'digits' yet"):
-        node.ship()
+    with pytest.raises(ServerUnavailable, match="there is no experiment 'digits' yet"):
+        node.deliver()
     mlflow.experiments["digits"] = "1"
-    with pytest.raises(Unavailable, match="rank 0 has not made the run yet"):
-        node.ship()
+    with pytest.raises(ServerUnavailable, match="rank 0 has not created the run yet"):
+        node.deliver()
     record(spool, 0, 1)
     ship_all(shipping(mlflow, spool.path))
     ship_all(node)
@@ -237,8 +235,8 @@ def test_an_artifact_store_that_fails_does_not_hold_metrics_back(
     record(spool, 0, 3)
     mlflow.fault_on, mlflow.faults = "mlflow-artifacts", ["500"] * 3
     sending = shipping(mlflow, artifacts.path, spool.path)
-    with pytest.raises(Unavailable, match="the server answers 500 database is locked"):
-        sending.ship()
+    with pytest.raises(ServerUnavailable, match="the server answers 500 database is locked"):
+        sending.deliver()
     assert mlflow.rows() == each_once(0, 3)
     ship_all(sending)
     id = mlflow.the_run()["info"]["run_id"]
@@ -256,24 +254,24 @@ def test_a_server_without_an_artifact_proxy_leaves_the_file_where_it_is(mlflow: 
 
 @pytest.mark.parametrize(
     ("status", "text"),
-    [(401, "MLFLOW_TRACKING_USERNAME"), (403, "--allowed-hosts"), (404, "no MLflow server"), (302, "answers 302")],
+    [(401, "MLFLOW_TRACKING_USERNAME"), (403, "--allowed-hosts"), (404, "not an MLflow server"), (302, "answers 302")],
 )
 def test_a_server_that_turns_us_away_is_asked_again_later_with_a_hint(
     mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, status: int, text: str
 ) -> None:
     monkeypatch.setattr(mlflow, "handle", lambda request: (request.send_response(status), request.end_headers()))
-    with pytest.raises(Unavailable, match=text):
-        Server(mlflow.uri, {}).get("experiments/get-by-name", experiment_name="x")
+    with pytest.raises(ServerUnavailable, match=text):
+        MlflowClient(mlflow.uri, {}).get("experiments/get-by-name", experiment_name="x")
 
 
 def test_a_password_goes_to_the_server_and_nowhere_else(mlflow: FakeMlflow) -> None:
     host = mlflow.uri.removeprefix("http://")
-    server = Server(f"http://ann:s%40cret@{host}/", {})
+    server = MlflowClient(f"http://ann:s%40cret@{host}/", {})
     assert server.uri == mlflow.uri
     assert "s@cret" not in repr(vars(server)) and "s%40cret" not in repr(server)
     server.post("experiments/create", {"name": "x"})
     assert mlflow.headers[-1]["Authorization"] == "Basic YW5uOnNAY3JldA=="
-    Server(mlflow.uri, {"MLFLOW_TRACKING_TOKEN": "tok"}).post("experiments/create", {"name": "y"})
+    MlflowClient(mlflow.uri, {"MLFLOW_TRACKING_TOKEN": "tok"}).post("experiments/create", {"name": "y"})
     assert mlflow.headers[-1]["Authorization"] == "Bearer tok"
 
 
@@ -285,8 +283,8 @@ def test_an_address_that_is_no_server_is_refused_without_repeating_it(uri: str) 
 
 
 def test_the_pause_grows_to_a_minute_and_jobs_do_not_come_back_together() -> None:
-    assert [pause(n, lambda: 1.0) for n in (1, 2, 3, 7, 5000)] == [1, 2, 4, 60, 60]
-    assert pause(3, lambda: 0.0) == 2
+    assert [retry_pause(n, lambda: 1.0) for n in (1, 2, 3, 7, 5000)] == [1, 2, 4, 60, 60]
+    assert retry_pause(3, lambda: 0.0) == 2
 
 
 def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
@@ -294,11 +292,11 @@ def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
 ) -> None:
     mlflow.stop()
     record(spool, 0, 5)
-    background = Background([spool], shipping(mlflow, spool.path))
+    background = DeliveryThread([spool], shipping(mlflow, spool.path))
     assert not background.stop(30)
-    assert "Connection refused" in caplog.text and "records wait on disk, training goes on" in caplog.text
+    assert "Connection refused" in caplog.text and "records stay on disk, training continues" in caplog.text
     mlflow.start()
-    second = Background([spool], shipping(mlflow, spool.path))
+    second = DeliveryThread([spool], shipping(mlflow, spool.path))
     assert second.stop(30)
     assert mlflow.rows() == each_once(0, 5)
 
@@ -306,7 +304,7 @@ def test_flush_gives_up_on_a_server_that_is_down_and_keeps_the_records(
 def test_flush_waits_no_longer_than_it_was_told_for_a_server_that_hangs(mlflow: FakeMlflow, spool: Spool) -> None:
     mlflow.faults = ["hang"]
     record(spool, 0, 5)
-    background = Background([spool], shipping(mlflow, spool.path, timeout=20))
+    background = DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20))
     assert not background.stop(0.1)
     assert not mlflow.release.is_set()  # it still hangs, and we are here
     mlflow.release.set()
@@ -318,7 +316,7 @@ def test_an_answer_nobody_expected_ends_no_thread(
     answer = mlflow._experiments_get_by_name
     monkeypatch.setattr(mlflow, "_experiments_get_by_name", lambda given: {"surprise": 1})
     record(spool, 0, 5)
-    background = Background([spool], shipping(mlflow, spool.path), period=0.01)
+    background = DeliveryThread([spool], shipping(mlflow, spool.path), period=0.01)
     assert not background.flush(30)
     monkeypatch.setattr(mlflow, "_experiments_get_by_name", answer)
     mlflow.experiments["digits"] = "1"
@@ -329,11 +327,11 @@ def test_an_answer_nobody_expected_ends_no_thread(
 def test_two_senders_at_once_send_a_spool_once(mlflow: FakeMlflow, spool: Spool) -> None:
     record(spool, 0, 5)
     mlflow.fault_on, mlflow.faults = "log-batch", ["hang"]
-    background = Background([spool], shipping(mlflow, spool.path, timeout=20))
+    background = DeliveryThread([spool], shipping(mlflow, spool.path, timeout=20))
     while not any("log-batch" in path for path in mlflow.requests):
         time.sleep(0.01)
-    with pytest.raises(Unavailable, match=r"another process is sending metrics\.jsonl"):
-        shipping(mlflow, spool.path).ship()
+    with pytest.raises(ServerUnavailable, match=r"another process is sending metrics\.jsonl"):
+        shipping(mlflow, spool.path).deliver()
     mlflow.release.set()
     background.stop(30)
     ship_all(shipping(mlflow, spool.path))

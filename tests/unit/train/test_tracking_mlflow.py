@@ -24,8 +24,8 @@ import pytest
 
 from shoal.train.env import read_env
 from shoal.train.tracking import Tracker, tracker
+from shoal.train.tracking.mlflow_client import MlflowClient, RequestRejected, ServerUnavailable
 from shoal.train.tracking.send import send
-from shoal.train.tracking.server import Rejected, Server, Unavailable
 
 MLFLOW = os.environ.get("SHOAL_TEST_MLFLOW") or shutil.which("mlflow")
 pytestmark = pytest.mark.skipif(not MLFLOW, reason="mlflow is not installed (or name it in SHOAL_TEST_MLFLOW)")
@@ -60,10 +60,10 @@ class RealMlflow:
         self._process.wait()
 
     def get(self, path: str, /, **query: str) -> dict[str, Any]:
-        return Server(self.uri, {}, 60).get(path, **query)
+        return MlflowClient(self.uri, {}, 60).get(path, **query)
 
     def the_run(self) -> dict[str, Any]:
-        server = Server(self.uri, {}, 60)
+        server = MlflowClient(self.uri, {}, 60)
         experiment = server.get("experiments/get-by-name", experiment_name="digits")["experiment"]
         (run,) = server.post("runs/search", {"experiment_ids": [experiment["experiment_id"]]})["runs"]
         return dict(run)
@@ -92,7 +92,7 @@ def send_all(directory: Path) -> None:
         try:
             send(directory)
             return
-        except Unavailable:
+        except ServerUnavailable:
             time.sleep(0.5)
     pytest.fail("not sent")
 
@@ -134,19 +134,19 @@ def test_a_server_killed_and_restarted_in_mid_run_has_every_metric_once(real: Re
 
 
 def test_the_answers_that_the_small_server_imitates(real: RealMlflow) -> None:
-    server = Server(real.uri, {}, 60)
-    with pytest.raises(Rejected) as missing:
+    server = MlflowClient(real.uri, {}, 60)
+    with pytest.raises(RequestRejected) as missing:
         server.get("experiments/get-by-name", experiment_name="nothing")
     assert missing.value.missing
-    with pytest.raises(Rejected) as run_missing:
+    with pytest.raises(RequestRejected) as run_missing:
         server.get("runs/get", run_id="0" * 32)
     assert run_missing.value.missing
     id = server.post("experiments/create", {"name": "answers"})["experiment_id"]
-    with pytest.raises(Rejected, match="RESOURCE_ALREADY_EXISTS"):
+    with pytest.raises(RequestRejected, match="RESOURCE_ALREADY_EXISTS"):
         server.post("experiments/create", {"name": "answers"})
     run = server.post("runs/create", {"experiment_id": id, "start_time": 5})["run"]["info"]
     assert run["artifact_uri"].startswith("mlflow-artifacts:/")
     server.post("runs/delete", {"run_id": run["run_id"]})
-    with pytest.raises(Rejected, match="must be in the 'active' state"):
+    with pytest.raises(RequestRejected, match="must be in the 'active' state"):
         server.post("runs/log-batch", {"run_id": run["run_id"], "tags": [{"key": "a", "value": "b"}]})
     assert server.get("runs/get", run_id=run["run_id"])["run"]["info"]["lifecycle_stage"] == "deleted"

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.tracking.spool import HELD_BYTES, Sent, Spool, read_sent, read_spool, read_tail, write_sent
+from shoal.train.tracking.spool import (
+    BUFFER_BYTES,
+    DeliveryPosition,
+    Spool,
+    read_position,
+    read_spool,
+    read_tail,
+    write_position,
+)
 
 
 def steps(path: Path) -> list[int]:
@@ -89,7 +97,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_nothing_once_there_i
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert steps(tmp_path / "s") == list(range(21))
-    assert "takes no more records: File too large" in done.stderr
+    assert ": File too large" in done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -99,12 +107,11 @@ def test_a_full_disk_is_loud_once_and_raises_nothing(caplog: pytest.LogCaptureFi
         for _ in range(3):
             spool.append({"step": 1})
     assert [record.getMessage() for record in caplog.records] == [
-        "tracking: /dev/full takes no more records: No space left on device;"
-        " 11 bytes wait in memory, 0 records are lost"
+        "tracking: cannot write /dev/full: No space left on device; 11 bytes are in memory, 0 records are lost"
     ]
     for _ in range(3):
-        spool.append({"x": "y" * (HELD_BYTES // 2)})
-    assert len(spool._held) <= HELD_BYTES
+        spool.append({"x": "y" * (BUFFER_BYTES // 2)})
+    assert len(spool._buffer) <= BUFFER_BYTES
     assert spool._lost == 2
 
 
@@ -119,12 +126,12 @@ def test_the_tail_begins_at_a_whole_record(tmp_path: Path) -> None:
 def test_what_was_sent_belongs_to_one_run_and_to_a_spool_of_that_length(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_bytes(b"{}\n" * 10)
-    assert read_sent(path, "a") == Sent(0, "a")
-    write_sent(path, Sent(12, "a"))
-    assert read_sent(path, "a") == Sent(12, "a")
-    assert read_sent(path, "b") == Sent(0, "b")
+    assert read_position(path, "a") == DeliveryPosition(0, "a")
+    write_position(path, DeliveryPosition(12, "a"))
+    assert read_position(path, "a") == DeliveryPosition(12, "a")
+    assert read_position(path, "b") == DeliveryPosition(0, "b")
     path.write_bytes(b"{}\n")
-    assert read_sent(path, "a") == Sent(0, "a")
+    assert read_position(path, "a") == DeliveryPosition(0, "a")
     (tmp_path / "s.sent").write_bytes(b"")
-    assert read_sent(path, "a") == Sent(0, "a")
+    assert read_position(path, "a") == DeliveryPosition(0, "a")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s", "s.sent"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.train.tracking.spool import Spool, read_spool
-from shoal.train.tracking.system import Reading, SystemMetrics, gpus, memory, rates, read_counters
+from shoal.train.tracking.system_metrics import KernelCounters, SystemMetrics, gpus, memory, rates, read_counters
 
 NET = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
@@ -29,12 +29,16 @@ def proc(tmp_path: Path) -> Path:
 
 
 def test_counters_leave_loopback_and_idle_time_out(proc: Path, tmp_path: Path) -> None:
-    assert read_counters(proc) == Reading(busy=150, total=1000, received=4_000_000, sent=6_000_000)
-    assert read_counters(tmp_path / "none") == Reading(0, 0, 0, 0)
+    assert read_counters(proc) == KernelCounters(busy=150, total=1000, received=4_000_000, sent=6_000_000)
+    assert read_counters(tmp_path / "none") == KernelCounters(0, 0, 0, 0)
 
 
 def test_rates_are_since_the_last_reading_and_the_network_since_the_first() -> None:
-    first, before, now = Reading(0, 0, 0, 0), Reading(50, 100, 5_000_000, 0), Reading(75, 200, 9_000_000, 1_000_000)
+    first, before, now = (
+        KernelCounters(0, 0, 0, 0),
+        KernelCounters(50, 100, 5_000_000, 0),
+        KernelCounters(75, 200, 9_000_000, 1_000_000),
+    )
     assert rates(before, now, first) == {
         "cpu_utilization_percentage": 25.0,
         "network_receive_megabytes": 9.0,

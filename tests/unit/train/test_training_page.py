@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.documents import ALONE, COMMANDS, TRAINING, blocks, changed_script, plain_script
 
-from shoal.train import write_shards
+from shoal.train.data import write_shards
 
 DDP = "torchrun --nproc-per-node 2 train.py"
 

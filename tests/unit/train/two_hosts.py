@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ONE_RANK = Path(__file__).with_name("one_rank.py")
-MEET_ONLY = Path(__file__).with_name("meet_only.py")
+RENDEZVOUS_ONLY = Path(__file__).with_name("rendezvous_only.py")
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 
 

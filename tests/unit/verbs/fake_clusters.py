@@ -6,13 +6,13 @@ from typing import Any
 
 from tests.unit.plan.fake_world import World, host_facts, spec_of
 
-from shoal.plan.apply import Patience
-from shoal.providers.fake import FakeProvider
+from shoal.plan.apply import ApplyTimeouts
 from shoal.spec.members import default_spec
 from shoal.verbs.context import Context
 from shoal.verbs.up import up
+from shoal_simulators.fake_provider import FakeProvider
 
-AT_ONCE = Patience(nodes=0, drain=0)
+AT_ONCE = ApplyTimeouts(nodes_s=0, drain_s=0)
 
 
 def context_of(world: World, text: str | None = None, **more: Any) -> Context:

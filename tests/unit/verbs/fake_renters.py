@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from tests.unit.plan.fake_world import LAB, spec_of
 
-from shoal.elastic.held_machines_program import NO_LEDGER
+from shoal.cloud.providers.api import (
+    Abilities,
+    FailureKind,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
 from shoal.errors import ProviderError
 from shoal.hosts.api import Result
-from shoal.hosts.fake import FakeConnector, FakeHost
-from shoal.providers.rental import Abilities, Account, Offer, Order, Outcome, Query, Rented, Trouble
+from shoal.remote.ledger_rows import NO_LEDGER
 from shoal.verbs.context import Context
-from shoal.verbs.held_machines import PROGRAM, Held
+from shoal.verbs.rentals import PROGRAM, LedgerRental
+from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 RENTING = (
     LAB.replace(
@@ -38,14 +47,22 @@ def context(text: str = RENTING, ledger: FakeHost | None = None) -> Context:
     return Context(spec_of(text), connector=FakeConnector(ledger or controller(())))
 
 
-def controller(held: Sequence[Held] | None) -> FakeHost:
+def ledger_row(rental: LedgerRental) -> dict[str, object]:
+    """A rental as `ledger_rows.py` prints it."""
+    names = ("token", "node", "account", "id", "state", "age", "of_now")
+    return {name: getattr(rental, name) for name in names}
+
+
+def controller(held: Sequence[LedgerRental] | None) -> FakeHost:
     """A controller whose ledger holds these machines; with None, one that has none."""
-    told = json.dumps({"machines": [asdict(one) for one in held or ()]}).encode()
+    told = json.dumps({"machines": [ledger_row(one) for one in held or ()]}).encode()
     return FakeHost("c1", {PROGRAM: Result(NO_LEDGER) if held is None else told})
 
 
-def machine(id: str, node: str = "burst1", **values: object) -> Rented:
-    made = Rented(id, "reef", node, f"token-{id}", "up", "active", type="gpu_1x_a10", region="us-west-1", usd_hour=1.29)
+def machine(id: str, node: str = "burst1", **values: object) -> RentedInstance:
+    made = RentedInstance(
+        id, "reef", node, f"token-{id}", "up", "active", type="gpu_1x_a10", region="us-west-1", usd_hour=1.29
+    )
     return replace(made, **values)  # type: ignore[arg-type]
 
 
@@ -54,7 +71,7 @@ class FakeRenter:
     """One provider: what it offers, what it has, and how it misbehaves."""
 
     listed: list[Offer] = field(default_factory=list)
-    machines: list[Rented] = field(default_factory=list)
+    machines: list[RentedInstance] = field(default_factory=list)
     down: bool = False
     slow: bool = False
     lists_that_fail: int = 0
@@ -63,7 +80,7 @@ class FakeRenter:
     """A machine that was deleted is listed so often still."""
     hidden: int = 0
     """The first lists do not show anything."""
-    refuses: Trouble | None = None
+    refuses: FailureKind | None = None
     abilities: Abilities = field(default_factory=Abilities)
     deleted: list[str] = field(default_factory=list)
     closed: int = 0
@@ -73,10 +90,10 @@ class FakeRenter:
         await self._answer()
         return self.listed
 
-    async def create(self, orders: Sequence[Order]) -> list[Outcome]:
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
         raise NotImplementedError("nothing here orders")
 
-    async def rented(self, cluster: str) -> list[Rented]:
+    async def instances(self, cluster: str) -> list[RentedInstance]:
         await self._answer()
         if self.lists_that_fail:
             self.lists_that_fail -= 1
@@ -90,19 +107,19 @@ class FakeRenter:
                 self.machines = [one for one in self.machines if one.id != id]
         return [one for one in self.machines if one.cluster == cluster]
 
-    async def delete(self, rented: Sequence[Rented]) -> list[Outcome]:
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
         await self._answer()
         if self.refuses:
-            return [Outcome(one.id, self.refuses, message="you may not delete") for one in rented]
+            return [RequestOutcome(one.id, self.refuses, message="you may not delete") for one in instances]
         if self.deletes_that_fail:
             self.deletes_that_fail -= 1
-            return [Outcome(one.id, Trouble.TRANSIENT, message="try again") for one in rented]
-        for one in rented:
+            return [RequestOutcome(one.id, FailureKind.TRANSIENT, message="try again") for one in instances]
+        for one in instances:
             self.deleted.append(one.id)
             self._going.setdefault(one.id, self.lag)
             stopping = replace(one, state="stopping", raw_state="terminating")
             self.machines = [stopping if other.id == one.id else other for other in self.machines]
-        return [Outcome(one.id) for one in rented]
+        return [RequestOutcome(one.id) for one in instances]
 
     async def ensure_key(self, cluster: str, public_key: str) -> str:
         return ""
@@ -120,7 +137,7 @@ class FakeRenter:
 def opener(**renters: FakeRenter):  # type: ignore[no-untyped-def]
     """Makes the fake renter of an account, by the account's name."""
 
-    def opened(account: Account) -> FakeRenter:
+    def opened(account: ProviderLogin) -> FakeRenter:
         return renters[account.name]
 
     return opened

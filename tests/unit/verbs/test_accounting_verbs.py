@@ -13,21 +13,22 @@ from tests.unit.verbs.fake_clusters import AT_ONCE
 from tests.unit.verbs.fake_clusters import context_of as context_for
 
 from shoal.agent.facts import FileFact
-from shoal.cli.render_accounting import show_keys, show_restore, show_usage
-from shoal.cli.render_services import accounting_line
+from shoal.cli.accounting_commands import show_restore, show_usage
+from shoal.cli.host_commands import show_keys
+from shoal.cli.service_screens import accounting_line
 from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
-from shoal.hosts.fake import Call
-from shoal.jobs.history import jobcomp_command, recent_command, sacct_command
+from shoal.jobs.record import jobcomp_command, recent_command, sacct_command
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.usage import UsageRow
-from shoal.verbs.accounting_health import COMMAND, AccountingHealth, accounting_findings, accounting_health
 from shoal.verbs.context import Context
+from shoal.verbs.health import ACCOUNTING_COMMAND, AccountingHealth, accounting_findings, accounting_health
 from shoal.verbs.jobs import jobs
 from shoal.verbs.keys import KeysResult, RotatedKey
-from shoal.verbs.restore import ASK, list_backups, restore
+from shoal.verbs.restore import SLURMDBD_COMMAND, list_backups, restore
 from shoal.verbs.up import plan, up
-from shoal.verbs.usage import ANSWERS, UsageResult, usage
+from shoal.verbs.usage import PING_COMMAND, UsageResult, usage
+from shoal_simulators.fake_host import Call
 
 BOOKS = LAB + "accounting: true\n"
 RENTS = BOOKS.replace("[lab]", "[lab, cloud]").replace(
@@ -43,7 +44,7 @@ OLD = (
 
 def world(text: str = BOOKS, **answers: object) -> World:
     made = lab(text)
-    made.hosts["c1"].answers = {ANSWERS: b"reef\n", **made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
+    made.hosts["c1"].answers = {PING_COMMAND: b"reef\n", **made.hosts["c1"].answers, **answers}  # type: ignore[dict-item]
     return made
 
 
@@ -86,25 +87,25 @@ async def test_use_without_accounting_is_refused_with_the_way_to_it() -> None:
         await usage(context_of(world(LAB)), "user", None, None)
     assert str(caught.value) == (
         "cluster reef has no accounting\n"
-        "  fix: write `accounting: true` into the file and run `shoal up`; it counts from then on"
+        "  fix: add `accounting: true` to the file and run `shoal up`; it records jobs from then on"
     )
 
 
 async def test_a_wrong_way_to_sum_up_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="--by host: there is no such sum"):
+    with pytest.raises(UsageError, match="--by host is not a grouping"):
         await usage(context_of(world()), "host", None, None)
 
 
 async def test_a_slurmdbd_that_is_away_is_told() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
-    answer(made, *ANSWERS, with_=Result(1, stderr=b"sacctmgr: error: n2:6819: Connection refused\n"))
+    answer(made, *PING_COMMAND, with_=Result(1, stderr=b"sacctmgr: error: n2:6819: Connection refused\n"))
     with pytest.raises(SlurmError) as caught:
         await usage(context_of(made), "user", None, None)
     assert str(caught.value) == (
         "slurmdbd on n2 does not answer: sacctmgr: error: n2:6819: Connection refused\n"
-        "  fix: `shoal status` says how it does; `shoal jobs --all` knows ended jobs without it"
+        "  fix: `shoal status` shows its state; `shoal jobs --all` lists ended jobs without it"
     )
-    answer(made, *ANSWERS, with_=Result(124))
+    answer(made, *PING_COMMAND, with_=Result(124))
     with pytest.raises(SlurmError, match="slurmdbd on n2 does not answer"):
         await usage(context_of(made), "user", None, None)
     assert not any(argv[0] == "env" for argv in made.hosts["c1"].argvs)  # sacct would wait for minutes
@@ -116,7 +117,7 @@ def test_hours_without_a_price_are_named_apart() -> None:
     text = shown(show_usage, UsageResult("reef", "user", 0, 100, rows, whole))
     assert "user" in text and "GPU hours" in text and "10.00" in text and "total" in text
     assert "not in the cost: 3.00 GPU hours on nodesets that have no `price`" in text
-    assert "nothing was used" in shown(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
+    assert "no usage" in shown(show_usage, UsageResult("reef", "user", 0, 100, (), whole))
 
 
 def test_without_any_price_there_is_no_column_for_the_cost() -> None:
@@ -136,7 +137,7 @@ async def test_backups_are_listed_newest_first() -> None:
         ("slurm_acct_db-2-daily.sql.gz", 2048),
         ("slurm_acct_db-1-change.sql.gz", 1024),
     ]
-    assert "on c1; `shoal restore NAME` puts one back" in shown(show_restore, result)
+    assert "on c1; `shoal restore NAME` restores one" in shown(show_restore, result)
 
 
 async def test_a_backup_that_is_not_there_is_refused_and_nothing_is_touched() -> None:
@@ -159,18 +160,18 @@ async def test_the_latest_is_put_back_and_what_was_there_is_named() -> None:
         return b""
 
     answer(made, DATABASE_PROGRAM, "restore", with_=put_back)
-    answer(made, *ASK, with_=b"answers\n")
+    answer(made, *SLURMDBD_COMMAND, with_=b"answers\n")
     answer(made, "sh", with_=b"")
     result = await restore(context_of(made), "latest")
     assert (result.restored, result.before) == ("slurm_acct_db-2-daily.sql.gz", "slurm_acct_db-3-restore.sql.gz")
-    assert "what was there until now is in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
+    assert "the previous records are in slurm_acct_db-3-restore.sql.gz" in shown(show_restore, result)
 
 
 async def test_a_slurmctld_that_does_not_start_again_after_the_restore_is_told() -> None:
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=b"")
-    answer(made, *ASK, with_=b"answers\n")
+    answer(made, *SLURMDBD_COMMAND, with_=b"answers\n")
     answer(made, "sh", with_=Result(1, stderr=b"Job for slurmctld.service failed.\n"))
     with pytest.raises(SlurmError) as caught:
         await restore(context_of(made), "latest")
@@ -186,8 +187,8 @@ async def test_a_backup_that_cannot_be_read_is_told_with_what_became_of_the_reco
     answer(made, DATABASE_PROGRAM, "restore", with_=Result(1, stderr=b"gzip: unexpected end of file\n"))
     with pytest.raises(ShoalError) as caught:
         await restore(context_of(made), "latest")
-    assert "c1: slurm_acct_db-2-daily.sql.gz could not be restored: gzip: unexpected end of file" in str(caught.value)
-    assert "the records are as they were; `shoal restore` lists the other backups" in str(caught.value)
+    assert "c1: cannot restore slurm_acct_db-2-daily.sql.gz: gzip: unexpected end of file" in str(caught.value)
+    assert "try another backup (`shoal restore` lists them); the records are unchanged" in str(caught.value)
 
 
 @pytest.mark.parametrize(("said", "asked"), [(b"activating\n", 3), (b"active\n", 20)], ids=["it ends", "it hangs"])
@@ -195,14 +196,14 @@ async def test_a_slurmdbd_that_does_not_take_the_backup_is_told_with_the_way_bac
     made = world()
     answer(made, DATABASE_PROGRAM, "list", with_=b"slurm_acct_db-3-restore.sql.gz 4096 3000.5\n" + LIST)
     answer(made, DATABASE_PROGRAM, "restore", with_=b"")
-    answer(made, *ASK, with_=said)
+    answer(made, *SLURMDBD_COMMAND, with_=said)
     with pytest.raises(SlurmError) as caught:
         await restore(context_of(made), "slurm_acct_db-1-change.sql.gz")
     assert str(caught.value) == (
         "slurmdbd on c1 does not start with this backup; `shoal ssh c1 journalctl -u slurmdbd` shows why\n"
         "  fix: `shoal restore slurm_acct_db-3-restore.sql.gz --yes` puts back what was there"
     )
-    assert made.hosts["c1"].argvs.count(ASK) == asked
+    assert made.hosts["c1"].argvs.count(SLURMDBD_COMMAND) == asked
 
 
 async def test_no_backup_and_no_database_are_told_apart() -> None:
@@ -236,7 +237,7 @@ async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str
 
 async def test_status_asks_the_host_of_the_database() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
-    answer(made, *COMMAND, with_=b"active\nfailed\nsuccess\n1000.5\n", host="n2")
+    answer(made, *ACCOUNTING_COMMAND, with_=b"active\nfailed\nsuccess\n1000.5\n", host="n2")
     async with made.fleet() as fleet:
         told = await accounting_health(fleet, made.spec)
     assert told == AccountingHealth("n2", "active", "failed", 1000.5)
@@ -249,9 +250,9 @@ async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old()
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
     async with made.fleet() as fleet:
         assert await accounting_findings(fleet, made.spec, {"n2": host_facts("n2", "10.0.0.12")}) == []  # no `up` yet
-        answer(made, *COMMAND, with_=f"active\nactive\nsuccess\n{time.time() - 86400}\n".encode(), host="n2")
+        answer(made, *ACCOUNTING_COMMAND, with_=f"active\nactive\nsuccess\n{time.time() - 86400}\n".encode(), host="n2")
         assert await accounting_findings(fleet, made.spec, {"n2": facts}) == []
-        answer(made, *COMMAND, with_=b"inactive\nfailed\nsuccess\n86400\n", host="n2")
+        answer(made, *ACCOUNTING_COMMAND, with_=b"inactive\nfailed\nsuccess\n86400\n", host="n2")
         down, old = await accounting_findings(fleet, made.spec, {"n2": facts})
     assert str(down) == (
         "n2: accounting does not work: jobs run on, and slurmctld keeps their records until it does, found MariaDB is "
@@ -265,10 +266,10 @@ async def test_check_says_that_the_database_is_down_and_that_its_backup_is_old()
 async def test_a_backup_that_failed_last_night_is_told_however_new_the_last_one_is() -> None:
     made = world(LAB + "accounting: {host: n2}\n")
     facts = host_facts("n2", "10.0.0.12", files={SACCTMGR_CONF: FileFact(there=True)})
-    answer(made, *COMMAND, with_=f"active\nactive\nexit-code\n{time.time() - 60}\n".encode(), host="n2")
+    answer(made, *ACCOUNTING_COMMAND, with_=f"active\nactive\nexit-code\n{time.time() - 60}\n".encode(), host="n2")
     async with made.fleet() as fleet:
         [failed] = await accounting_findings(fleet, made.spec, {"n2": facts})
-        answer(made, *COMMAND, with_=b"active\nactive\nexit-code\n", host="n2")
+        answer(made, *ACCOUNTING_COMMAND, with_=b"active\nactive\nexit-code\n", host="n2")
         [never] = await accounting_findings(fleet, made.spec, {"n2": facts})
     assert str(failed).startswith("n2: the accounting database was not backed up last night, found newest backup 20")
     assert str(never) == (
@@ -296,10 +297,10 @@ def test_a_rotation_says_for_how_long_slurm_failed_and_who_was_left() -> None:
     done = RotatedKey("munge", ("c1", "n1"), False, 0.25, {"c1": 0.25}, 40, 1.23)
     text = shown(show_keys, KeysResult("reef", (done,), {"n2": Unreachable("n2", "does not answer")}))
     assert "munge: a new key on c1,n1" in text
-    assert "Slurm failed for 0.25 s (40 times asked, the slowest answer took 1.2 s)" in text
-    assert "n2 has the old key: run `shoal up` when it answers" in text
+    assert "Slurm failed for 0.25 s (40 requests, the slowest answer took 1.2 s)" in text
+    assert "n2 still has the old key: run `shoal up` once reachable" in text
     again = shown(show_keys, KeysResult("reef", (RotatedKey("munge", ("c1",), True, 0.0, {}, 9),)))
-    assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 times asked" in again
+    assert "an earlier rotation is finished on c1" in again and "Slurm always answered (9 requests" in again
 
 
 # ---- another host for the database
@@ -313,13 +314,13 @@ async def test_a_database_leaves_its_records_behind_only_when_that_is_said() -> 
         there = f"file {SACCTMGR_CONF}" in agent.items
         agent.facts = replace(agent.facts, files={**agent.facts.files, SACCTMGR_CONF: FileFact(there=there)})
     moved = context_for(made, LAB + "accounting: {host: n2}\n")
-    told = "n2: accounting moves here from c1, and its database begins empty: the records of all jobs so far stay there"
+    told = "n2: accounting moves here from c1 and begins with an empty database: the records of earlier jobs stay there"
     findings = [str(finding) for finding in (await plan(moved)).findings]
-    assert [text.startswith(f"{told}, to take them along") for text in findings] == [True]
+    assert [text.startswith(f"{told}, to move them") for text in findings] == [True]
     before = len(made.agents["c1"].requests)
     with pytest.raises(ShoalError) as caught:
         await up(moved, AT_ONCE)
-    assert str(caught.value).startswith(f"{told}; nothing was changed\n  fix: use --leave-records; to take them along")
+    assert str(caught.value).startswith(f"{told}; nothing was changed\n  fix: use --leave-records; to move them")
     assert [request["op"] for request in made.agents["c1"].requests[before:] if request["op"] == "apply"] == []
     assert (await up(moved, AT_ONCE, leave_records=True)).whole
     assert "service slurmdbd" in made.agents["n2"].items

@@ -11,13 +11,14 @@ import pytest
 from rich.console import Console
 from tests.unit.plan.fake_world import World, lab
 
-from shoal.cli.render_links import HEAT, heat, show_links, speed_text
+from shoal.cli.bench_commands import HEAT, heat, show_links, speed_text
 from shoal.errors import ShoalError, Unreachable, UsageError
-from shoal.hosts.fake import FakeProgram
-from shoal.network.links import LINKS, PROGRAM, Link, links_text, read_links
-from shoal.roles.in_force import HOSTS
+from shoal.network.links import LINKS, LinkSpeed, links_text, read_links
+from shoal.remote import program_text
+from shoal.roles.current_conf import HOSTS
 from shoal.verbs.context import Context
 from shoal.verbs.links import LinksResult, bench_links
+from shoal_simulators.fake_host import FakeProgram
 
 ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11", "n2": "10.0.0.12"}
 NAMES = "".join(f"{address}  {name}\n" for name, address in ADDRESSES.items())
@@ -44,7 +45,7 @@ def measuring(world: World, speed: Speed, known: str = BLOCK) -> Context:
     for name, host in world.hosts.items():
         host.answers = {
             **host.answers,
-            ("python3", "-I", "-S", "-B", "-c", PROGRAM.read_text()): player(name),
+            ("python3", "-I", "-S", "-B", "-c", program_text("link_probe")): player(name),
             ("cat", HOSTS): known.encode(),
         }
     return Context(world.spec, connector=world.connector)
@@ -71,7 +72,7 @@ async def test_every_pair_is_measured_in_both_directions_and_kept_on_the_control
 async def test_the_programs_are_ended_and_run_without_root() -> None:
     world = lab()
     await bench_links(measuring(world, near_and_far))
-    calls = [call for host in world.hosts.values() for call in host.calls if PROGRAM.read_text() in call.argv]
+    calls = [call for host in world.hosts.values() for call in host.calls if program_text("link_probe") in call.argv]
     assert len(calls) == 3
     assert all(call.killed and not call.root for call in calls)
 
@@ -79,7 +80,9 @@ async def test_the_programs_are_ended_and_run_without_root() -> None:
 async def test_what_was_measured_before_stays_when_some_hosts_are_measured_again() -> None:
     world = lab()
     context = measuring(world, near_and_far)
-    before = links_text([Link("c1", "n2", 0.1, 5.0), Link("n1", "n2", 0.1, 5.0), Link("gone", "n2", 0.1, 5.0)])
+    before = links_text(
+        [LinkSpeed("c1", "n2", 0.1, 5.0), LinkSpeed("n1", "n2", 0.1, 5.0), LinkSpeed("gone", "n2", 0.1, 5.0)]
+    )
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("cat", LINKS): before.encode()}
     await bench_links(context, "n1,n2")
     kept = read_links(world.agents["c1"].items[f"file {LINKS}"]["content"])
@@ -122,7 +125,7 @@ async def test_a_host_without_python_is_told_what_it_needs() -> None:
         program.complain(b"SyntaxError: invalid syntax\n")
         return 1
 
-    key = ("python3", "-I", "-S", "-B", "-c", PROGRAM.read_text())
+    key = ("python3", "-I", "-S", "-B", "-c", program_text("link_probe"))
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, key: ends}
     result = await bench_links(context)
     error = result.failures["n1"]
@@ -140,15 +143,19 @@ def shown(result: LinksResult, *, colours: bool = False, width: int = 120) -> st
 
 
 LINKED = (
-    *(Link("a", "b", 0.2, 9412.0), Link("b", "a", 0.25, 9300.0), Link("a", "c", 31.0, 48.06)),
-    *(Link("c", "a", 30.0, 51.0), Link("b", "c", problem="Connection refused"), Link("c", "b", 30.5, 50.0)),
+    *(LinkSpeed("a", "b", 0.2, 9412.0), LinkSpeed("b", "a", 0.25, 9300.0), LinkSpeed("a", "c", 31.0, 48.06)),
+    *(
+        LinkSpeed("c", "a", 30.0, 51.0),
+        LinkSpeed("b", "c", problem="Connection refused"),
+        LinkSpeed("c", "b", 30.5, 50.0),
+    ),
 )
 
 
 def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
     result = LinksResult("reef", ("a", "b", "c"), LINKED, (("a", "b"), ("c",)), {"d": Unreachable("d", "no route")})
     assert [line.split() for line in shown(result).splitlines()][:10] == [
-        ["bandwidth", "from", "row", "to", "column,", "bits", "a", "second"],
+        ["bandwidth", "from", "row", "to", "column,", "bits", "per", "second"],
         ["a", "b", "c"],
         ["a", "·", "9.41G", "48.1M"],
         ["b", "9.30G", "·", "none"],
@@ -166,7 +173,7 @@ def test_the_matrices_show_every_direction_and_what_they_come_to() -> None:
 
 def test_a_matrix_too_wide_for_the_terminal_is_shown_in_pieces_and_whole() -> None:
     hosts = tuple(f"node{number:02}" for number in range(1, 17))
-    links = tuple(Link(one, other, 0.25, 94.25) for one in hosts for other in hosts if one != other)
+    links = tuple(LinkSpeed(one, other, 0.25, 94.25) for one in hosts for other in hosts if one != other)
     text = shown(LinksResult("reef", hosts, links, (hosts,)), width=80)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert text.count("94.2M") == text.count("0.25") == 16 * 15
@@ -184,7 +191,7 @@ def test_there_are_colours_on_a_terminal_only() -> None:
 
 
 def test_the_slowest_speed_and_the_longest_way_are_red() -> None:
-    links = (Link("a", "b", 0.2, 9000.0), Link("b", "a", 30.0, 50.0))
+    links = (LinkSpeed("a", "b", 0.2, 9000.0), LinkSpeed("b", "a", 30.0, 50.0))
     text = shown(LinksResult("reef", ("a", "b"), links, (("a", "b"),)), colours=True)
     white_on_red = "\x1b[37;41m"
     assert f"{white_on_red}50.0M" in text and f"{white_on_red}30.00" in text

@@ -11,12 +11,12 @@ from tests.unit.verbs.fake_clusters import Sandbox, context_of, raised
 
 from shoal.agent.facts import Disk
 from shoal.errors import ProviderError
-from shoal.providers.fake import FakeProvider
 from shoal.spec.finding import Finding
 from shoal.spec.members import default_spec
 from shoal.verbs.check import check
 from shoal.verbs.context import Context, requests
 from shoal.verbs.up import plan
+from shoal_simulators.fake_provider import FakeProvider
 
 
 async def test_check_finds_nothing_on_a_cluster_that_is_up() -> None:

@@ -17,14 +17,14 @@ async def test_a_tracking_server_that_does_not_answer_is_an_error_and_an_environ
     world = lab(SERVED)
     await raised(world, SERVED)
     answers = world.hosts["c1"].answers
-    answers[mlflow.TOLD] = Result(0, stdout=TOLD)
+    answers[mlflow.ADDRESS_COMMAND] = Result(0, stdout=TOLD)
     answers[("python3", "-I", "-c")] = Result(0, stdout=b"Connection refused\n")
     found = [(finding.level, str(finding)) for finding in await check(context_of(world, SERVED))]
     assert found == [
         (
             "error",
-            "tracking: the tracking server does not answer: jobs keep what they report in their own files, found "
-            "http://10.9.9.9:5000: Connection refused, start it, or see why",
+            "tracking: the tracking server does not answer: jobs keep their metrics in files until it does, found "
+            "http://10.9.9.9:5000: Connection refused, start it, or correct `tracking.url`",
         ),
         ("info", "environments.torch: not built yet, run `shoal env build torch`"),
     ]

@@ -10,9 +10,9 @@ from tests.unit.plan.fake_world import LAB, spec_of
 
 from shoal.errors import ProviderError, SpecError, UsageError
 from shoal.hosts.api import Target
-from shoal.providers.fake import FakeProvider
 from shoal.spec.members import default_spec
 from shoal.verbs.context import Context, open_context, requests, state_directory
+from shoal_simulators.fake_provider import FakeProvider
 
 LAB_CONTEXT = Context(spec_of(LAB))
 
@@ -55,7 +55,7 @@ def test_what_is_not_a_hostlist_is_refused_with_an_example() -> None:
 def test_where_one_host_is_asked_for_several_are_refused() -> None:
     with pytest.raises(UsageError) as caught:
         LAB_CONTEXT.choose_one("n[1-2]")
-    assert str(caught.value) == "n[1-2] names 2 hosts, and this takes one\n  fix: say n1"
+    assert str(caught.value) == "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"
 
 
 async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it() -> None:
@@ -63,7 +63,7 @@ async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it(
     context = Context(default_spec("reef"), providers=lambda name: fake)
     with pytest.raises(ProviderError) as caught:
         await context.fleet()
-    assert str(caught.value) == "cluster reef: host controller is not there yet\n  fix: run `shoal up`"
+    assert str(caught.value) == "cluster reef: host controller is not made yet\n  fix: run `shoal up`"
     await fake.create("reef", requests(context.members, "sandbox"), lambda text, part: None)
     assert [target.address for target in await context.targets(context.members)] == [
         "192.0.2.1",
@@ -108,7 +108,7 @@ async def test_without_a_file_it_is_said_that_hosts_of_ones_own_need_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fake = FakeProvider()
-    with pytest.raises(ProviderError, match=r"for hosts of yours, go to where their shoal\.yaml is"):
+    with pytest.raises(ProviderError, match=r"for your own hosts, change to the directory of their shoal\.yaml"):
         await replace(open_context(), providers=lambda name: fake).fleet()
 
 

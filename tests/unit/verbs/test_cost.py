@@ -10,15 +10,15 @@ from rich.console import Console
 from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_renters import RENTING
 
-from shoal.cli.render_money import cost_json, show_cost
-from shoal.elastic.costs import Costs, JobCost, encode
-from shoal.elastic.money import micros
+from shoal.cli.rental_commands import cost_json, show_cost
+from shoal.cloud.rental import micros
+from shoal.cloud.service.costs import CostReport, JobCost, encode
 from shoal.errors import LedgerError, UsageError
 from shoal.hosts.api import Result
 from shoal.verbs.context import Context
-from shoal.verbs.cost import COMMAND, CostResult, Limit, cost
+from shoal.verbs.cost import COMMAND, BudgetLimits, CostResult, cost
 
-COSTS = Costs(
+COSTS = CostReport(
     at=1000.0,
     month="2026-11",
     per_hour=micros("31.92"),
@@ -53,7 +53,7 @@ def shown(result: CostResult) -> list[str]:
 async def test_the_controller_is_asked_as_root_and_the_files_limits_stand_beside() -> None:
     made = world(encode(COSTS).encode())
     result = await cost(Context(made.spec, connector=made.connector))
-    assert result == CostResult("reef", COSTS, Limit(micros(20), None, micros(500)))
+    assert result == CostResult("reef", COSTS, BudgetLimits(micros(20), None, micros(500)))
     [call] = made.hosts["c1"].calls
     assert tuple(call.argv) == COMMAND and call.root
 
@@ -68,7 +68,7 @@ async def test_another_month_is_asked_for_by_name() -> None:
 async def test_what_is_no_month_is_refused(month: str) -> None:
     with pytest.raises(UsageError) as caught:
         await asked(b"", month)
-    assert str(caught.value) == f"--month {month}: that is not a month\n  fix: write it as 2026-11"
+    assert str(caught.value) == f"--month {month} is not a month\n  fix: write it as 2026-11"
 
 
 async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
@@ -87,9 +87,9 @@ async def test_a_cluster_that_rents_nothing_is_told_so() -> None:
         ),
         (
             Result(1, b"", b"Traceback\nImportError: no module"),
-            "c1 does not say what was spent: ImportError: no module\n  fix: run `shoal up`",
+            "cannot read the costs on c1: ImportError: no module\n  fix: run `shoal up`",
         ),
-        (Result(0, b""), "c1 does not say what was spent: nothing\n  fix: run `shoal up`"),
+        (Result(0, b""), "cannot read the costs on c1: no output\n  fix: run `shoal up`"),
     ],
 )
 async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str) -> None:
@@ -99,12 +99,14 @@ async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str)
 
 
 def test_a_person_reads_the_sums_and_who_had_what() -> None:
-    result = CostResult("reef", COSTS, Limit(micros(40), None, micros(500)), {"burst": Limit(per_month=micros(300))})
+    result = CostResult(
+        "reef", COSTS, BudgetLimits(micros(40), None, micros(500)), {"burst": BudgetLimits(per_month=micros(300))}
+    )
     assert shown(result) == [
         "reef: 1 machine",
         "of",
         "now, an hour $31.92 $40.00",
-        "today, by UTC $12.35",
+        "today (UTC) $12.35",
         "2026-11 $100.10 $500.00",
         "nodeset cost of",
         "burst $100.10 $300.00",
@@ -120,15 +122,15 @@ def test_a_person_reads_the_sums_and_who_had_what() -> None:
 
 
 def test_what_is_not_in_the_sums_is_said() -> None:
-    odd = Costs(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
+    odd = CostReport(1.0, "2026-11", 0, 0, 0, 0, unpriced=("burst1",), unattributed="scontrol does not answer")
     assert shown(CostResult("reef", odd))[-2:] == [
-        "not in these sums, as their price is unknown: burst1",
-        "! not known by user and job: scontrol does not answer",
+        "not included, because the price is unknown: burst1",
+        "! cannot be split by user and job: scontrol does not answer",
     ]
 
 
 def test_scripts_get_dollars() -> None:
-    found = cost_json(CostResult("reef", COSTS, Limit(per_month=micros(500))))
+    found = cost_json(CostResult("reef", COSTS, BudgetLimits(per_month=micros(500))))
     assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)
     assert found["jobs"][0] == {"id": "7", "user": "ann", "name": "train", "usd": 60.05}
     assert found["budget"] == {"per_month": 500.0}

@@ -16,24 +16,38 @@ from rich.console import Console
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import FileFact
-from shoal.cli.render_env import show_built, show_cleaned, show_list
-from shoal.cli.render_services import show_services
-from shoal.environments.place import MARK, Kept, Look, Made, look_command, parse_look
-from shoal.errors import Partly, ShoalError, TimedOut, UsageError
+from shoal.cli.env_commands import show_built, show_cleaned, show_list
+from shoal.cli.service_screens import show_services
+from shoal.environments.store import (
+    MARK,
+    BuiltEnvironment,
+    NodeEnvironment,
+    StoredEnvironment,
+    inspect_command,
+    parse_inspection,
+)
+from shoal.errors import CommandTimeout, PartialFailure, ShoalError, UsageError
 from shoal.hosts.api import Target
-from shoal.hosts.fake import FakeConnector, FakeHost, FakeProgram
-from shoal.jobs.model import JobSpec, Note, ResolvedJob, Shipped
+from shoal.jobs.model import JobPaths, JobSpec, ResolvedJob
+from shoal.jobs.record import JobComment
 from shoal.jobs.script import sbatch_script
-from shoal.roles.time import CONTAINER_MARKS
+from shoal.roles.clock import CONTAINER_MARKS
 from shoal.tracking import mlflow
 from shoal.verbs import env
 from shoal.verbs.context import Context
-from shoal.verbs.env import CleanResult, Listed, _reasons, list_environments
+from shoal.verbs.env import (
+    CleanResult,
+    EnvironmentState,
+    _reasons,
+    job_environment,
+    list_environments,
+    require_environment,
+)
 from shoal.verbs.env_build import BuildResult, build
-from shoal.verbs.env_use import environment_of, expect_environment
 from shoal.verbs.health import Clocks, TrackingHealth, clocks, tracking_health
-from shoal.verbs.status import Status
-from shoal.verbs.ui import Page, ui
+from shoal.verbs.status import ClusterStatus
+from shoal.verbs.ui import WebPage, ui
+from shoal_simulators.fake_host import FakeConnector, FakeHost, FakeProgram
 
 REEF = """
 cluster: reef
@@ -92,11 +106,11 @@ async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_pat
 
 
 async def test_what_the_builder_cannot_do_is_told_and_nothing_is_in_force(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, {"event": "failed", "what": "pip could not gather the packages: no", "fix": "correct it"})
+    hosts = Hosts(tmp_path, {"event": "failed", "what": "uv cannot resolve the packages: no", "fix": "correct it"})
     with pytest.raises(ShoalError) as error:
         await build(hosts.context)
     assert str(error.value) == (
-        "environment torch could not be made on c1: pip could not gather the packages: no\n  fix: correct it"
+        "cannot build environment torch on c1: uv cannot resolve the packages: no\n  fix: correct it"
     )
     assert hosts.names == b""
 
@@ -110,7 +124,7 @@ async def test_what_a_package_bound_to_one_place_is_warned_of_and_does_not_keep_
     assert result.whole and (finding.level, str(finding)) == (
         "warning",
         "environment torch: bin/fix-it works only where /opt/ci/bin/python is, "
-        "choose another version of the package that brings it",
+        "choose another version of the package that contains it",
     )
     [listed] = await list_environments(hosts.context)
     assert listed.made == result.made[0]
@@ -148,14 +162,14 @@ def test_a_node_says_why_the_python_of_an_environment_does_not_start(tmp_path: P
     python = tmp_path / "bin" / "python"
     python.symlink_to("/nowhere/python3")
 
-    def look() -> Look:
-        said = subprocess.run(look_command(str(tmp_path)), stdout=subprocess.PIPE, check=True).stdout
-        return parse_look(said.decode())
+    def look() -> NodeEnvironment:
+        said = subprocess.run(inspect_command(str(tmp_path)), stdout=subprocess.PIPE, check=True).stdout
+        return parse_inspection(said.decode())
 
     assert look().state == "broken" and look().why.endswith("not found")
     python.unlink()
     python.symlink_to(sys.executable)
-    assert look() == Look(f"{sys.version_info[0]}.{sys.version_info[1]}")
+    assert look() == NodeEnvironment(f"{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 @pytest.mark.parametrize(("name", "words"), [("tor", "did you mean `torch`?"), ("xyz", "known: torch")])
@@ -172,13 +186,12 @@ async def test_a_share_that_does_not_answer_is_named_when_environments_are_looke
         await asyncio.Event().wait()
         return 0
 
-    monkeypatch.setattr(env, "NAMES_PATIENCE", 0.05)
-    [placed] = env.chosen(Hosts(tmp_path).context, ["torch"]).values()
-    with pytest.raises(TimedOut) as error:
-        await env.in_force(FakeHost("c1", {("sh",): hang}), [placed])
+    monkeypatch.setattr(env, "NAMES_TIMEOUT_S", 0.05)
+    [placed] = env.choose_environments(Hosts(tmp_path).context, ["torch"]).values()
+    with pytest.raises(CommandTimeout) as error:
+        await env.current_environments(FakeHost("c1", {("sh",): hang}), [placed])
     assert str(error.value) == (
-        "c1: /shared/environments, where environments are, does not answer within 0.05 s\n"
-        "  fix: is the host up that keeps the share it is in?"
+        "c1: cannot read /shared/environments within 0.05 s\n  fix: check that the server of the share it is on is up"
     )
 
 
@@ -192,52 +205,57 @@ async def test_a_job_finds_its_environment_once_it_is_built_and_while_the_file_i
     hosts, job = Hosts(tmp_path), JobSpec(script="train.py", environment="torch")
     async with await hosts.context.connections() as fleet:
         with pytest.raises(UsageError, match="environment torch is not built yet"):
-            await environment_of(hosts.context, fleet, job)
+            await job_environment(hosts.context, fleet, job)
         await build(hosts.context)
-        made = await environment_of(hosts.context, fleet, job)
+        made = await job_environment(hosts.context, fleet, job)
         assert made is not None and made.program == "/shared/environments/ab12/bin/python"
-        await expect_environment(fleet, made, ["n1", "n2"])
+        await require_environment(fleet, made, ["n1", "n2"])
         hosts.looks["n2"] = "env missing\n"
-        with pytest.raises(Partly, match="n2 cannot use environment torch, so nothing was queued"):
-            await expect_environment(fleet, made, ["n1", "n2"])
+        with pytest.raises(PartialFailure, match="n2 cannot use environment torch, so nothing was queued"):
+            await require_environment(fleet, made, ["n1", "n2"])
         (tmp_path / "reqs.txt").write_text("six<2\n")
-        with pytest.raises(UsageError, match="made from another file"):
-            await environment_of(hosts.context, fleet, job)
-        assert await environment_of(hosts.context, fleet, JobSpec(script="train.py")) is None
+        with pytest.raises(UsageError, match="built from another version"):
+            await job_environment(hosts.context, fleet, job)
+        assert await job_environment(hosts.context, fleet, JobSpec(script="train.py")) is None
 
 
 def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> None:
-    kept = [Kept("a", 9999, False), Kept("b", 9999, True), Kept("c", 5, False), Kept("d", 9999, False)]
-    assert _reasons([*kept, Kept("now", 5, True)], {"now": "torch"}, {"a": "17"}) == {
+    kept = [
+        StoredEnvironment("a", 9999, False),
+        StoredEnvironment("b", 9999, True),
+        StoredEnvironment("c", 5, False),
+        StoredEnvironment("d", 9999, False),
+    ]
+    assert _reasons([*kept, StoredEnvironment("now", 5, True)], {"now": "torch"}, {"a": "17"}) == {
         "a": "job 17 uses it",
         "b": "a process uses it",
-        "c": "made or used less than 10 minutes ago",
+        "c": "built or used less than 10 minutes ago",
     }
 
 
 def test_a_job_notes_its_environment_where_slurm_keeps_it() -> None:
     for note in (
-        Note("a1", "b2"),
-        Note("a1", "b2", "torch"),
-        Note("a1", "b2", "", "c3"),
-        Note("a1", "b2", "nsys", "c3"),
+        JobComment("a1", "b2"),
+        JobComment("a1", "b2", "torch"),
+        JobComment("a1", "b2", "", "c3"),
+        JobComment("a1", "b2", "nsys", "c3"),
     ):
-        assert Note.parse(str(note)) == note
+        assert JobComment.parse(str(note)) == note
 
 
 def test_a_batch_script_has_the_environment_before_all_else_that_is_on_the_path() -> None:
     job = ResolvedJob(JobSpec(script="train.py", python="/e/ab12/bin/python"), "main", 1, 0, 1, 1)
-    script = sbatch_script(job, Shipped("reef", "/jobs", "c0de", "11b", ".", "/e/ab12"))
+    script = sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b", ".", "/e/ab12"))
     assert "#SBATCH --comment=shoal:c0de/11b@ab12\n" in script
     assert "\nexport VIRTUAL_ENV=/e/ab12 PATH=/e/ab12/bin:$PATH\n" in script
     assert script.count("/e/ab12/bin/python") == 2  # Shoal's own program, and the script
-    assert "VIRTUAL_ENV" not in sbatch_script(job, Shipped("reef", "/jobs", "c0de", "11b"))
+    assert "VIRTUAL_ENV" not in sbatch_script(job, JobPaths("reef", "/jobs", "c0de", "11b"))
 
 
 def test_a_node_tells_what_it_has() -> None:
-    assert parse_look("env 3.11\narchive\ndriver 580.95.05\n") == Look("3.11", True, "580.95.05")
-    assert parse_look("env missing\n") == Look("missing")
-    assert parse_look("") == Look("missing")
+    assert parse_inspection("env 3.11\narchive\ndriver 580.95.05\n") == NodeEnvironment("3.11", True, "580.95.05")
+    assert parse_inspection("env missing\n") == NodeEnvironment("missing")
+    assert parse_inspection("") == NodeEnvironment("missing")
 
 
 def shown(show: Any, *values: Any) -> str:
@@ -247,13 +265,15 @@ def shown(show: Any, *values: Any) -> str:
 
 
 def test_screens_of_environments() -> None:
-    made = Made.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
+    made = BuiltEnvironment.of({**MADE, "name": "torch", "torch": "2.13.0", "cuda": "13.0"})
     text = shown(show_built, BuildResult("reef", (made,), ("torch",), {"torch": ("n1", "n2")}))
     assert "torch: built; 1 package, Python 3.11, torch 2.13.0 for CUDA 13.0; /shared/environments/ab12" in text
     assert "copied to n[1-2]" in text
-    text = shown(show_list, [Listed("torch", "built", "shared", made), Listed("sea", "not built", "local")])
+    text = shown(
+        show_list, [EnvironmentState("torch", "built", "shared", made), EnvironmentState("sea", "not built", "local")]
+    )
     assert "2.13.0 cuda 13.0" in text and "\ntorch is in /shared/environments/ab12\n" in text
-    assert "`shoal env build sea` makes what is missing" in text
+    assert "`shoal env build sea` builds what is missing" in text
     text = shown(show_cleaned, CleanResult("reef", {"c1": ("ab",)}, {"cd": "a process uses it"}), False)
     assert text == "removed ab from c1\nkept cd: a process uses it\n"
     assert shown(show_cleaned, CleanResult("reef"), True) == "nothing to clean\n"
@@ -262,8 +282,8 @@ def test_screens_of_environments() -> None:
 # ---- services in `status`
 
 
-def status_with(**more: Any) -> Status:
-    return Status("reef", "c1", "22.05.8", (), (), (), **more)
+def status_with(**more: Any) -> ClusterStatus:
+    return ClusterStatus("reef", "c1", "22.05.8", (), (), (), **more)
 
 
 async def test_clocks_are_told_against_the_controllers_and_who_does_not_answer_is_left_out() -> None:
@@ -273,7 +293,7 @@ async def test_clocks_are_told_against_the_controllers_and_who_does_not_answer_i
 
         async def facts(self, ask: object) -> Any:
             if self.offset > 99:
-                raise TimedOut("n2", "it")
+                raise CommandTimeout("n2", "it")
             container = {CONTAINER_MARKS[0]: FileFact(there=True)} if self.offset == 2.5 else {}
             return host_facts("n1", "10.0.0.1", clock_offset=self.offset, files=container)
 
@@ -296,10 +316,10 @@ async def test_a_tracking_server_is_asked_by_the_controller() -> None:
     spec = spec_of(REEF + "tracking: mlflow\n")
     told = b'{"uri": "http://10.0.0.1:5000", "username": "jobs"}\nsecret\n'
     for answer, well in ((b"200\n", True), (b"<urlopen error refused>\n", False)):
-        host = FakeHost(Target("c1"), {mlflow.TOLD: told, ("python3",): answer})
+        host = FakeHost(Target("c1"), {mlflow.ADDRESS_COMMAND: told, ("python3",): answer})
         health = await tracking_health(host, spec)
         assert health and (health.uri, health.well) == ("http://10.0.0.1:5000", well)
-        assert ("answers" in shown(show_services, status_with(tracking=health))) == well
+        assert ("responds" in shown(show_services, status_with(tracking=health))) == well
         assert "secret" not in repr(health)
     assert await tracking_health(FakeHost(Target("c1"), {}), spec) == TrackingHealth(
         "mlflow", "", False, "not set up yet; run `shoal up`"
@@ -315,12 +335,12 @@ class Tunnel(FakeHost):
         self.to = (address, port)
         return near or 4711
 
-    async def gone(self) -> None:
+    async def wait_closed(self) -> None:
         return None
 
 
-async def opened(more: str, host: FakeHost, **options: Any) -> list[Page]:
-    pages: list[Page] = []
+async def opened(more: str, host: FakeHost, **options: Any) -> list[WebPage]:
+    pages: list[WebPage] = []
     context = Context(spec_of(REEF + more), connector=FakeConnector(host))
     with pytest.raises(ShoalError) as error:
         await ui(context, "mlflow", pages.append, **options)
@@ -329,18 +349,18 @@ async def opened(more: str, host: FakeHost, **options: Any) -> list[Page]:
 
 
 async def test_the_page_is_at_the_near_end_and_the_password_is_told_to_who_asks() -> None:
-    server = mlflow.Server("c1", "10.0.0.1", 5050, "sqlite", "/a")
+    server = mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")
     unit = mlflow.unit(server).encode()
     answers = {("cat", mlflow.UNIT): unit, ("cat", mlflow.ADMIN_PASSWORD): b"secret\n", ("python3",): b"200\n"}
     host = Tunnel(Target("c1"), answers)
-    assert await opened("tracking: mlflow\n", host) == [Page("mlflow", "http://127.0.0.1:4711", "admin")]
+    assert await opened("tracking: mlflow\n", host) == [WebPage("mlflow", "http://127.0.0.1:4711", "admin")]
     assert host.to == ("10.0.0.1", 5050)
     [page] = await opened("tracking: mlflow\n", host, port=99, show_password=True)
     assert (page.url, page.password) == ("http://127.0.0.1:99", "secret")
 
 
 async def test_a_server_that_is_down_is_told_before_a_tunnel_is_opened() -> None:
-    unit = mlflow.unit(mlflow.Server("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
+    unit = mlflow.unit(mlflow.MlflowServer("c1", "10.0.0.1", 5050, "sqlite", "/a")).encode()
     host = Tunnel(Target("c1"), {("cat", mlflow.UNIT): unit, ("python3",): b"Connection refused\n"})
     context = Context(spec_of(REEF + "tracking: mlflow\n"), connector=FakeConnector(host))
     with pytest.raises(ShoalError) as error:
@@ -358,8 +378,8 @@ async def test_without_a_server_there_is_no_page() -> None:
 
 async def test_a_server_that_is_elsewhere_needs_no_tunnel_and_an_unknown_page_is_refused() -> None:
     context = Context(spec_of(REEF + "tracking: {url: https://t.example.org}\n"), connector=FakeConnector())
-    pages: list[Page] = []
+    pages: list[WebPage] = []
     await ui(context, "mlflow", pages.append)
-    assert pages == [Page("mlflow", "https://t.example.org")]
+    assert pages == [WebPage("mlflow", "https://t.example.org")]
     with pytest.raises(UsageError, match="there is no page 'grafana'"):
         await ui(context, "grafana", pages.append)

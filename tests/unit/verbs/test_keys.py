@@ -13,23 +13,23 @@ import pytest
 from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
-from shoal.agent.fake import FakeAgent
 from shoal.errors import ShoalError, UsageError
 from shoal.hosts.api import Result
-from shoal.hosts.fake import Call, FakeProgram
 from shoal.network.wireguard import PEERS, PUBLIC_KEY
-from shoal.plan import pause, probe, rotate_slurm
-from shoal.plan.probe import Probe, Probes, failed_seconds, parse_probe
-from shoal.plan.rotate_wireguard import MAKE_NEXT, MARK, PUT_IN_PLACE
-from shoal.roles.auth import KEY, NEXT
+from shoal.plan import rotation, rotation_slurm
+from shoal.plan import slurm_downtime as probe
+from shoal.plan.rotation_wireguard import INSTALL_NEXT, MAKE_NEXT, MARK
+from shoal.plan.slurm_downtime import Probe, Probes, failed_seconds, parse_probe
+from shoal.roles.auth import KEY, NEXT_KEY
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT
 from shoal.roles.elastic import HOLD
-from shoal.slurm.auth import JWKS
+from shoal.slurm.conf import JWKS
 from shoal.slurm.state import NODES_COMMAND
 from shoal.verbs.context import Context
-from shoal.verbs.elastic_service import TOUCH
 from shoal.verbs.keys import rotate
-from shoal.verbs.status import NO_CONFIGURATION
+from shoal.verbs.rentals import TOUCH
+from shoal.verbs.slurmctld import NO_CONFIGURATION
+from shoal_simulators.fake_host import Call, FakeAgent, FakeProgram
 
 
 class KeyAgent(FakeAgent):
@@ -71,8 +71,8 @@ def cluster(old: bytes = b"old", text: str = LAB, **keys: bytes) -> World:
         host.answers = {
             **host.answers,
             ("python3",): agent.play,
-            pause.COMMAND: _paused,
-            probe.COMMAND: _probed,
+            rotation.PAUSE_COMMAND: _paused,
+            probe.PROBE_COMMAND: _probed,
             ("munge", "-n"): b"MUNGE:credential:\n",
             ("unmunge",): b"",
         }
@@ -107,7 +107,7 @@ async def test_seconds_in_which_slurm_failed_are_told_by_host() -> None:
 async def test_no_job_starts_while_the_keys_change() -> None:
     world = cluster()
     await rotate(context_of(world), "munge")
-    assert pause.COMMAND in world.hosts["c1"].argvs
+    assert rotation.PAUSE_COMMAND in world.hosts["c1"].argvs
 
 
 @pytest.mark.parametrize("done", [(), ("n1",), ("n1", "c1")])
@@ -154,7 +154,7 @@ async def test_a_host_whose_munged_refuses_the_controllers_message_is_told() -> 
     world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("unmunge",): refused}
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), "munge")
-    assert "the rotation is not finished: n1: its munged refuses the controller's message" in str(caught.value)
+    assert "the rotation is not finished: n1: munged rejects a credential of the controller" in str(caught.value)
     assert MUNGE_KEY_NEXT in world.agents["c1"].secrets
 
 
@@ -201,9 +201,9 @@ async def test_nothing_changes_while_a_rented_node_is_up_or_comes(key: str) -> N
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), key, leave_unreachable=True)
     assert str(caught.value) == (
-        "cloud[1,3]: rented and up, would keep the old key and be cut off; nothing was changed\n"
-        "  fix: wait until they have gone; after `scontrol update nodename=cloud[1,3] state=power_down_asap` on c1 "
-        "they take no more jobs, and go when theirs have ended"
+        "cloud[1,3] (rented) would keep the old key and be cut off; nothing was changed\n"
+        "  fix: run on c1: `scontrol update nodename=cloud[1,3] state=power_down_asap`; "
+        "then wait until their jobs have ended and they are gone"
     )
     assert keys_of(world) == {b"old"} and world.applied() == []
     assert not any(MUNGE_KEY_NEXT in agent.secrets for agent in world.agents.values())
@@ -213,12 +213,12 @@ async def test_nothing_changes_while_a_rented_node_is_up_or_comes(key: str) -> N
     "state", ["IDLE+CLOUD", "MIXED+CLOUD+POWERED_DOWN", "DOWN+CLOUD+NOT_RESPONDING", "IDLE+CLOUD+POWER_DOWN"]
 )
 async def test_a_rented_node_counts_as_up_unless_its_machine_is_gone_or_goes_and_no_job_wakes_it(state: str) -> None:
-    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+    with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(renting(state)), "munge")
 
 
 async def test_a_rented_node_that_the_file_no_longer_names_counts_too() -> None:
-    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+    with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(renting("IDLE+CLOUD", text=LAB)), "munge")
 
 
@@ -239,7 +239,7 @@ async def test_machines_that_come_up_meanwhile_wait_until_the_keys_are_changed()
 
 async def test_a_rotation_that_is_refused_lets_machines_join_again() -> None:
     world = renting("IDLE+CLOUD")
-    with pytest.raises(ShoalError, match="cloud1: rented and up"):
+    with pytest.raises(ShoalError, match=r"cloud1 \(rented\) would keep"):
         await rotate(context_of(world), "munge")
     assert world.hosts["c1"].argvs[-1] == RELEASED
 
@@ -251,7 +251,7 @@ async def test_a_controller_that_cannot_hold_machines_back_keeps_its_keys() -> N
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), "munge")
     assert str(caught.value) == (
-        "c1: nodes that are woken meanwhile cannot be made to wait: touch: cannot touch: No space left on device\n"
+        "c1: cannot keep new rented nodes from joining: touch: cannot touch: No space left on device\n"
         "  fix: solve that first; nothing was changed"
     )
     assert keys_of(world) == {b"old"}
@@ -264,8 +264,8 @@ async def test_a_slurmctld_that_does_not_say_which_rented_nodes_are_up_stops_the
     with pytest.raises(ShoalError) as caught:
         await rotate(context_of(world), "munge")
     assert str(caught.value) == (
-        "slurmctld does not say which rented nodes are up; nothing was changed: slurm_load_node error: Unable to "
-        "contact slurm controller (connect failure)\n  fix: run `shoal up`, and then this again"
+        "cannot list the rented nodes that are up; nothing was changed: slurm_load_node error: Unable to "
+        "contact slurm controller (connect failure)\n  fix: run `shoal up`, then this command again"
     )
     assert keys_of(world) == {b"old"}
 
@@ -356,13 +356,13 @@ async def test_a_new_key_of_slurms_own_verifies_first_then_signs_then_is_alone()
     assert given == [["@KEY@", "@NEXT@"], ["@NEXT@", "@KEY@"], ["@KEY@"]]
     assert len({agent.secrets[KEY] for agent in world.agents.values()}) == 1
     assert world.agents["c1"].secrets[KEY] != b"old\n"
-    assert not any(NEXT in agent.secrets for agent in world.agents.values())
+    assert not any(NEXT_KEY in agent.secrets for agent in world.agents.values())
 
 
 @pytest.mark.parametrize("committed", [False, True])
 async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the_same_key(committed: bool) -> None:
     world, given = slurm_cluster(**({"c1": b"begun\n"} if committed else {}))
-    world.agents["c1"].secrets[NEXT] = b"begun\n"
+    world.agents["c1"].secrets[NEXT_KEY] = b"begun\n"
     [key] = (await rotate(context_of(world), "slurm")).rotated
     assert key.finished
     assert {agent.secrets[KEY] for agent in world.agents.values()} == {b"begun\n"}
@@ -372,7 +372,7 @@ async def test_a_rotation_of_slurms_own_key_that_was_killed_is_finished_with_the
 async def test_a_slurmd_that_has_not_read_slurms_new_key_keeps_the_old_one_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rotate_slurm, "PATIENCE", 0.0)
+    monkeypatch.setattr(rotation_slurm, "RECONFIGURE_TIMEOUT_S", 0.0)
     world, given = slurm_cluster()
     world.hosts["c1"].answers = {**world.hosts["c1"].answers, ("scontrol", "reconfigure"): b""}
     with pytest.raises(ShoalError) as caught:
@@ -431,8 +431,8 @@ def mesh(*, begun: bool = False) -> tuple[World, list[tuple[str, str]]]:
         host.answers = {
             **host.answers,
             ("python3",): agent.play,
-            pause.COMMAND: _paused,
-            probe.COMMAND: _probed,
+            rotation.PAUSE_COMMAND: _paused,
+            probe.PROBE_COMMAND: _probed,
             ("test", "-e", MARK): b"" if begun else Result(1),
             ("sh", "-c"): shell,
         }
@@ -446,7 +446,7 @@ async def test_every_host_makes_its_new_wireguard_key_before_any_puts_it_in_plac
     scripts = [script for _, script in done]
     assert scripts[:3] == [MAKE_NEXT] * 3
     assert scripts[3] == f"touch {MARK}"
-    assert scripts[4:7] == [PUT_IN_PLACE] * 3
+    assert scripts[4:7] == [INSTALL_NEXT] * 3
     assert done[-1] == ("c1", f"rm -f {MARK}")
     for agent in world.agents.values():
         assert f"file {PEERS}" in agent.items
@@ -466,7 +466,7 @@ async def test_a_rotation_of_wireguard_keys_that_was_killed_makes_no_further_key
     [key] = (await rotate(context_of(world), "wireguard")).rotated
     assert key.finished
     assert MAKE_NEXT not in [script for _, script in done]
-    assert [script for _, script in done][:3] == [PUT_IN_PLACE] * 3
+    assert [script for _, script in done][:3] == [INSTALL_NEXT] * 3
 
 
 async def test_no_private_key_is_ever_an_argument_or_leaves_its_host() -> None:

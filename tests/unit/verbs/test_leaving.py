@@ -11,10 +11,9 @@ from tests.unit.plan.fake_world import LAB, World, lab
 from tests.unit.verbs.fake_clusters import AT_ONCE, Sandbox, context_of, raised
 
 from shoal.errors import ControllerFailed, HostError, ProviderError, ShoalError, Unreachable
+from shoal.hosts.provider import Request
 from shoal.plan.model import Cost
-from shoal.plan.progress import Silence
-from shoal.providers.api import Request
-from shoal.providers.fake import FakeProvider
+from shoal.plan.progress import NoProgress
 from shoal.spec.finding import Finding
 from shoal.spec.member import Shape
 from shoal.spec.members import default_spec
@@ -23,6 +22,7 @@ from shoal.verbs.context import Context
 from shoal.verbs.down import DownResult, down
 from shoal.verbs.node import remove_node
 from shoal.verbs.up import plan, up
+from shoal_simulators.fake_provider import FakeProvider
 
 WITHOUT_N2 = LAB.replace(", {name: n2, address: 10.0.0.12}", "")
 GIVEN_BACK = (False, None)
@@ -62,7 +62,7 @@ class Killed(BaseException):
     """SIGKILL, as far as a test can have one."""
 
 
-class KilledIn(Silence):
+class KilledIn(NoProgress):
     """Progress that ends the run where a phase begins."""
 
     def __init__(self, title: str) -> None:
@@ -94,8 +94,8 @@ async def test_a_node_that_does_not_answer_stays_in_the_file_with_the_ways_out(t
     result = await remove_node(context, "n2", AT_ONCE)
     assert list(result.failures) == ["n2"]
     assert [str(finding) for finding in result.findings] == [
-        "n2: is out of Slurm and still in the file, run `shoal node remove n2` again when it answers; "
-        "if it is gone for good, take it out of the file by hand"
+        "n2: is removed from Slurm and still in the file, run `shoal node remove n2` again when it answers; "
+        "if it is gone for good, remove it from the file by hand"
     ]
     assert (world.slurm.nodes, file.read_text()) == (["n1"], LAB)
 
@@ -103,7 +103,7 @@ async def test_a_node_that_does_not_answer_stays_in_the_file_with_the_ways_out(t
 async def test_what_others_write_into_the_file_meanwhile_stays(tmp_path: Path) -> None:
     _, context, file = await lab_with_file(tmp_path)
 
-    class Edits(Silence):
+    class Edits(NoProgress):
         def phase(self, title: str, total: int) -> Any:
             file.write_text(LAB + "# a note\n")
             return super().phase(title, total)
@@ -168,8 +168,8 @@ async def test_a_new_controller_does_not_delete_the_hosts_of_another_unasked() -
     with pytest.raises(ShoalError) as caught:
         await up(it.context(), AT_ONCE)
     assert str(caught.value) == (
-        "gpu[1-2] would be deleted, and the new controller cannot say which jobs run there; nothing was changed\n"
-        "  fix: `shoal down` the cluster as it was first, give this one another name, or use --allow-job-loss"
+        "gpu[1-2] would be deleted, and the new controller does not know which jobs run there; nothing was changed\n"
+        "  fix: run `shoal down` with the old file first, give this cluster another name, or use --allow-job-loss"
     )
     assert len(it.cloud.clusters["reef"]) == 2
     assert (await up(it.context(), AT_ONCE, allow_job_loss=True)).removed == ("gpu1", "gpu2")

@@ -42,7 +42,7 @@ async def test_a_user_with_jobs_is_locked_and_told_of_while_the_jobs_go_on() -> 
     context = context_of(world, LAB + ALICE)
     shown = await plan(context)
     assert warnings_of(shown.findings) == [WARNED]
-    assert shown.loses == () and shown.cost < Cost.JOBS
+    assert shown.lost_jobs == () and shown.cost < Cost.JOBS
     assert locked(world) == set(), "a plan changes nothing"
     result = await up(context, AT_ONCE)
     assert result.whole and warnings_of(result.findings) == [WARNED]
@@ -70,7 +70,7 @@ async def test_a_home_is_not_taken_from_under_a_users_jobs_unless_that_is_allowe
     context = context_of(world, LAB + ALICE + OVER_SSH)
     shown = await plan(context)
     assert warnings_of(shown.findings) == [HOME_GOES]
-    assert shown.loses == ("7", "9") and shown.cost is Cost.JOBS
+    assert shown.lost_jobs == ("7", "9") and shown.cost is Cost.JOBS
     assert {change.what for change in shown.changes if change.cost is Cost.JOBS} == {"user bob"}
     with pytest.raises(ShoalError) as caught:
         await up(context, AT_ONCE)

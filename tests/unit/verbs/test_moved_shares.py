@@ -9,16 +9,16 @@ from tests.unit.plan.fake_world import LAB, World, lab
 
 from shoal.agent.facts import FileFact
 from shoal.errors import ShoalError
-from shoal.plan.apply import Patience
+from shoal.plan.apply import ApplyTimeouts
 from shoal.roles.shares import RECORD
 from shoal.verbs.context import Context
 from shoal.verbs.up import plan, up
 
 KEPT = LAB + "storage: {/data: {kind: sshfs, host: n1}}\n"
-AT_ONCE = Patience(nodes=0, drain=0)
+AT_ONCE = ApplyTimeouts(nodes_s=0, drain_s=0)
 FIX = (
-    "what is in it does not move by itself: take the share out of the file and run `shoal up`, carry the files over, "
-    "then put it in again"
+    "its files do not move by themselves: delete the share from the file and run `shoal up`, copy the files, "
+    "then add it again"
 )
 
 
@@ -38,8 +38,8 @@ async def brought(text: str, world: World | None = None) -> World:
 @pytest.mark.parametrize(
     ("share", "told"),
     [
-        ("{kind: sshfs, host: n2}", "the file says /data of n2"),
-        ("{kind: sshfs, host: n1, path: /srv/data}", "the file says /srv/data of n1"),
+        ("{kind: sshfs, host: n2}", "the file has /data of n2"),
+        ("{kind: sshfs, host: n1, path: /srv/data}", "the file has /srv/data of n1"),
     ],
 )
 async def test_a_share_that_moves_is_refused_before_anything_changes(share: str, told: str) -> None:
@@ -50,7 +50,7 @@ async def test_a_share_that_moves_is_refused_before_anything_changes(share: str,
     context = Context(moved.spec, connector=moved.connector, registry=tuple)
     with pytest.raises(ShoalError) as caught:
         await up(context, AT_ONCE)
-    what = f"n1: /data is kept here, in /data, and {told}"
+    what = f"n1: /data is in /data here, and {told}"
     assert str(caught.value) == f"{what}; nothing was changed\n  fix: {FIX}"
     assert moved.applied() == []
     assert f"{what}, {FIX}" in [str(finding) for finding in (await plan(context)).findings]

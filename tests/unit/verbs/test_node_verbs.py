@@ -68,14 +68,14 @@ async def test_a_node_can_only_be_taken_out_of_a_file() -> None:
     with pytest.raises(UsageError) as caught:
         await remove_node(context_of(lab()), "n2", AT_ONCE)
     assert str(caught.value) == (
-        "there is no file to take n2 out of\n  fix: write one with `shoal init`, then run the command again"
+        "cannot remove n2: the cluster has no file\n  fix: write one with `shoal init`, then run the command again"
     )
 
 
 @pytest.mark.parametrize(
     ("host", "text"),
     [
-        ("n[1-2]", "n[1-2] names 2 hosts, and this takes one\n  fix: say n1"),
+        ("n[1-2]", "n[1-2] names 2 hosts, and this command takes one\n  fix: use n1"),
         ("c1", "not a compute node: c1\n  fix: name a node that `shoal status` lists"),
     ],
 )

@@ -11,14 +11,14 @@ from rich.console import Console
 from tests.unit.plan.fake_world import LAB
 from tests.unit.verbs.fake_renters import RENTING, FakeRenter, context, opener
 
-from shoal.cli.as_json import dump
-from shoal.cli.render_money import ROWS, show_offers
+from shoal.cli.output import dump
+from shoal.cli.rental_commands import ROWS, show_offers
+from shoal.cloud.providers.api import Offer, Query
+from shoal.cloud.providers.prices import prices
 from shoal.errors import ShoalError, UsageError
-from shoal.providers.prices import prices
-from shoal.providers.rental import Offer, Query
-from shoal.verbs import accounts
-from shoal.verbs.accounts import open_accounts
+from shoal.verbs import provider_accounts as accounts
 from shoal.verbs.offers import OffersResult, offers
+from shoal.verbs.provider_accounts import open_accounts
 
 H100 = Offer("lambda", "gpu_8x_h100_sxm5", "us-west-1", usd_hour=31.92, gpu="H100", gpus=8, available="yes")
 A10 = Offer("lambda", "gpu_1x_a10", "us-east-1", usd_hour=1.29, gpu="A10", gpus=1, available="yes")
@@ -72,7 +72,7 @@ async def test_where_there_is_no_price_the_table_says_that_no_budget_rents_it() 
     shown = text_of(await offers(context(), Query(), opened=both))
     assert shown.splitlines()[2].split()[-3:-1] == ["?", "?"]
     assert shown.endswith(
-        "\n?: neither the provider nor Shoal's table knows the price. Under a budget or a max_price it is not rented."
+        "\n?: neither the provider nor Shoal's table has a price. With a budget or a max_price it is not rented."
     )
     priced = opener(**{"lambda": FakeRenter([A10]), "cloud": FakeRenter()})
     assert "?" not in text_of(await offers(context(), Query(), opened=priced))
@@ -89,7 +89,7 @@ async def test_a_provider_that_is_down_is_told_and_hides_nobody() -> None:
 
 
 async def test_a_provider_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts.ask_all, "__defaults__", (accounts.renter, 0.01))
+    monkeypatch.setattr(accounts.ask_all, "__defaults__", (accounts.rental_provider, 0.01))
     renters = opener(**{"lambda": FakeRenter([H100]), "cloud": FakeRenter(slow=True)})
     result = await offers(context(), Query(), opened=renters)
     assert len(result.offers) == 1
@@ -105,7 +105,7 @@ async def test_only_the_named_providers_are_asked_by_account_or_by_kind() -> Non
     assert lambda_.closed == 0
     with pytest.raises(UsageError) as caught:
         await offers(context(), Query(), ["azure"], renters)
-    assert str(caught.value) == "cluster reef has no account azure\n  fix: use one of lambda, cloud"
+    assert str(caught.value) == "cluster reef has no provider account azure\n  fix: use one of lambda, cloud"
 
 
 async def test_prices_that_a_provider_told_are_kept_for_when_it_does_not() -> None:
@@ -128,8 +128,8 @@ async def test_a_cluster_without_accounts_is_told_how_to_name_one() -> None:
     with pytest.raises(UsageError) as caught:
         await offers(context(LAB), Query())
     assert str(caught.value) == (
-        "cluster reef has no account at a provider\n"
-        "  fix: write one into the file, as in `providers: {lambda: {key: env:LAMBDA_API_KEY}}`"
+        "cluster reef has no provider account\n"
+        "  fix: add one to the file, as in `providers: {lambda: {key: env:LAMBDA_API_KEY}}`"
     )
 
 
@@ -154,8 +154,8 @@ async def test_the_table_says_where_for_how_much_and_of_when_the_price_is() -> N
     lines = [" ".join(line.split()) for line in text_of(result).splitlines()]
     assert lines == [
         "provider type market GPUs price of stock $/hour $/GPU where",
-        "lambda gpu_8x_h100_sxm5 on-demand 8 × H100 now there 31.92 3.99 us-west-1",
-        "cloud a3-highgpu-8g on-demand 8 × H100 2026-09-26 not told 87.83 10.98 us-central1-b",
+        "lambda gpu_8x_h100_sxm5 on-demand 8 × H100 now yes 31.92 3.99 us-west-1",
+        "cloud a3-highgpu-8g on-demand 8 × H100 2026-09-26 unknown 87.83 10.98 us-central1-b",
     ]
     assert json.loads(dump(result))["offers"][1]["as_of"] == "2026-09-26"
 
@@ -165,7 +165,7 @@ def test_the_same_machine_in_several_places_is_one_row_and_in_a_narrow_terminal_
     wide = text_of(found).splitlines()
     assert len(wide) == 3 and f"{A10.region}, us-south-1" in wide[1]
     narrow = text_of(found, 76).splitlines()
-    assert narrow[0] == "of all of them: provider lambda, market on-demand, price of now, stock there"
+    assert narrow[0] == "all of them: provider lambda, market on-demand, price of now, stock yes"
     assert narrow[2].split() == ["type", "GPUs", "$/hour", "$/GPU", "where"]
     assert [line.split()[0] for line in narrow[3:]] == [A10.type, H100.type]
 
@@ -173,6 +173,6 @@ def test_the_same_machine_in_several_places_is_one_row_and_in_a_narrow_terminal_
 def test_a_long_table_is_cut_and_says_so() -> None:
     many = tuple(replace(A10, type=f"t{number}") for number in range(ROWS + 3))
     assert text_of(OffersResult("reef", many)).endswith("and 3 more; --json shows all")
-    assert text_of(OffersResult("reef", ())) == "nothing of that kind is offered"
+    assert text_of(OffersResult("reef", ())) == "no such offers"
     silent = OffersResult("reef", (), {"lambda": ShoalError("cannot be reached")})
-    assert text_of(silent).endswith("nothing of that kind is offered by those that answered")
+    assert text_of(silent).endswith("no such offers from the providers that answered")

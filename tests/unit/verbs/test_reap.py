@@ -12,31 +12,33 @@ import pytest
 from rich.console import Console
 from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context, controller, machine, opener
 
-from shoal.cli.render_money import show_look, show_reap
-from shoal.hosts.fake import FakeHost
-from shoal.plan.progress import Phase, Silence
-from shoal.providers.rental import Abilities, Rented, Trouble
-from shoal.verbs.held_machines import Held
-from shoal.verbs.reap import ROUNDS, Holding, Look, Pace, ReapResult, look, reap
+from shoal.cli.rental_commands import show_preview, show_reap
+from shoal.cloud.providers.api import Abilities, FailureKind, RentedInstance
+from shoal.plan.progress import NoProgress, Phase
+from shoal.verbs.reap import MAX_LISTS, ListedInstance, Polling, ReapPreview, ReapResult, preview, reap
+from shoal.verbs.rentals import LedgerRental
+from shoal_simulators.fake_host import FakeHost
 
 GRACE = Abilities(grace_seconds=300)
 ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(", {provider: cloud, type: g2-standard-4}", "")
 
 
-def ids(found: tuple[Holding, ...]) -> list[tuple[str, str]]:
-    return [(one.account, one.machine.id) for one in found]
+def ids(found: tuple[ListedInstance, ...]) -> list[tuple[str, str]]:
+    return [(one.account, one.instance.id) for one in found]
 
 
 async def reaped(**renters: FakeRenter) -> ReapResult:
-    return await reap(context(), clouds(**renters), Pace(sleep=NoSleep()))
+    return await reap(context(), clouds(**renters), Polling(sleep=NoSleep()))
 
 
 def clouds(**renters: FakeRenter):  # type: ignore[no-untyped-def]
     return opener(**{"lambda": FakeRenter(abilities=GRACE), "cloud": FakeRenter(abilities=GRACE), **renters})
 
 
-def held(id: str, state: str = "made", age: float = 0.0) -> Held:
-    return Held(f"token-{id}", "burst1", "lambda", id if state != "intended" else "", state, age)
+def held(id: str, state: str = "made", age: float = 0.0) -> LedgerRental:
+    return LedgerRental(
+        f"token-{id}", "burst1", account="lambda", id=id if state != "intended" else "", state=state, age=age
+    )
 
 
 async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None:
@@ -51,13 +53,13 @@ async def test_everything_with_the_clusters_mark_goes_and_nothing_else() -> None
 
 async def test_what_a_client_lists_of_others_is_never_touched() -> None:
     class Lists(FakeRenter):
-        async def rented(self, cluster: str) -> list[Rented]:
-            await super().rented(cluster)
+        async def instances(self, cluster: str) -> list[RentedInstance]:
+            await super().instances(cluster)
             return self.machines
 
     theirs = [machine("b", cluster="other"), machine("c", cluster="", node="", token="")]
     everybodys = Lists(machines=[machine("a"), *theirs])
-    found = await look(context(), clouds(**{"lambda": everybodys}), Pace(sleep=NoSleep()))
+    found = await preview(context(), clouds(**{"lambda": everybodys}), Polling(sleep=NoSleep()))
     assert ids(found.found) == [("lambda", "a")]
     result = await reaped(**{"lambda": everybodys})
     assert (ids(result.gone), result.clean, everybodys.machines) == ([("lambda", "a")], True, theirs)
@@ -65,7 +67,7 @@ async def test_what_a_client_lists_of_others_is_never_touched() -> None:
 
 async def test_a_client_with_a_bug_is_told_of_and_keeps_no_other_account_from_being_cleared() -> None:
     class Broken(FakeRenter):
-        async def rented(self, cluster: str) -> list[Rented]:
+        async def instances(self, cluster: str) -> list[RentedInstance]:
             raise KeyError("items")
 
     cloud = FakeRenter(machines=[machine("d")])
@@ -80,7 +82,7 @@ async def test_looking_touches_nothing() -> None:
     lambda_ = FakeRenter(machines=[machine("a")])
     time = NoSleep()
     renters = clouds(**{"lambda": lambda_, "cloud": FakeRenter(down=True)})
-    seen = await look(context(ledger=controller(None)), renters, Pace(sleep=time))
+    seen = await preview(context(ledger=controller(None)), renters, Polling(sleep=time))
     assert ids(seen.found) == [("lambda", "a")]
     assert list(seen.failures) == ["cloud"]
     assert lambda_.deleted == []
@@ -91,7 +93,7 @@ async def test_it_goes_on_until_the_lists_are_clean() -> None:
     lambda_ = FakeRenter(machines=[machine("a")], lag=1, deletes_that_fail=2)
     result = await reaped(**{"lambda": lambda_})
     assert result.clean and ids(result.gone) == [("lambda", "a")]
-    assert lambda_.deleted == ["a"]  # what is going is not asked to go with every look
+    assert lambda_.deleted == ["a"]  # what is going is not asked to go with every preview
 
 
 async def test_a_machine_that_says_it_goes_and_stays_is_deleted_again() -> None:
@@ -121,9 +123,9 @@ async def test_a_provider_that_cannot_be_asked_is_told_and_does_not_keep_the_oth
 
 async def test_one_that_goes_silent_halfway_leaves_what_it_last_listed_as_remaining() -> None:
     class Silent(FakeRenter):
-        async def delete(self, rented):  # type: ignore[no-untyped-def]
+        async def delete(self, instances):  # type: ignore[no-untyped-def]
             self.down = True
-            return await super().delete(rented)
+            return await super().delete(instances)
 
     result = await reaped(**{"lambda": Silent(machines=[machine("a")])})
     assert (ids(result.gone), ids(result.remaining)) == ([], [("lambda", "a")])
@@ -135,14 +137,14 @@ async def test_what_stays_in_spite_of_all_is_told_with_the_providers_words() -> 
     result = await reaped(**{"lambda": lambda_})
     assert ids(result.remaining) == [("lambda", "a")]
     assert str(result.failures["lambda"]) == (
-        f"1 machines are still there after {ROUNDS} looks: try again\n  fix: delete them in the provider's console"
+        f"1 machines are still there after {MAX_LISTS} lists: try again\n  fix: delete them in the provider's console"
     )
 
 
 async def test_a_key_that_may_not_delete_is_told_at_once() -> None:
-    lambda_ = FakeRenter(machines=[machine("a")], refuses=Trouble.AUTH)
+    lambda_ = FakeRenter(machines=[machine("a")], refuses=FailureKind.AUTH)
     result = await reaped(**{"lambda": lambda_})
-    assert str(result.failures["lambda"]) == "you may not delete\n  fix: see that the key is right and may delete"
+    assert str(result.failures["lambda"]) == "you may not delete\n  fix: check that the key is valid and may delete"
     assert ids(result.remaining) == [("lambda", "a")]
 
 
@@ -163,50 +165,50 @@ async def test_a_key_that_may_not_delete_is_told_at_once() -> None:
     ],
 )
 async def test_an_empty_list_is_believed_when_no_order_is_recent_or_its_time_is_over(
-    known: list[Held] | None, seconds: float
+    known: list[LedgerRental] | None, seconds: float
 ) -> None:
-    for verb in (look, reap):
+    for verb in (preview, reap):
         time = NoSleep()
         one = context(ONE_ACCOUNT, controller(known))
-        result = await verb(one, clouds(), Pace(sleep=time))
-        doubted = ["lambda"] if known and known[0].stands and known[0].account == "lambda" else []
+        result = await verb(one, clouds(), Polling(sleep=time))
+        doubted = ["lambda"] if known and known[0].confirmed and known[0].account == "lambda" else []
         assert (list(result.failures), time.slept) == (doubted, seconds), verb
 
 
 async def test_a_machine_that_the_list_shows_minutes_late_goes_too() -> None:
     for known in (None, [held("a", "intended")]):
         late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
-        result = await reap(context(ledger=controller(known)), clouds(**{"lambda": late}), Pace(sleep=NoSleep()))
+        result = await reap(context(ledger=controller(known)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
         assert (ids(result.gone), result.clean) == ([("lambda", "a")], True)
 
 
 async def test_looking_finds_what_turns_up_late_and_leaves_it() -> None:
     late = FakeRenter(machines=[machine("a")], hidden=50, abilities=GRACE)
-    seen = await look(context(ledger=controller(None)), clouds(**{"lambda": late}), Pace(sleep=NoSleep()))
+    seen = await preview(context(ledger=controller(None)), clouds(**{"lambda": late}), Polling(sleep=NoSleep()))
     assert (ids(seen.found), late.deleted) == ([("lambda", "a")], [])
 
 
 async def test_an_order_whose_machine_was_seen_is_waited_for_no_longer() -> None:
     time = NoSleep()
     lambda_ = FakeRenter(machines=[machine("a")], abilities=GRACE)
-    result = await reap(context(ledger=controller([held("a")])), clouds(**{"lambda": lambda_}), Pace(sleep=time))
+    result = await reap(context(ledger=controller([held("a")])), clouds(**{"lambda": lambda_}), Polling(sleep=time))
     assert (ids(result.gone), time.slept < 60) == ([("lambda", "a")], True)
 
 
 async def test_while_it_waits_it_says_for_how_long() -> None:
     said: list[str] = []
 
-    class Listening(Silence):
+    class Listening(NoProgress):
         @contextmanager
         def phase(self, title: str, total: int) -> Iterator[Phase]:
             with super().phase(title, total) as phase:
-                phase.say = lambda host, text: said.append(f"{title} {total} {host}: {text}")  # type: ignore[method-assign]
+                phase.update = lambda host, text: said.append(f"{title} {total} {host}: {text}")  # type: ignore[method-assign]
                 yield phase
 
     one = replace(context(ledger=controller([held("a")])), progress=Listening())
-    await reap(one, clouds(), Pace(pause=100, sleep=NoSleep()))
+    await reap(one, clouds(), Polling(interval_s=100, sleep=NoSleep()))
     assert [line for line in said if "lambda" in line] == [
-        f"providers cleared 2 lambda: lists none; one may turn up for {rest} s yet" for rest in (300, 200, 100)
+        f"providers cleared 2 lambda: lists none; one may still appear for {rest} s" for rest in (300, 200, 100)
     ]
 
 
@@ -220,12 +222,12 @@ async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -
         [held("a", "joined"), held("b", "intended"), held("c", "failed"), replace(held("d"), account="cloud")]
     )
     renters = {"lambda": FakeRenter(machines=[machine("a")]), "cloud": FakeRenter(down=True)}
-    await reap(context(ledger=host), opener(**renters), Pace(sleep=NoSleep()))
+    await reap(context(ledger=host), opener(**renters), Polling(sleep=NoSleep()))
     [told] = struck(host)
     assert {token: state for token, (state, _) in told.items()} == {"token-a": "joined", "token-b": "intended"}
     stays = controller([held("a", "joined")])
     renters["lambda"] = FakeRenter(machines=[machine("a")], deletes_that_fail=1000)
-    await reap(context(ledger=stays), opener(**renters), Pace(sleep=NoSleep()))
+    await reap(context(ledger=stays), opener(**renters), Polling(sleep=NoSleep()))
     assert struck(stays) == []
 
 
@@ -235,28 +237,28 @@ async def test_what_is_proved_gone_is_struck_off_the_ledger_and_nothing_else() -
 @pytest.mark.parametrize("state", ["intended", "made", "joined"])
 async def test_looking_strikes_nothing_off_the_ledger(state: str) -> None:
     host = controller([held("a", state)])
-    seen = await look(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    seen = await preview(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
     assert (seen.found, struck(host)) == ((), [])
 
 
 @pytest.mark.parametrize("state", ["made", "joined", "releasing"])
 async def test_a_machine_that_only_the_ledger_has_remains_as_the_key_may_be_another_teams(state: str) -> None:
     host = controller([held("i-1", state), held("b", "intended")])
-    for verb in (look, reap):
-        result = await verb(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    for verb in (preview, reap):
+        result = await verb(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
         assert str(result.failures["lambda"]) == (
             "the ledger has lambda i-1, this key's list does not show it: is it the right key or project?\n"
             "  fix: use the key and project that rented it; a service that runs on the controller removes what is "
-            "gone; or see that nothing is left, and use `shoal reap --force`"
+            "gone; or make sure that nothing is left, and use `shoal reap --force`"
         )
-        assert ids(result.unseen if isinstance(result, Look) else result.remaining) == [("lambda", "i-1")]
+        assert ids(result.unlisted if isinstance(result, ReapPreview) else result.remaining) == [("lambda", "i-1")]
     assert isinstance(result, ReapResult) and not result.clean
     assert struck(host) == [], "nor is an order proved to have made nothing, by a list that may be another's"
 
 
 async def test_forced_it_is_struck_off_and_told() -> None:
     host = controller([held("i-1", "joined"), held("b", "intended")])
-    result = await reap(context(ledger=host), clouds(), Pace(sleep=NoSleep()), force=True)
+    result = await reap(context(ledger=host), clouds(), Polling(sleep=NoSleep()), force=True)
     assert (result.clean, result.remaining, result.failures) == (True, (), {})
     assert [str(finding) for finding in result.findings] == [
         "removed from the ledger, although no list ever showed it, found lambda i-1, look in the provider's console"
@@ -268,7 +270,7 @@ async def test_forced_it_is_struck_off_and_told() -> None:
 async def test_what_was_listed_and_deleted_is_proved_gone_also_beside_one_that_was_not() -> None:
     host = controller([held("a", "joined"), held("i-1", "joined"), held("b", "intended")])
     renters = clouds(**{"lambda": FakeRenter(machines=[machine("a")])})
-    result = await reap(context(ledger=host), renters, Pace(sleep=NoSleep()))
+    result = await reap(context(ledger=host), renters, Polling(sleep=NoSleep()))
     assert (ids(result.gone), ids(result.remaining)) == ([("lambda", "a")], [("lambda", "i-1")])
     [told] = struck(host)
     assert set(told) == {"token-a"}
@@ -276,22 +278,22 @@ async def test_what_was_listed_and_deleted_is_proved_gone_also_beside_one_that_w
 
 async def test_a_machine_whose_delete_its_provider_has_taken_is_proved_gone() -> None:
     host = controller([held("a", "releasing", age=86400)])
-    result = await reap(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    result = await reap(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
     assert result.clean and [set(told) for told in struck(host)] == [{"token-a"}]
 
 
 async def test_machines_of_an_account_that_the_file_does_not_have_keep_it_from_being_clean() -> None:
     host = controller([replace(held("i-9", "joined"), account="tide")])
-    for verb in (look, reap):
-        result = await verb(context(ledger=host), clouds(), Pace(sleep=NoSleep()))
+    for verb in (preview, reap):
+        result = await verb(context(ledger=host), clouds(), Polling(sleep=NoSleep()))
         assert [(one.level, str(one)) for one in result.findings] == [
             (
                 "error",
-                "c1: rented machines would be left to cost money, as the file has no account tide any more, found "
-                "burst1 (tide i-9), put it back until they are gone, or run `shoal reap` with the old file",
+                "c1: rented machines would never be released, as the file has no account tide any more, found "
+                "burst1 (tide i-9), put it back until they are released, or run `shoal reap` with the old file",
             )
         ]
-        show = show_look if isinstance(result, Look) else show_reap
+        show = show_preview if isinstance(result, ReapPreview) else show_reap
         assert "account tide" in shown(show, result) and "no provider has" not in shown(show, result)
     assert isinstance(result, ReapResult) and not result.clean
     assert struck(host) == []
@@ -309,10 +311,13 @@ def shown(show: object, value: object) -> str:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (ReapResult("reef", (Holding("lambda", machine("a")),)), "1 machine given back; no provider has one any more"),
         (
-            ReapResult("reef", (), (Holding("lambda", machine("a")),)),
-            "0 machines given back; run `shoal reap` again",
+            ReapResult("reef", (ListedInstance("lambda", machine("a")),)),
+            "1 machine released; no provider lists any more",
+        ),
+        (
+            ReapResult("reef", (), (ListedInstance("lambda", machine("a")),)),
+            "0 machines released; run `shoal reap` again",
         ),
     ],
 )
@@ -321,6 +326,6 @@ def test_the_last_line_says_whether_it_is_done(result: ReapResult, said: str) ->
 
 
 def test_a_person_sees_what_is_about_to_go() -> None:
-    text = shown(show_look, Look("reef", (Holding("lambda", machine("i-1", zone="")),)))
+    text = shown(show_preview, ReapPreview("reef", (ListedInstance("lambda", machine("i-1", zone="")),)))
     assert text.splitlines()[1].split() == ["lambda", "i-1", "burst1", "gpu_1x_a10", "us-west-1", "active", "$1.29"]
-    assert shown(show_look, Look("reef", ())) == "reef: no provider has a machine of this cluster\n"
+    assert shown(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"

@@ -9,7 +9,7 @@ from tests.unit.plan.fake_world import LAB
 
 from shoal.errors import SpecError, UsageError
 from shoal.verbs.context import open_context, open_hosts, state_directory
-from shoal.verbs.spec_cache import Recalled
+from shoal.verbs.spec_cache import CachedSpec
 
 MIXED = """\
 cluster: reef
@@ -30,7 +30,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
     read, recalled = open_hosts(file), open_hosts(file)
-    assert not isinstance(read.known, Recalled) and isinstance(recalled.known, Recalled)
+    assert not isinstance(read.known, CachedSpec) and isinstance(recalled.known, CachedSpec)
     assert (recalled.cluster, recalled.members, recalled.file) == (read.cluster, read.members, file)
     assert recalled.members == open_context(file).members
     assert recalled.spec == read.spec
@@ -42,7 +42,7 @@ def test_the_hosts_are_the_same_as_those_of_the_spec(file: Path) -> None:
 def test_whether_it_has_shares_is_recalled(file: Path, storage: str, shares: bool) -> None:
     file.write_text(MIXED + storage)
     read, recalled = open_hosts(file), open_hosts(file)
-    assert isinstance(recalled.known, Recalled)
+    assert isinstance(recalled.known, CachedSpec)
     assert read.shares is recalled.shares is shares
 
 

@@ -10,9 +10,10 @@ from tests.unit.verbs.fake_clusters import context_of, raised
 
 from shoal.errors import SlurmError
 from shoal.hosts.api import Result
-from shoal.hosts.fake import FakeHost, FakeProgram
 from shoal.slurm.state import NODES_COMMAND
-from shoal.verbs.status import NO_CONFIGURATION, ask, status
+from shoal.verbs.slurmctld import NO_CONFIGURATION, slurm_output
+from shoal.verbs.status import status
+from shoal_simulators.fake_host import FakeHost, FakeProgram
 
 
 async def test_status_is_what_slurm_says() -> None:
@@ -77,7 +78,7 @@ async def test_a_slurmctld_that_hangs_is_the_one_who_does_not_answer() -> None:
         return 0
 
     with pytest.raises(SlurmError) as caught:
-        await ask(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)
+        await slurm_output(FakeHost("c1", {NODES_COMMAND: hang}), NODES_COMMAND, 0.05)
     assert str(caught.value) == (
         "slurmctld on c1 does not answer within 0.05 s\n"
         "  fix: run `shoal up`; its log: `shoal ssh c1 journalctl -u slurmctld`"

@@ -67,7 +67,7 @@ async def test_a_partition_with_jobs_is_taken_away_only_when_that_is_allowed() -
     assert (await plan(without_side)).cost is Cost.NOTHING
     without_main = context_of(world, LAB.replace("  main:", "  side:"))
     planned = await plan(without_main)
-    assert (planned.cost, planned.loses) == (Cost.JOBS, ("7",))
+    assert (planned.cost, planned.lost_jobs) == (Cost.JOBS, ("7",))
     with pytest.raises(ShoalError, match=r"this change would end jobs \(7\); nothing was changed"):
         await up(without_main, AT_ONCE)
     assert "PartitionName=main" in world.slurm.conf
@@ -144,7 +144,7 @@ async def test_what_stands_in_a_providers_way_is_said_before_it_begins() -> None
     with pytest.raises(ProviderError) as caught:
         await up(sandbox.context(), AT_ONCE)
     assert str(caught.value) == (
-        "sandbox hosts cannot be made here:\n"
+        "cannot make sandbox hosts here:\n"
         "  systemd-nspawn is not installed, apt-get install systemd-container\n"
         "  fish1: `cpus` out of range, found 3, ask for 1 to 2\n"
         "  fix: solve these, then run the command again"

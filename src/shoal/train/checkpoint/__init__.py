@@ -1,7 +1,10 @@
-"""Checkpoints that are there whole or not at all, on torch.distributed.checkpoint. `files` shows what lies on disk."""
+"""Checkpoints that are complete or absent, on torch.distributed.checkpoint. `files` documents the layout on disk.
+
+May import torch, and from shoal.train env, errors, proof_record and rank_group.
+"""
 
 from shoal.train.checkpoint.checkpointer import Checkpointer
-from shoal.train.checkpoint.outcome import SaveResult
 from shoal.train.checkpoint.state import Stateful, TrainState
+from shoal.train.checkpoint.writer import SaveResult
 
 __all__ = ["Checkpointer", "SaveResult", "Stateful", "TrainState"]

@@ -23,15 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shoal.train.checkpoint import files
-from shoal.train.checkpoint.claim import Claim, Writer, refusal
-from shoal.train.checkpoint.files import Manifest
-from shoal.train.checkpoint.outcome import PROBLEMS, SaveResult, cause, first_line
-from shoal.train.checkpoint.state import TrainState, blank, capture, put_back
-from shoal.train.checkpoint.writer import CommittingWriter
+from shoal.train.checkpoint import layout as files
+from shoal.train.checkpoint.claim import Claim, ClaimOwner, directory_in_use
+from shoal.train.checkpoint.layout import Manifest
+from shoal.train.checkpoint.state import TrainState, allocate_state, apply_state, capture_state
+from shoal.train.checkpoint.writer import SAVE_ERRORS, CommittingWriter, SaveResult, describe_failure, first_line
 from shoal.train.errors import CheckpointError
-from shoal.train.proof import recorder
-from shoal.train.ranks import Ranks
+from shoal.train.proof_record import proof_recorder
+from shoal.train.rank_group import RankGroup
 
 log = logging.getLogger("shoal.train.checkpoint")
 
@@ -39,16 +38,18 @@ log = logging.getLogger("shoal.train.checkpoint")
 class Checkpointer:
     """Keeps the last checkpoints of a run in one directory that all ranks share.
 
-    A save that fails never raises: it is logged as an error, counted in `failures` and told by the result.
-    Training goes on.
+    A failed save never raises: it is logged as an error, counted in `failures` and returned as the result.
+    Training continues.
     """
 
     def __init__(self, directory: str | Path, *, keep_last: int = 3, asynchronous: bool = False) -> None:
         """With `asynchronous`, `save` returns once the state is copied to memory, and a thread writes it."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least one checkpoint is kept")
-        proof = recorder()  # None unless `shoal prove` runs the script, which begins from no checkpoint and leaves none
-        self.directory = Path(proof.scratch if proof else directory).absolute()
+        proof = (
+            proof_recorder()
+        )  # None unless `shoal prove` runs the script, which begins from no checkpoint and leaves none
+        self.directory = Path(proof.checkpoint_directory if proof else directory).absolute()
         self.keep_last = keep_last
         self.asynchronous = asynchronous
         self.failures = 0
@@ -56,22 +57,22 @@ class Checkpointer:
         self.last: SaveResult | None = None
         """The newest save that has ended."""
         self.newest = 0
-        """The newest step that this process has saved whole; 0 before the first."""
+        """The newest step that this process has saved; 0 before the first."""
         self._claim: Claim | None = None
-        self._ranks = Ranks()
+        self._ranks = RankGroup()
         self.rank = self._ranks.rank
-        """This process's. Rank 0 speaks for all: each has the same to say."""
+        """This process's. Only rank 0 logs."""
         self._damaged: set[Path] = set()
         self._durations: deque[float] = deque(maxlen=3)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[SaveResult] | None = None
         self._stager: StateDictStager | None = None
-        # One process alone is a normal way to run; torch warns of it at every save.
+        # A single process is a normal case; torch warns of it at every save.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
     @property
     def save_seconds(self) -> float:
-        """How long the next save may take: the longest of the last three. 0 before the first."""
+        """How long the next save may take: the maximum of the last three. 0 before the first."""
         return max(self._durations, default=0.0)
 
     def save(self, step: int, state: TrainState, *, reason: str = "periodic", wait: bool = False) -> SaveResult:
@@ -84,41 +85,41 @@ class Checkpointer:
         flat: dict[str, Any] = {}
         error = ""
         try:
-            if self._claim is not None and self._claim.lost_to is not None:
-                raise CheckpointError(f"{self._claim.lost_to} writes to {self.directory} now")
-            flat = capture(state, self.rank)
+            if self._claim is not None and self._claim.new_owner is not None:
+                raise CheckpointError(f"{self._claim.new_owner} writes to {self.directory} now")
+            flat = capture_state(state, self.rank)
             if background:
                 flat = self._copy(flat)
-        except Exception as problem:  # whatever it is, the other ranks must hear of it or they wait for ever
+        except Exception as problem:  # any error must reach the other ranks, or they wait forever
             error = f"rank {self.rank}: {first_line(problem)}"
         errors, (nonce, *_) = zip(*self._ranks.gather((error, secrets.token_hex(4))), strict=True)
         error = "; ".join(filter(None, errors))
         if error:
-            return self._ended(SaveResult(step, "failed", reason, error=error))
+            return self._record_result(SaveResult(step, "failed", reason, error=error))
         manifest = Manifest(step, self._ranks.world_size, state.run_id, reason, ())
         stall = time.monotonic() - began
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, "shoal-checkpoint")
             self._pending = self._thread.submit(self._write, flat, manifest, nonce, began, stall)
             return SaveResult(step, "pending", reason, stall_seconds=stall)
-        return self._ended(self._write(flat, manifest, nonce, began, None))
+        return self._record_result(self._write(flat, manifest, nonce, began, None))
 
     def done(self) -> bool:
-        """Whether no save is under way on this rank. The only method that is not collective."""
+        """Whether no save is in progress on this rank. The only method that is not collective."""
         return self._pending is None or self._pending.done()
 
     def wait(self) -> SaveResult | None:
-        """Wait for the save that is under way. The newest save that has ended, if any has."""
+        """Wait for the save in progress. Returns the newest completed save, if any."""
         if self._pending is not None:
             began = time.monotonic()
             result, self._pending = self._pending.result(), None
             if (waited := time.monotonic() - began) > 1:
-                log.warning("training stood still for %.1f s: the save of step %d had not ended", waited, result.step)
-            self._ended(result)
+                log.warning("training waited %.1f s for the save of step %d", waited, result.step)
+            self._record_result(result)
         return self.last
 
     def close(self) -> None:
-        """Wait for the save that is under way, end the thread, and let another job write into the directory."""
+        """Wait for the save in progress, end the thread, and release the directory for other jobs."""
         self.wait()
         if self._claim is not None:
             self._claim.release()
@@ -131,33 +132,33 @@ class Checkpointer:
             self._stager = None
 
     def claim(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Let no other job write into the directory, and delete what attempts that died left there.
+        """Keep other jobs from writing into the directory, and delete leftovers of failed saves.
 
-        CheckpointError where another job writes there now. Not needed to `restore` alone, as an evaluation does.
+        CheckpointError if another job writes there now. Not needed for `restore` alone, as in an evaluation.
         """
-        other: Writer | None = None
-        with self._together():
+        other: ClaimOwner | None = None
+        with self._fail_together():
             if self.rank == 0:
-                self._claim = Claim(self.directory, Writer.here(environ))
+                self._claim = Claim(self.directory, ClaimOwner.here(environ))
                 other = self._claim.take()
-        if (other := self._ranks.from_rank_zero(other)) is not None:
-            raise refusal(self.directory, other)
-        with self._together():
+        if (other := self._ranks.broadcast(other)) is not None:
+            raise directory_in_use(self.directory, other)
+        with self._fail_together():
             self._clean()
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, verified byte by byte; each rank reads its share of the files.
+        """The newest complete checkpoint, verified byte by byte; each rank reads its share of the files.
 
-        Damaged ones are logged as errors and passed over. CheckpointError where there are checkpoints and none is
-        whole: to start from nothing in silence would throw the run away.
+        Damaged ones are logged as errors and skipped. CheckpointError if all are damaged: starting over silently would
+        lose the run.
         """
         self.wait()
         seen: list[Path] = []
-        with self._together():
+        with self._fail_together():
             seen = files.committed(self.directory) if self.rank == 0 else []
-        candidates = self._ranks.from_rank_zero(seen)
+        candidates = self._ranks.broadcast(seen)
         for checkpoint in candidates:
-            found = self._damage(checkpoint)
+            found = self._find_damage(checkpoint)
             if not found:
                 return checkpoint
             if self.rank == 0:
@@ -166,15 +167,15 @@ class Checkpointer:
         if candidates:
             raise CheckpointError(
                 f"none of the {len(candidates)} checkpoints in {self.directory} is whole",
-                found=f"the newest: {self._damage(candidates[0])}",
+                found=f"the newest: {self._find_damage(candidates[0])}",
                 fix="bring the files back, or move the directory away to start from step 0",
             )
         return None
 
     def restore(self, state: TrainState) -> int | None:
-        """Put the newest whole checkpoint into the objects of `state`. Its step, or None where there is none.
+        """Load the newest complete checkpoint into the objects of `state`. Returns its step; None if there is none.
 
-        CheckpointError where it is of another model or does not hold what `state` asks for.
+        CheckpointError if it is of another model or lacks a part of `state`.
         """
         checkpoint = self.latest()
         if checkpoint is None:
@@ -182,26 +183,26 @@ class Checkpointer:
         rank, world_size, saved_by = self.rank, self._ranks.world_size, 0
         reader = dcp.FileSystemReader(checkpoint)
         flat: dict[str, Any] = {}
-        with self._together():
+        with self._fail_together():
             saved_by = files.read_manifest(checkpoint).world_size
-            flat = blank(state, reader.read_metadata(), rank, world_size, saved_by)
-        with torch.no_grad(), self._together():
+            flat = allocate_state(state, reader.read_metadata(), rank, world_size, saved_by)
+        with torch.no_grad(), self._fail_together():
             dcp.load(flat, storage_reader=reader, process_group=self._ranks.group)
-        with self._together():
-            put_back(state, flat, rank, world_size, saved_by)
+        with self._fail_together():
+            apply_state(state, flat, rank, world_size, saved_by)
         step = files.step_of(checkpoint)
         self.last = SaveResult(step, "committed", "restored", checkpoint)
         if rank == 0:
-            # A warning: where a script sets up no logging, nothing less is shown, and this must be.
+            # A warning, so that it is shown without any logging setup.
             ranks = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
             log.warning("going on from step %d: %s, written by %s", step, checkpoint, ranks)
         return step
 
     def _copy(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """The state in memory that training does not touch. The memory is kept for the next save."""
+        """A copy of the state that training does not change. Its memory is reused for the next save."""
         pinned = torch.cuda.is_available()
         if self._stager is None:
-            # Not torch's DefaultStager around it, which up to torch 2.11 cannot be used twice.
+            # Not torch's DefaultStager, which up to torch 2.11 cannot be used twice.
             self._stager = StateDictStager(pin_memory=pinned)
         copied: dict[str, Any] = self._stager.stage(flat, non_blocking=pinned)
         if pinned:
@@ -211,15 +212,15 @@ class Checkpointer:
     def _write(
         self, flat: Mapping[str, Any], manifest: Manifest, nonce: str, began: float, stall: float | None
     ) -> SaveResult:
-        """Write and commit. Runs in the thread for an asynchronous save, so no collective but on our own group."""
+        """Write and commit. May run in a thread, so collectives only on the own group."""
         writing = self.directory / f"step-{manifest.step}.tmp-{nonce}"
         error, path = "", None
         try:
             writer = CommittingWriter(writing, manifest)
             dcp.save(dict(flat), storage_writer=writer, process_group=self._ranks.group)
-            path = self._ranks.from_rank_zero(writer.committed_to)
-        except PROBLEMS as problem:  # a save must never end the training; dcp raises the same on every rank
-            error = cause(problem)
+            path = self._ranks.broadcast(writer.committed_to)
+        except SAVE_ERRORS as problem:  # a failed save must not end training; dcp raises the same on every rank
+            error = describe_failure(problem)
         if self.rank == 0:
             if path is None:
                 shutil.rmtree(writing, ignore_errors=True)
@@ -236,7 +237,7 @@ class Checkpointer:
             seconds,
         )
 
-    def _ended(self, result: SaveResult) -> SaveResult:
+    def _record_result(self, result: SaveResult) -> SaveResult:
         if result.outcome == "failed":
             self.failures += 1
             if self.rank == 0:
@@ -263,20 +264,20 @@ class Checkpointer:
         self.last = result
         return result
 
-    def _damage(self, checkpoint: Path) -> str:
-        """What any rank finds wrong with a checkpoint. Each reads its share of the files."""
+    def _find_damage(self, checkpoint: Path) -> str:
+        """The first damage that any rank finds in a checkpoint. Each reads its share of the files."""
         try:
             manifest = files.read_manifest(checkpoint)
             if manifest.step != files.step_of(checkpoint):
                 found = f"its manifest is that of step {manifest.step}"
             else:
-                found = files.damage(checkpoint, manifest.files[self.rank :: self._ranks.world_size])
+                found = files.find_damage(checkpoint, manifest.files[self.rank :: self._ranks.world_size])
         except (OSError, ValueError) as error:
             found = f"{files.MANIFEST}: {error}"
         return next(filter(None, self._ranks.gather(found)), "")
 
     def _delete_older(self, just: Path, nonce: str) -> None:
-        """Delete what is beyond keep_last, now that a newer one is there. Damaged ones do not count."""
+        """Delete all but the last keep_last checkpoints. Damaged ones do not count."""
         whole = [path for path in files.committed(self.directory) if path not in self._damaged]
         kept = {just, *whole[: self.keep_last]}
         for checkpoint in files.committed(self.directory):
@@ -286,27 +287,27 @@ class Checkpointer:
                 files.delete(checkpoint, nonce)
                 self._damaged.discard(checkpoint)
             except OSError as error:
-                log.error("%s is no longer needed and cannot be deleted: %s", checkpoint, error)
+                log.error("cannot delete the old checkpoint %s: %s", checkpoint, error)
 
     def _clean(self) -> None:
-        """Delete what attempts that died left behind. Only when the directory has become ours: later, some of it is."""
+        """Delete leftovers of failed saves. Only after `claim`: later they may be those of a save in progress."""
         if self.rank != 0:
             return
-        for leftover in files.leftovers(self.directory):
+        for leftover in files.list_leftovers(self.directory):
             log.warning("deleting %s, which an earlier attempt did not finish", leftover)
             shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Where one rank fails to read, all of them fail: none is left waiting."""
+    def _fail_together(self) -> Iterator[None]:
+        """If one rank raises, all ranks raise: none is left waiting."""
         problem: BaseException | None = None
         try:
             yield
-        except PROBLEMS as error:
+        except SAVE_ERRORS as error:
             problem = error
         texts = self._ranks.gather("" if problem is None else first_line(problem))
         if isinstance(problem, CheckpointException):
-            raise CheckpointError("the checkpoint cannot be loaded", found=cause(problem)) from problem
+            raise CheckpointError("the checkpoint cannot be loaded", found=describe_failure(problem)) from problem
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):

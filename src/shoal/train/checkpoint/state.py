@@ -1,7 +1,7 @@
-"""What a checkpoint holds, taken from the live objects and put back into them.
+"""The content of a checkpoint, captured from the live objects and applied to them.
 
-Names are those of the plain model: `module.`, `_orig_mod.` and the like are what a way of running it adds, so that a
-checkpoint written under DDP loads under FSDP, compiled or not, at another world size. The flat state dict is
+Names are those of the plain model, without `module.`, `_orig_mod.` and other prefixes of wrappers, so that a checkpoint
+written under DDP loads under FSDP, compiled or not, at another world size. The flat state dict is
 
     model/<name>               parameters; sharded ones as DTensors, of which each rank writes its part
     optimizer/<name>/<key>     the optimizer's tensors, each named after its parameter
@@ -41,23 +41,23 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainState:
-    """Everything a run needs to go on exactly where it was. The step is the Checkpointer's."""
+    """Everything a run needs to continue exactly. The step is the Checkpointer's."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Stateful | None = None
     data: Stateful | None = None
-    """The position in the data: of this rank where ranks differ, of the whole run where they do not."""
+    """The position in the data: of this rank, or the same on all ranks."""
     run_id: str = ""
-    """Names the run over all its requeues. Restoring sets it to the one in the checkpoint."""
+    """Identifies the run over all its requeues. Restoring sets it to that of the checkpoint."""
     others: Mapping[str, Stateful] = field(default_factory=dict)
     """Further objects that are the same on every rank, by name."""
 
 
-def capture(state: TrainState, rank: int) -> dict[str, Any]:
+def capture_state(state: TrainState, rank: int) -> dict[str, Any]:
     """The flat state dict of this rank. Tensors in it are the live ones, not copies."""
     flat: dict[str, Any] = dict(_parameters(state.model, "model/"))
-    flat |= _buffers(state.model, rank) if rank == 0 or not _same_buffers_everywhere(state.model) else {}
+    flat |= _buffers(state.model, rank) if rank == 0 or not _shares_buffers(state.model) else {}
     common: dict[str, Any] = {
         "run_id": state.run_id,
         "extra_state": _extra_state(state.model),
@@ -68,7 +68,7 @@ def capture(state: TrainState, rank: int) -> dict[str, Any]:
     if state.optimizer is not None:
         tensors, common["optimizer"] = _optimizer_state(state.model, state.optimizer)
         flat |= tensors
-    of_rank: dict[str, Any] = {"rng": _generators()}
+    of_rank: dict[str, Any] = {"rng": _rng_states()}
     if state.data is not None:
         of_rank["data"] = state.data.state_dict()
     flat["common"] = pickle.dumps(common)
@@ -76,53 +76,53 @@ def capture(state: TrainState, rank: int) -> dict[str, Any]:
     return flat
 
 
-def blank(state: TrainState, metadata: Metadata, rank: int, world_size: int, saved_by: int) -> dict[str, Any]:
-    """What to load from a checkpoint that torch's index describes: the live tensors, and room for the rest.
+def allocate_state(state: TrainState, metadata: Metadata, rank: int, world_size: int, saved_by: int) -> dict[str, Any]:
+    """The state dict to load into: the live tensors, and allocated memory for the rest.
 
-    CheckpointError where the checkpoint is of another model.
+    CheckpointError if the checkpoint is of another model.
     """
     saved = metadata.state_dict_metadata
     flat: dict[str, Any] = dict(_parameters(state.model, "model/"))
-    _same_tensors(flat, {name: meta for name, meta in saved.items() if name.startswith("model/")})
+    _check_same_tensors(flat, {name: meta for name, meta in saved.items() if name.startswith("model/")})
     source = rank if f"rank/{rank}" in saved and world_size == saved_by else 0
     of_source = f"buffers/{source if any(name.startswith(f'buffers/{source}/') for name in saved) else 0}/"
     buffers = {name.replace("buffers/0/", of_source): value for name, value in _buffers(state.model, 0).items()}
-    _same_tensors(buffers, {name: meta for name, meta in saved.items() if name.startswith(of_source)})
+    _check_same_tensors(buffers, {name: meta for name, meta in saved.items() if name.startswith(of_source)})
     flat |= buffers
     if state.optimizer is not None:
-        flat |= _room_for_optimizer(state.model, saved)
+        flat |= _allocate_optimizer(state.model, saved)
     flat["common"] = b""
-    # At another world size every rank reads all of them: the data positions must agree to mean anything there.
+    # At another world size every rank reads all of them: the data positions must agree.
     ranks = [rank] if world_size == saved_by else range(saved_by)
     return flat | {f"rank/{r}": b"" for r in ranks}
 
 
-def put_back(state: TrainState, flat: Mapping[str, Any], rank: int, world_size: int, saved_by: int) -> None:
-    """Give the loaded values to the objects. Parameters and buffers were loaded in place."""
+def apply_state(state: TrainState, flat: Mapping[str, Any], rank: int, world_size: int, saved_by: int) -> None:
+    """Apply the loaded values to the objects. Parameters and buffers were loaded in place."""
     common = pickle.loads(flat["common"])
     state.run_id = common["run_id"]
     if common["extra_state"]:
-        wrapped = {_plain(name): name for name in _inside(state.model).state_dict()}
+        wrapped = {_plain_name(name): name for name in _unwrap(state.model).state_dict()}
         extra = {wrapped[name]: value for name, value in common["extra_state"].items() if name in wrapped}
-        _inside(state.model).load_state_dict(extra, strict=False)
+        _unwrap(state.model).load_state_dict(extra, strict=False)
     if state.optimizer is not None:
-        _load_optimizer(state.model, state.optimizer, flat, _need(common, "optimizer"))
+        _load_optimizer(state.model, state.optimizer, flat, _require(common, "optimizer"))
     if state.scheduler is not None:
-        state.scheduler.load_state_dict(_need(common, "scheduler"))
+        state.scheduler.load_state_dict(_require(common, "scheduler"))
     for name, other in state.others.items():
-        other.load_state_dict(_need(common["others"], name))
+        other.load_state_dict(_require(common["others"], name))
     by_rank = {name: pickle.loads(value) for name, value in flat.items() if name.startswith("rank/")}
     if state.data is not None:
         state.data.load_state_dict(_data_position(by_rank, rank, world_size, saved_by))
-    # Generators last: loading may have drawn from them. A rank the old world did not have keeps its own.
+    # Last, since loading may draw random numbers. A rank without a saved state keeps its own.
     if f"rank/{rank}" in by_rank:
-        _set_generators(by_rank[f"rank/{rank}"]["rng"])
+        _set_rng_states(by_rank[f"rank/{rank}"]["rng"])
 
 
-def _need(mapping: Mapping[str, Any], name: str) -> Any:
+def _require(mapping: Mapping[str, Any], name: str) -> Any:
     if name not in mapping:
         raise CheckpointError(
-            f"the {name} is to be restored, and the checkpoint holds none",
+            f"cannot restore the {name}: the checkpoint has none",
             found=", ".join(sorted(mapping)) or "nothing of its kind",
             fix="train with the same parts as the run that wrote it, or start in another checkpoint directory",
         )
@@ -130,13 +130,13 @@ def _need(mapping: Mapping[str, Any], name: str) -> Any:
 
 
 def _data_position(by_rank: Mapping[str, Any], rank: int, world_size: int, saved_by: int) -> Any:
-    positions = [_need(of_rank, "data") for of_rank in by_rank.values()]
+    positions = [_require(of_rank, "data") for of_rank in by_rank.values()]
     if world_size == saved_by:
-        return _need(by_rank[f"rank/{rank}"], "data")
+        return _require(by_rank[f"rank/{rank}"], "data")
     if not all(_equal(position, positions[0]) for position in positions):
         raise CheckpointError(
-            f"the data position cannot be carried from {saved_by} ranks to {world_size}",
-            found="each rank saved a position of its own",
+            f"cannot restore the data position of {saved_by} ranks on {world_size}",
+            found="each rank saved its own position",
             fix="use a loader whose position is that of the whole run (shoal.train.data), "
             f"or resume with {saved_by} ranks",
         )
@@ -153,8 +153,8 @@ def _equal(one: Any, other: Any) -> bool:
 # Model
 
 
-def _inside(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that DDP and torch.compile were given."""
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP and torch.compile."""
     model = _uncompiled(model)
     return _uncompiled(model.module) if isinstance(model, DistributedDataParallel) else model
 
@@ -165,36 +165,36 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inside if isinstance(inside, torch.nn.Module) else model
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return _ADDED_BY_WRAPPERS.sub("", name)
 
 
 def _parameters(model: torch.nn.Module, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
-    return ((prefix + _plain(name), parameter.detach()) for name, parameter in _inside(model).named_parameters())
+    return ((prefix + _plain_name(name), parameter.detach()) for name, parameter in _unwrap(model).named_parameters())
 
 
 def _buffers(model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    parameters = {_plain(name) for name, _ in _inside(model).named_parameters(remove_duplicate=False)}
+    parameters = {_plain_name(name) for name, _ in _unwrap(model).named_parameters(remove_duplicate=False)}
     return {
-        f"buffers/{rank}/{_plain(name)}": value.detach()
-        for name, value in _inside(model).state_dict().items()
-        if isinstance(value, torch.Tensor) and _plain(name) not in parameters
+        f"buffers/{rank}/{_plain_name(name)}": value.detach()
+        for name, value in _unwrap(model).state_dict().items()
+        if isinstance(value, torch.Tensor) and _plain_name(name) not in parameters
     }
 
 
-def _same_buffers_everywhere(model: torch.nn.Module) -> bool:
-    """DDP sends rank 0's buffers to the others before each forward pass: only those count."""
+def _shares_buffers(model: torch.nn.Module) -> bool:
+    """Whether DDP sends rank 0's buffers to the other ranks before each forward pass."""
     model = _uncompiled(model)
     return isinstance(model, DistributedDataParallel) and bool(model.broadcast_buffers)
 
 
 def _extra_state(model: torch.nn.Module) -> dict[str, Any]:
-    values = _inside(model).state_dict().items()
-    return {_plain(name): value for name, value in values if not isinstance(value, torch.Tensor)}
+    values = _unwrap(model).state_dict().items()
+    return {_plain_name(name): value for name, value in values if not isinstance(value, torch.Tensor)}
 
 
-def _same_tensors(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model, and say in which tensors it differs."""
+def _check_same_tensors(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint is of another model, with the tensors that differ."""
     differences = [f"{name}: not in the checkpoint" for name in live if name not in saved]
     differences += [f"{name}: only in the checkpoint" for name in saved if name not in live]
     for name in live.keys() & saved.keys():
@@ -214,13 +214,13 @@ def _same_tensors(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) ->
 # Optimizer
 
 
-def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    names = {parameter: _plain(name) for name, parameter in _inside(model).named_parameters()}
+def _parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    names = {parameter: _plain_name(name) for name, parameter in _unwrap(model).named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise CheckpointError(
-                    "the optimizer holds a parameter that the model does not have",
+                    "the optimizer has a parameter that is not in the model",
                     found=f"a tensor of shape {list(parameter.shape)}",
                     fix="make the optimizer after parallelize(), from its model's parameters()",
                 )
@@ -230,12 +230,12 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tor
 def _optimizer_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Its tensors by parameter name; and its groups, with what is no tensor.
+    """The optimizer's tensors by parameter name; and its groups and other values.
 
-    torch's get_optimizer_state_dict takes a phantom step where the optimizer has not taken any, after which the run no
-    longer equals one that was never saved.
+    Not torch's get_optimizer_state_dict: before the first step it takes an extra one, and the run then differs from one
+    that was never saved.
     """
-    names = _named(model, optimizer)
+    names = _parameter_names(model, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     rest: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
@@ -248,15 +248,15 @@ def _optimizer_state(
     return tensors, {"groups": groups, "rest": rest}
 
 
-def _room_for_optimizer(model: torch.nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    parameters = {_plain(name): parameter.detach() for name, parameter in _inside(model).named_parameters()}
+def _allocate_optimizer(model: torch.nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    parameters = {_plain_name(name): parameter.detach() for name, parameter in _unwrap(model).named_parameters()}
     room: dict[str, torch.Tensor] = {}
     for name, meta in saved.items():
         if not name.startswith("optimizer/") or not isinstance(meta, TensorStorageMetadata):
             continue
         parameter = parameters.get(name.split("/")[1])
         if parameter is None:
-            continue  # frozen or gone since; put_back compares the groups and says so
+            continue  # frozen or removed since; apply_state compares the groups
         if meta.size == parameter.shape and meta.size:
             # Shaped like its parameter, so sharded like it.
             room[name] = torch.zeros_like(parameter, dtype=meta.properties.dtype)
@@ -268,7 +268,7 @@ def _room_for_optimizer(model: torch.nn.Module, saved: Mapping[str, Any]) -> dic
 def _load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    names = _named(model, optimizer)
+    names = _parameter_names(model, optimizer)
     live = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if live != [group["params"] for group in saved["groups"]]:
         raise CheckpointError(
@@ -290,7 +290,7 @@ def _load_optimizer(
 # Random number generators
 
 
-def _generators() -> dict[str, Any]:
+def _rng_states() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()  # of the one GPU this rank works on
@@ -299,7 +299,7 @@ def _generators() -> dict[str, Any]:
     return states
 
 
-def _set_generators(states: Mapping[str, Any]) -> None:
+def _set_rng_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

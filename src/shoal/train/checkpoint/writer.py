@@ -1,8 +1,7 @@
 """Writes one checkpoint through torch.distributed.checkpoint, in two phases.
 
-First every rank writes its files, each hashed as it is written and brought to disk. Only when all ranks have said that
-theirs are there, `finish` runs on rank 0 and commits. torch carries an error of any rank to all of them in between, so
-the ranks agree on the outcome without a message of our own.
+First every rank writes, hashes and syncs its files. When all ranks have finished, `finish` runs on rank 0 and commits.
+torch sends an error of any rank to all ranks in between, so all have the same outcome.
 """
 
 from __future__ import annotations
@@ -11,21 +10,22 @@ import hashlib
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from shoal.train.checkpoint import files
-from shoal.train.checkpoint.files import FileRecord, Manifest
+from shoal.train.checkpoint import layout as files
+from shoal.train.checkpoint.layout import FileRecord, Manifest
 
 
 class CommittingWriter(FileSystemWriter):  # type: ignore[misc]
-    """Writes into a `.tmp-` directory, and renames it when it is whole. `committed_to` is then set on rank 0."""
+    """Writes into a `.tmp-` directory, and renames it when complete. `committed_to` is then set on rank 0."""
 
     def __init__(self, writing: Path, manifest: Manifest) -> None:
         # One thread: torch loses the error of any further one, and a rank would report files it never wrote.
@@ -40,7 +40,7 @@ class CommittingWriter(FileSystemWriter):  # type: ignore[misc]
         try:
             written = super().write_data(plan, planner).wait()
         except Exception as error:
-            # Where a write fails inside torch.save, torch reports its own confusion ("unexpected pos") instead.
+            # If a write fails inside torch.save, torch raises a misleading error ("unexpected pos").
             raise (self.fs.failure or error) from None
         results: Any = Future()
         results.set_result([*written, *self.fs.take_records()])
@@ -57,7 +57,7 @@ class CommittingWriter(FileSystemWriter):  # type: ignore[misc]
 
 
 class _HashingFileSystem(FileSystem):  # type: ignore[misc]
-    """The local file system, which remembers the digest of every file it writes."""
+    """The local file system; records the digest of every file it writes."""
 
     def __init__(self) -> None:
         self._records: list[FileRecord] = []
@@ -75,7 +75,7 @@ class _HashingFileSystem(FileSystem):  # type: ignore[misc]
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        # Unbuffered: what fsync brings to disk is then exactly what was hashed, and an error surfaces in `write`.
+        # Unbuffered: fsync then covers exactly what was hashed, and `write` raises errors.
         with Path(path).open("wb", buffering=0) as raw:
             hashing = _HashingStream(raw)
             try:
@@ -98,10 +98,10 @@ class _HashingStream:
         """Write all of the data, however the system cuts it."""
         view = memoryview(data).cast("B")
         self.digest.update(view)
-        left = view
+        rest = view
         try:
-            while left:
-                left = left[self._raw.write(left) :]
+            while rest:
+                rest = rest[self._raw.write(rest) :]
         except OSError as error:
             self.failure = error
             raise
@@ -122,3 +122,41 @@ class _HashingStream:
     def close(self) -> None:
         """torch closes what it has written, and may do so twice."""
         self._raw.close()
+
+
+SAVE_ERRORS = (Exception, CheckpointException)
+"""torch's CheckpointException, with the errors of all ranks, does not derive from Exception."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended. All ranks get the same outcome."""
+
+    step: int
+    outcome: Literal["committed", "failed", "pending"]
+    reason: str = ""
+    path: Path | None = None
+    error: str = ""
+    stall_seconds: float = 0.0
+    """How long training was blocked."""
+    seconds: float = 0.0
+    """From the call to the commit."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is complete on disk."""
+        return self.outcome == "committed"
+
+
+def describe_failure(problem: BaseException) -> str:
+    """The errors of the ranks, without the tracebacks that torch adds."""
+    if not isinstance(problem, CheckpointException):
+        return first_line(problem)
+    ranks = sorted(problem.failures)
+    causes = [f"rank {rank}: {first_line(problem.failures[rank][0])}" for rank in ranks[:3]]
+    return "; ".join(causes) + (f"; and {len(ranks) - 3} more ranks" if len(ranks) > 3 else "")
+
+
+def first_line(problem: BaseException) -> str:
+    """The error's type and the first line of its message."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]

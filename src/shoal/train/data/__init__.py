@@ -1,14 +1,15 @@
-"""Training data: tar shards and LMDB in one global order, every sample exactly once, resumable anywhere.
+"""Training data: tar shards and LMDB in one global order, each sample once an epoch, resumable at any batch.
 
-`Loader` feeds a rank from any map-style dataset; `ShardDataset` and `LmdbDataset` are two. See `order.py` first.
+`Loader` reads any map-style dataset; `ShardDataset` and `LmdbDataset` are two. `order.py` defines the order.
+May import torch, lmdb, shoal.train.errors and shoal.train.stop.
 """
 
-from .errors import DataError
-from .index import build_index
-from .lmdb import LmdbDataset
-from .loader import Loader
-from .order import Order
-from .staging import stage
-from .tar import ShardDataset, write_shards
+from shoal.train.data.index import build_index
+from shoal.train.data.lmdb import LmdbDataset
+from shoal.train.data.loader import Loader
+from shoal.train.data.order import SampleOrder
+from shoal.train.data.staging import stage
+from shoal.train.data.tar import ShardDataset, write_shards
+from shoal.train.errors import DataError
 
-__all__ = ["DataError", "LmdbDataset", "Loader", "Order", "ShardDataset", "build_index", "stage", "write_shards"]
+__all__ = ["DataError", "LmdbDataset", "Loader", "SampleOrder", "ShardDataset", "build_index", "stage", "write_shards"]

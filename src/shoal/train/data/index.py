@@ -1,4 +1,4 @@
-"""The index of a tar shard: where each sample's files lie, so that any sample is read without reading the tar.
+"""The index of a tar shard: the offsets of each sample's files, so that a sample is read without reading the tar.
 
 Built once by walking the tar's headers and kept beside the shard as `<shard>.index`, or, where that folder is
 read-only, under `$SHOAL_INDEX_DIR` (default `~/.cache/shoal/index`). It is used only for a shard of the size and
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import DataError
+from shoal.train.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -63,41 +63,41 @@ class ShardIndex:
         return self.layouts[self.layout_of[sample]]
 
 
-def indexes(shards: Sequence[Path]) -> list[ShardIndex]:
+def load_indexes(shards: Sequence[Path]) -> list[ShardIndex]:
     """The index of every shard, building those that are missing.
 
-    Ranks that start together share the building without speaking to each other: each begins at another shard, and
-    looks again, before each shard, whether someone has meanwhile built that one.
+    Ranks that start together share the work without communication: each begins at another shard, and checks before
+    each shard whether another rank has built it meanwhile.
     """
-    found = {at: _kept(shard, _stat(shard)) for at, shard in enumerate(shards)}
-    missing = [at for at, index in found.items() if index is None]
-    turn = secrets.randbelow(len(missing)) if missing else 0
-    for at in missing[turn:] + missing[:turn]:
-        found[at] = index_of(shards[at])
+    found = {at: _read_stored(shard, _stat(shard)) for at, shard in enumerate(shards)}
+    missing_shards = [at for at, index in found.items() if index is None]
+    turn = secrets.randbelow(len(missing_shards)) if missing_shards else 0
+    for at in missing_shards[turn:] + missing_shards[:turn]:
+        found[at] = load_index(shards[at])
     return [index for index in found.values() if index is not None]
 
 
-def index_of(shard: Path) -> ShardIndex:
+def load_index(shard: Path) -> ShardIndex:
     """The index of one shard: the kept one where it fits, else a new one, which is then kept."""
-    kept = _kept(shard, _stat(shard))
+    kept = _read_stored(shard, _stat(shard))
     if kept is not None:
         return kept
     index = build_index(shard)
-    for place in places(shard):
+    for place in index_paths(shard):
         try:
             _write(index, place)
             return index
         except OSError as error:
             log.debug("the index of %s cannot be kept at %s: %s", shard, place, error)
     log.warning(
-        "the index of %s can be kept nowhere and is built at every start; set SHOAL_INDEX_DIR to a writable folder",
+        "the index of %s cannot be stored and is built at every start; set SHOAL_INDEX_DIR to a writable folder",
         shard,
     )
     return index
 
 
-def places(shard: Path) -> tuple[Path, Path]:
-    """Where the index of a shard may lie: beside it, or in the folder for shards that may not be written beside."""
+def index_paths(shard: Path) -> tuple[Path, Path]:
+    """The paths for the index of a shard: beside it, or in the folder for read-only shards."""
     folder = Path(os.environ.get("SHOAL_INDEX_DIR") or Path("~/.cache/shoal/index").expanduser())
     digest = hashlib.blake2b(os.fsencode(shard.absolute()), digest_size=8).hexdigest()
     return shard.with_name(shard.name + ".index"), folder / f"{shard.name}.{digest}.index"
@@ -175,8 +175,8 @@ def read_index(path: Path) -> ShardIndex:
         raise DataError(f"index {path} is damaged", found=f"{type(error).__name__}: {error}", fix=fix) from None
 
 
-def _kept(shard: Path, stat: os.stat_result) -> ShardIndex | None:
-    for place in places(shard):
+def _read_stored(shard: Path, stat: os.stat_result) -> ShardIndex | None:
+    for place in index_paths(shard):
         try:
             index = read_index(place)
         except OSError:
@@ -249,7 +249,7 @@ def _members(shard: Path, size: int) -> list[tuple[str, int, int]]:
             raise DataError(
                 f"shard {shard} is not a tar", found=str(error), fix="name tar files only, written whole"
             ) from None
-        # tarfile takes a damaged or missing header for the end, and would lose what follows without a word.
+        # tarfile takes a damaged or missing header for the end, and would silently skip the rest.
         raw.seek(end)
         if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise cut
@@ -260,11 +260,11 @@ def _stat(shard: Path) -> os.stat_result:
     try:
         return shard.stat()
     except OSError as error:
-        raise missing([shard], error) from None
+        raise missing_shards([shard], error) from None
 
 
-def missing(shards: Sequence[Path], error: OSError | None = None) -> DataError:
-    """The error for shards that are not there."""
+def missing_shards(shards: Sequence[Path], error: OSError | None = None) -> DataError:
+    """The error for missing shards."""
     some = ", ".join(str(shard) for shard in shards[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
     return DataError(
         f"cannot read {'shard' if len(shards) == 1 else f'{len(shards)} shards'} {some}",

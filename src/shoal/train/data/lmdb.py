@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import DataError
-from .order import BLOCK
+from shoal.train.data.order import BLOCK
+from shoal.train.errors import DataError
 
 Sample = dict[str, object]
 

@@ -1,4 +1,4 @@
-"""Feeds a rank its batches: exactly once an epoch, resumable at any batch, at any number of ranks and workers.
+"""The batches of a rank: each sample once an epoch, resumable at any batch, at any number of ranks and workers.
 
     >>> loader = Loader(dataset, global_batch=512, seed=1, workers=4, decode=decode)
     >>> loader.load_state_dict(checkpoint["data"])          # only when resuming
@@ -8,8 +8,7 @@
     ...         checkpoint["data"] = loader.state_dict()
 
 The batch is stated for the whole job, so that another number of ranks trains on the same batches: of
-`global_batch=512` each of 8 ranks gets 64. What a checkpoint keeps is one number: the samples of this epoch that have
-been handed out.
+`global_batch=512` each of 8 ranks gets 64. A checkpoint stores one number: how many samples of this epoch were read.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from ..stop import starting_workers, worker_signals
-from .errors import DataError
-from .order import BLOCK, WINDOW, Order, share
+from shoal.train.data.order import BLOCK, WINDOW, SampleOrder, rank_share
+from shoal.train.errors import DataError
+from shoal.train.stop import hold_stop_signals, worker_signals
 
 Tail = Literal["pad", "drop"]
 
@@ -78,14 +77,14 @@ class Loader:
         context: how workers are started: "fork", "forkserver" or "spawn".
         block, window: see `order.py`; fewer and smaller reads against better mixing.
         """
-        self.rank, self.world_size = _place_in_job(rank, world_size)
+        self.rank, self.world_size = _find_rank(rank, world_size)
         self.global_batch, self.seed, self.tail = global_batch, seed, tail
         self._dataset = dataset
         self._shuffle, self._block, self._window = shuffle, block, window
         self._check()
         self._epoch = self._position = self._real = 0
         self._lap = 0
-        self._order: tuple[int, Order] = (-1, Order([], 0, 0))
+        self._order: tuple[int, SampleOrder] = (-1, SampleOrder([], 0, 0))
         self._batches = torch.utils.data.DataLoader(
             _Fetch(dataset, decode),
             batch_sampler=_Batches(self),
@@ -93,7 +92,7 @@ class Loader:
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
-            worker_init_fn=partial(_worker_started, worker_init),
+            worker_init_fn=partial(_init_worker, worker_init),
             pin_memory=pin_memory,
             multiprocessing_context=context if workers else None,
             # DataLoader draws a number at each start. From torch's own generator, a resumed run would draw once more
@@ -112,12 +111,12 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Samples of this epoch that have been handed out, over all ranks."""
+        """Samples of this epoch that were returned, over all ranks."""
         return self._position
 
     @property
-    def left(self) -> int:
-        """Batches of this epoch that have not been handed out."""
+    def remaining(self) -> int:
+        """Batches of this epoch that were not returned yet."""
         return self._batches_in(max(0, len(self._dataset) - self._position))
 
     def _batches_in(self, samples: int) -> int:
@@ -126,7 +125,7 @@ class Loader:
     @property
     def mask(self) -> torch.Tensor:
         """Which samples of this rank's latest batch are real; all are, but in the last batch of an epoch."""
-        start, stop = share(0, self.global_batch, self.rank, self.world_size)
+        start, stop = rank_share(0, self.global_batch, self.rank, self.world_size)
         return torch.arange(start, stop) < self._real
 
     @property
@@ -139,7 +138,7 @@ class Loader:
         return self.mask * (self.world_size / max(1, self._real))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. The epoch that the loader is in already, it stays in, where it is."""
+        """Go to the start of an epoch. Does nothing within that epoch."""
         if epoch != self._epoch:
             self._move(epoch, 0)
 
@@ -197,9 +196,9 @@ class Loader:
         self._move(self._epoch + 1, 0)
 
     def _fetched(self) -> Iterator[Any]:
-        """DataLoader's batches; a worker that dies without a word gets one from us."""
+        """DataLoader's batches, with an error that explains the death of a worker."""
         try:
-            with starting_workers():
+            with hold_stop_signals():
                 batches = iter(self._batches)
             yield from batches
         except RuntimeError as error:
@@ -219,16 +218,16 @@ class Loader:
         # A batch that is not full ends the epoch: it is filled up, or left out.
         least = self.global_batch if self.tail == "drop" else 1
         while len(order) - position >= least:
-            start, stop = share(position, self.global_batch, self.rank, self.world_size)
+            start, stop = rank_share(position, self.global_batch, self.rank, self.world_size)
             ids = order.ids(start, stop)
             yield list(zip(ids, order.seeds(ids), strict=True))
             position += self.global_batch
 
-    def _current(self) -> Order:
+    def _current(self) -> SampleOrder:
         if self._order[0] != self._epoch:
             samples = len(self._dataset)
             lengths = getattr(self._dataset, "lengths", None) or [samples]
-            order = Order(
+            order = SampleOrder(
                 lengths, self.seed, self._epoch, shuffle=self._shuffle, block=self._block, window=self._window
             )
             self._order = (self._epoch, order)
@@ -303,15 +302,15 @@ class _Fetch:
             ) from error
 
 
-def _worker_started(then: Callable[[int], None] | None, worker: int) -> None:
+def _init_worker(then: Callable[[int], None] | None, worker: int) -> None:
     """What a worker does first."""
     worker_signals(worker)
     if then is not None:
         then(worker)
 
 
-def _place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """This process's rank and the number of ranks. Never a guess: two ranks 0 would train on the same samples."""
+def _find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """This process's rank and the world size. Never guessed: two ranks 0 would train on the same samples."""
     if (rank is None) != (world_size is None):
         raise DataError("rank and world_size go together", found="only one of them", fix="give both, or neither")
     if rank is None or world_size is None:

@@ -28,7 +28,7 @@ WINDOW = 16
 """Blocks whose samples are mixed with each other."""
 
 
-class Order:
+class SampleOrder:
     """The order of one epoch over a dataset whose shards hold `lengths` samples."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Order:
         self._seed, self._epoch, self._shuffle = seed, epoch, shuffle
         starts, sizes = _blocks(lengths, block)
         if shuffle and starts:
-            drawn = _draws(torch.arange(len(starts)), _salt(seed, epoch, "blocks")).argsort(stable=True).tolist()
+            drawn = _mix(torch.arange(len(starts)), _salt(seed, epoch, "blocks")).argsort(stable=True).tolist()
             starts, sizes = [starts[at] for at in drawn], [sizes[at] for at in drawn]
         self._starts, self._sizes, self._window = starts, sizes, max(1, window)
         ends = list(accumulate(sizes))
@@ -75,7 +75,7 @@ class Order:
     def seeds(self, ids: Sequence[int]) -> list[int]:
         """A number for each sample that depends on seed, epoch and sample alone: for random augmentation."""
         salt = _salt(self._seed, self._epoch, "samples")
-        drawn: list[int] = (_draws(torch.tensor(ids, dtype=torch.int64), salt) & _POSITIVE).tolist()
+        drawn: list[int] = (_mix(torch.tensor(ids, dtype=torch.int64), salt) & _POSITIVE).tolist()
         return drawn
 
     def _ids_of_window(self, index: int) -> list[int]:
@@ -86,12 +86,12 @@ class Order:
             )
             ids = torch.cat([torch.arange(start, start + size) for start, size in blocks])
             if self._shuffle:
-                ids = ids[_draws(ids, _salt(self._seed, self._epoch, "window")).argsort(stable=True)]
+                ids = ids[_mix(ids, _salt(self._seed, self._epoch, "window")).argsort(stable=True)]
             self._kept = (index, ids.tolist())
         return self._kept[1]
 
 
-def share(start: int, global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
+def rank_share(start: int, global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
     """The positions that one rank takes of the global batch that starts at `start`.
 
     The ranks' parts side by side, in the order of ranks, are the global batch.
@@ -122,14 +122,14 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def _draws(values: torch.Tensor, salt: int) -> torch.Tensor:
+def _mix(values: torch.Tensor, salt: int) -> torch.Tensor:
     mixed = (values + 1) * _GOLDEN ^ salt
-    mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
-    mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
-    return mixed ^ _shifted(mixed, 31)
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
+    return mixed ^ _shift_right(mixed, 31)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right without dragging the sign along, as an unsigned number would."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 

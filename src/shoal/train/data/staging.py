@@ -1,9 +1,9 @@
 """Copies shards to the node's own disk before training, once a node.
 
-Every process of a node calls `stage` with the same shards. A shard is copied by whoever gets its lock first while the
-others go on to other shards, and wait at the end for those still under way. The lock is the kernel's (flock), so that
-a copier that is killed holds up nobody. A copy appears under its name whole and checked, or not at all; what cannot
-be copied is read where it lies, with a warning, since a full disk is no reason not to train.
+Every process of a node calls `stage` with the same shards. The first to lock a shard copies it; the others continue
+with other shards, and wait at the end for copies in progress. The lock is flock, which ends with its process. A copy
+appears under its name only when complete and verified. A shard that cannot be copied is read from its source, with a
+warning: a full disk does not stop training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .errors import DataError
+from shoal.train.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def stage(shards: Sequence[Path], folder: Path, *, keep_free: int = 1 << 30) -> 
 
 
 def staged_path(shard: Path, folder: Path) -> Path:
-    """Where the copy of a shard lies. Shards of one name from two folders do not meet."""
+    """The path of a shard's copy. Shards with the same name from two folders get different paths."""
     digest = hashlib.blake2b(os.fsencode(shard.absolute().parent), digest_size=4).hexdigest()
     return folder / f"{digest}-{shard.name}"
 

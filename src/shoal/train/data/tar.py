@@ -21,9 +21,9 @@ from io import BytesIO
 from itertools import accumulate, product
 from pathlib import Path
 
-from .errors import DataError
-from .index import ShardIndex, indexes, missing
-from .staging import stage as stage_shards
+from shoal.train.data.index import ShardIndex, load_indexes, missing_shards
+from shoal.train.data.staging import stage as stage_shards
+from shoal.train.errors import DataError
 
 Sample = dict[str, object]
 Piece = tuple[int, int, list[tuple[str, int, int]]]
@@ -50,7 +50,7 @@ class ShardDataset:
         stage: str | Path | None = None,
     ) -> None:
         self.shards = expand(shards)
-        self._indexes = indexes(self.shards)
+        self._indexes = load_indexes(self.shards)
         self.lengths = [len(index) for index in self._indexes]
         self._bases = [0, *accumulate(self.lengths)]
         self._fields = None if fields is None else tuple(fields)
@@ -155,7 +155,7 @@ class ShardDataset:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise missing([path], error) from None
+            raise missing_shards([path], error) from None
         size = os.fstat(file).st_size
         if size != expected:
             os.close(file)
@@ -196,7 +196,7 @@ def expand(shards: str | Path | Iterable[str | Path]) -> list[Path]:
         )
     absent = [path for path in paths if not path.is_file()]
     if absent:
-        raise missing(absent)
+        raise missing_shards(absent)
     return paths
 
 

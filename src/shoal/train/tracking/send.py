@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.train.tracking.identity import RUN_FILE, from_record
-from shoal.train.tracking.server import Server, Unavailable
-from shoal.train.tracking.shipping import Shipping
+from shoal.train.tracking.delivery import Delivery
+from shoal.train.tracking.mlflow_client import MlflowClient, ServerUnavailable
+from shoal.train.tracking.run_identity import RUN_FILE, from_record
 from shoal.train.tracking.spool import read_json
 
 
@@ -26,10 +26,10 @@ def send(directory: Path, uri: str = "") -> int:
         raise ValueError("the job had no tracking server: name one with --uri")
     spools = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
     create = (directory / "metrics.jsonl").exists()
-    shipping = Shipping(Server(uri or known), name, spools, create=create)
-    while shipping.ship():
+    delivery = Delivery(MlflowClient(uri or known), name, spools, create=create)
+    while delivery.deliver():
         pass
-    return sum(shipping.acknowledged.values())
+    return sum(delivery.acknowledged.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         size = send(given.directory, given.uri)
-    except (ValueError, Unavailable, OSError) as error:
+    except (ValueError, ServerUnavailable, OSError) as error:
         print(f"not sent: {error}", file=sys.stderr)
         return 1
     print(f"the server has all of {given.directory} ({size} bytes)")

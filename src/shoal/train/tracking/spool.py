@@ -1,10 +1,10 @@
-"""Records on disk before they go anywhere: one JSON object a line, appended and never changed.
+"""Records on disk before delivery: one JSON object per line, append-only.
 
 A record is in the file when `append` returns, so the death of the process loses nothing. The background thread calls
-`sync` every few seconds, so the death of the machine loses no more than that. A process killed in the middle of a write
-leaves a torn last line: readers pass over it, and the next start ends it before it goes on.
+`sync` every few seconds, so the death of the machine loses only those. A process killed during a write leaves an
+incomplete last line: readers skip it, and the next start ends it with a newline.
 
-Beside `metrics.jsonl` lies `metrics.jsonl.sent`: how far a tracking server has it, and in which of its runs.
+`metrics.jsonl.sent` holds how much of `metrics.jsonl` a tracking server has, and in which of its runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, cast
 
 Record = dict[str, Any]
 
-HELD_BYTES = 16 * 1024 * 1024
-"""How much is kept in memory while the disk takes nothing. What comes on top of it is lost, loudly."""
+BUFFER_BYTES = 16 * 1024 * 1024
+"""Buffered in memory while the disk cannot be written. Further records are lost, with an error."""
 
 log = logging.getLogger("shoal.train")
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
@@ -39,25 +39,25 @@ class Spool:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._fd).st_size
         self.fresh = size == 0
-        """Nobody wrote here before: the run's first start."""
-        torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-        self._held = bytearray(b"\n" if torn else b"")
+        """The run's first start."""
+        incomplete = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._buffer = bytearray(b"\n" if incomplete else b"")
         self._lost = 0
         self._quiet_until = 0.0
         self._dirty = False
 
     def append(self, record: Record) -> None:
-        """Add one record. A disk that refuses it is complained about, and tried again with the next one."""
+        """Add one record. A failed write is logged, and retried with the next one."""
         line = _encode(record).encode() + b"\n"
         with self._lock:
-            if len(self._held) + len(line) > HELD_BYTES:
+            if len(self._buffer) + len(line) > BUFFER_BYTES:
                 self._lost += 1
             else:
-                self._held += line
+                self._buffer += line
             self._write()
 
     def sync(self) -> None:
-        """Bring what was written onto the disk itself. Called by the background thread, for it may take a while."""
+        """fsync what was written. Slow: for the background thread."""
         with self._lock:
             self._write()
             dirty, self._dirty = self._dirty, False
@@ -73,20 +73,20 @@ class Spool:
                 self._fd = -1
 
     def _write(self) -> None:
-        if not self._held or self._fd < 0:
+        if not self._buffer or self._fd < 0:
             return
         try:
-            # A short write goes on where it stopped, so a disk that fills up in the middle of a line tears none.
-            del self._held[: os.write(self._fd, self._held)]
+            # A short write continues where it stopped, so a full disk leaves no incomplete line.
+            del self._buffer[: os.write(self._fd, self._buffer)]
             self._dirty = True
         except OSError as error:
             if time.monotonic() >= self._quiet_until:
                 self._quiet_until = time.monotonic() + 60
                 log.error(
-                    "tracking: %s takes no more records: %s; %d bytes wait in memory, %d records are lost",
+                    "tracking: cannot write %s: %s; %d bytes are in memory, %d records are lost",
                     self.path,
                     error.strerror,
-                    len(self._held),
+                    len(self._buffer),
                     self._lost,
                 )
 
@@ -94,7 +94,7 @@ class Spool:
 def read_spool(path: Path, offset: int = 0, size: int = 256 * 1024) -> Iterator[tuple[int, Record | None]]:
     """The whole lines in about `size` bytes from `offset`: where each one ends, and its record.
 
-    None stands for a line that is no record: a torn one, or one that somebody else put there.
+    None stands for a line that is not a record.
     """
     try:
         with path.open("rb") as file:
@@ -130,25 +130,25 @@ def _decode(line: bytes) -> Record | None:
 
 
 @dataclass(frozen=True)
-class Sent:
+class DeliveryPosition:
     """How much of a spool a server has acknowledged, and in which of its runs."""
 
     offset: int = 0
     run: str = ""
 
 
-def read_sent(spool: Path, run: str) -> Sent:
-    """What `run` has of this spool. Another run, or a spool that is shorter than that: nothing is sent yet."""
+def read_position(spool: Path, run: str) -> DeliveryPosition:
+    """How much of this spool `run` has. Nothing for another run, or a spool that is shorter."""
     found = read_json(_sent_path(spool))
     offset = found.get("offset")
     if found.get("run") != run or not isinstance(offset, int):
-        return Sent(0, run)
+        return DeliveryPosition(0, run)
     size = spool.stat().st_size if spool.exists() else 0
-    return Sent(offset if 0 <= offset <= size else 0, run)
+    return DeliveryPosition(offset if 0 <= offset <= size else 0, run)
 
 
-def write_sent(spool: Path, sent: Sent) -> None:
-    """Remember what the server has. A crash leaves the old number or the new one."""
+def write_position(spool: Path, sent: DeliveryPosition) -> None:
+    """Store how much the server has, atomically."""
     write_json(_sent_path(spool), {"offset": sent.offset, "run": sent.run})
 
 
@@ -157,7 +157,7 @@ def _sent_path(spool: Path) -> Path:
 
 
 def read_json(path: Path) -> Record:
-    """The object in a small file; empty where there is none, or none that can be read."""
+    """The object in a small file; empty if it cannot be read."""
     try:
         return _decode(path.read_bytes()) or {}
     except OSError:
@@ -165,7 +165,7 @@ def read_json(path: Path) -> Record:
 
 
 def write_json(path: Path, value: Record, *, durable: bool = True) -> None:
-    """Replace a small file as a whole. OSError where that is not possible."""
+    """Replace a small file atomically. OSError if that fails."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with draft.open("wb") as file:

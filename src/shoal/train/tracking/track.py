@@ -1,4 +1,4 @@
-"""`tracker()`: what a training script records, kept on disk first and sent to MLflow when there is one."""
+"""`tracker()`: records of a training script, written to disk first, then sent to MLflow if there is a server."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal
 
-from shoal.train.contract import SHOAL_TRACKING_URI
+from shoal.contract import SHOAL_TRACKING_URI
 from shoal.train.env import Env, read_env
-from shoal.train.errors import Leaving
-from shoal.train.proof import Recorder, recorder
-from shoal.train.scalars import detached
-from shoal.train.tracking.background import Background
-from shoal.train.tracking.identity import facts, find_place, run_id
-from shoal.train.tracking.remote import RunName
-from shoal.train.tracking.server import Server
-from shoal.train.tracking.shipping import Shipping
+from shoal.train.errors import StopExit
+from shoal.train.proof_record import ProofRecorder, detach, proof_recorder
+from shoal.train.tracking.delivery import Delivery, DeliveryThread
+from shoal.train.tracking.mlflow_client import MlflowClient, RunName
+from shoal.train.tracking.run_identity import job_tags, open_run_directory, run_id
 from shoal.train.tracking.spool import Spool, read_tail
-from shoal.train.tracking.system import SystemMetrics
+from shoal.train.tracking.system_metrics import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
-"""MLflow's words. SCHEDULED: the job is back in the queue, and will go on."""
+"""MLflow's states. SCHEDULED: the job is requeued."""
 
-FLUSH_SECONDS = 5.0
-ARTIFACT_BYTES = 64 * 1024 * 1024
+FLUSH_TIMEOUT_S = 5.0
+MAX_ARTIFACT_BYTES = 64 * 1024 * 1024
 TAIL_BYTES = 4 * 1024 * 1024
-"""How far back a restarted job looks for steps it does again."""
+"""How much of the spool a restarted job reads to find steps that it repeats."""
 
 log = logging.getLogger("shoal.train")
 
@@ -60,18 +57,18 @@ def tracker(
     returns at once. With a server (`uri`, SHOAL_TRACKING_URI or MLFLOW_TRACKING_URI) records are sent to it; without
     one they stay in the JSON-lines files of `directory`, by default `tracking` in the job's directory.
     """
-    proof = recorder(environ)
+    proof = proof_recorder(environ)
     if proof is not None:
-        directory = proof.settings.directory / "tracking"  # not into the records of a real run, nor to its server
+        directory = proof.settings.directory / "tracking"  # not with the records of a real run
     env = env if env is not None else read_env(environ)
     if env.rank != 0 and (env.local_rank != 0 or not run_id(environ)):
         return Tracker(proof=proof)
-    wanted = uri or environ.get(SHOAL_TRACKING_URI) or environ.get("MLFLOW_TRACKING_URI") or ""
-    server = _server(wanted if proof is None else "", environ)
+    server_uri = uri or environ.get(SHOAL_TRACKING_URI) or environ.get("MLFLOW_TRACKING_URI") or ""
+    server = _server(server_uri if proof is None else "", environ)
 
     def open_at(directory: Path | None) -> tuple[Path, RunName, tuple[Spool, ...]]:
         address = server.uri if server else ""
-        place, name = find_place(
+        place, name = open_run_directory(
             directory, environ, experiment=experiment, title=title, uri=address, first=env.rank == 0
         )
         return place, name, _open_spools(place, env)
@@ -82,27 +79,27 @@ def tracker(
         place = Path(tempfile.mkdtemp(prefix="shoal-tracking-"))
         log.error("tracking: %s; records go to %s on %s instead", error, place, env.node)
         place, name, spools = open_at(place)
-    shipping = Shipping(server, name, [s.path for s in spools], create=env.rank == 0) if server else None
-    made = Tracker(place, spools, Background(spools, shipping), env, system_every, proof)
+    delivery = Delivery(server, name, [s.path for s in spools], create=env.rank == 0) if server else None
+    new_tracker = Tracker(place, spools, DeliveryThread(spools, delivery), env, system_every, proof)
     if env.rank == 0:
-        made.tags(facts(env, environ))
-        made.status("RUNNING")
-        made.attach_script(env.job_id)
-    made.params(params or {})
-    return made
+        new_tracker.tags(job_tags(env, environ))
+        new_tracker.status("RUNNING")
+        new_tracker.attach_script(env.job_id)
+    new_tracker.params(params or {})
+    return new_tracker
 
 
 class Tracker:
-    """Records metrics, parameters, tags and files of one run. No call raises, and none waits for a server."""
+    """Records metrics, parameters, tags and files of one run. No call raises or waits for a server."""
 
     def __init__(
         self,
         directory: Path | None = None,
         spools: tuple[Spool, ...] = (),
-        background: Background | None = None,
+        background: DeliveryThread | None = None,
         env: Env | None = None,
         system_every: float = 0.0,
-        proof: Recorder | None = None,
+        proof: ProofRecorder | None = None,
     ) -> None:
         self._proof = proof
         self.directory = directory
@@ -112,9 +109,9 @@ class Tracker:
         self._spool = by_name.get("metrics.jsonl")
         self._artifacts = by_name.get("artifacts.jsonl")
         self._last, self._steps_at_last = 0, set[int]()
-        self._again = _recorded(self._spool)
-        self._again_until = max((step for _, step, _ in self._again), default=-1)
-        self._complaints: set[str] = set()
+        self._recorded_values = _read_recorded_values(self._spool)
+        self._last_recorded_step = max((step for _, step, _ in self._recorded_values), default=-1)
+        self._logged: set[str] = set()
         self._closed = False
         self._pid = os.getpid()
         self._system: SystemMetrics | None = None
@@ -126,9 +123,9 @@ class Tracker:
             atexit.register(self._at_exit)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record numbers of a step. A tensor is read here, which waits for its GPU: log every so many steps.
+        """Record numbers of a step. Reading a tensor waits for its GPU: do not log at every step.
 
-        After a requeue, steps that are done again and come out the same are not recorded again.
+        After a requeue, repeated steps with the same values are not recorded again.
         """
         if self._proof is not None:
             self._proof.metrics(metrics, step)
@@ -137,45 +134,45 @@ class Tracker:
         values: dict[str, float | str] = {}
         for key, value in metrics.items():
             try:
-                number = float(detached(value))
+                number = float(detach(value))
             except (TypeError, ValueError) as error:
-                self._complain(f"the metric {key} is not a number: {error}")
+                self._log_once(f"the metric {key} is not a number: {error}")
                 continue
-            # JSON has no NaN; these are the words MLflow takes for it.
+            # JSON has no NaN; MLflow accepts these strings.
             values[key] = number if math.isfinite(number) else ("NaN" if number != number else _infinity(number))
         step = int(step)
-        if step <= self._again_until:
-            values = {key: value for key, value in values.items() if (key, step, value) not in self._again}
+        if step <= self._last_recorded_step:
+            values = {key: value for key, value in values.items() if (key, step, value) not in self._recorded_values}
         if values:
             self._spool.append({"t": self._time(step), "step": step, "metrics": values})
 
     def params(self, params: Mapping[str, Any]) -> None:
-        """Record what the run was started with. Nested ones become `optimizer.lr`."""
+        """Record parameters of the run. Nested ones become `optimizer.lr`."""
         if self._spool is not None and params and not self._closed:
             self._spool.append({"t": _now(), "params": dict(_flat(params))})
 
     def tags(self, tags: Mapping[str, Any]) -> None:
-        """Record words about the run; the last value of a key counts."""
+        """Record tags; the last value of a key counts."""
         if self._spool is not None and tags and not self._closed:
             self._spool.append({"t": _now(), "tags": {str(key): str(value) for key, value in tags.items()}})
 
     def artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Attach a file as it is now, under `name`. It is copied first, so the original may change or go."""
+        """Attach a copy of a file, as `name`."""
         source = Path(path)
         try:
-            if source.stat().st_size > ARTIFACT_BYTES:
-                self._complain(f"{source} is not attached: it is larger than {ARTIFACT_BYTES >> 20} MiB")
+            if source.stat().st_size > MAX_ARTIFACT_BYTES:
+                self._log_once(f"{source} is not attached: it is larger than {MAX_ARTIFACT_BYTES >> 20} MiB")
                 return
             self.data(name or source.name, source.read_bytes())
         except OSError as error:
-            self._complain(f"{source} is not attached: {error.strerror}")
+            self._log_once(f"{source} is not attached: {error.strerror}")
 
     def data(self, name: str, content: bytes) -> None:
-        """Attach bytes as a file of this name, which may have directories in it."""
+        """Attach bytes as a file of this name, which may contain directories."""
         if self._artifacts is None or self.directory is None or self._closed:
             return
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.strip("/."):
-            self._complain(f"{name!r} cannot be the name of an artifact")
+            self._log_once(f"{name!r} cannot be the name of an artifact")
             return
         file = Path("artifacts", f"{hashlib.sha256(content).hexdigest()[:16]}-{PurePosixPath(name).name}")
         try:
@@ -184,12 +181,12 @@ class Tracker:
             draft.write_bytes(content)
             draft.replace(self.directory / file)
         except OSError as error:
-            self._complain(f"{name} is not attached: {error.strerror}")
+            self._log_once(f"{name} is not attached: {error.strerror}")
             return
         self._artifacts.append({"t": _now(), "artifact": {"path": name, "file": str(file)}})
 
     def attach_script(self, job_id: str) -> None:
-        """Attach the batch script that Slurm runs, asked for in the background."""
+        """Attach Slurm's batch script, in the background."""
         if job_id and shutil.which("scontrol"):
             threading.Thread(target=self._attach_script, args=(job_id,), daemon=True).start()
 
@@ -197,11 +194,11 @@ class Tracker:
         if self._spool is not None:
             self._spool.append({"t": _now(), "status": status})
 
-    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait until everything is on disk and sent, for so long at most. True if it is."""
+    def flush(self, timeout: float = FLUSH_TIMEOUT_S) -> bool:
+        """Wait until everything is on disk and sent, up to `timeout` seconds. True if it is."""
         return self._background is None or self._background.flush(timeout)
 
-    def close(self, status: Status = "FINISHED", timeout: float = FLUSH_SECONDS) -> bool:
+    def close(self, status: Status = "FINISHED", timeout: float = FLUSH_TIMEOUT_S) -> bool:
         """End the recording. What is not sent in time stays on disk, for the next start or for
         `python -m shoal.train.tracking.send DIR`."""
         if self._closed or self._background is None:
@@ -214,7 +211,7 @@ class Tracker:
         done = self._background.stop(timeout)
         if not done:
             log.warning(
-                "tracking: not all is sent; the job's next start does it, or: python -m shoal.train.tracking.send %s",
+                "tracking: unsent records; the job's next start sends them, or: python -m shoal.train.tracking.send %s",
                 self.directory,
             )
         if self._background.ended:
@@ -228,17 +225,14 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Leaving):
-            self.close("SCHEDULED" if error.comes_back else "KILLED")
+        if isinstance(error, StopExit):
+            self.close("SCHEDULED" if error.requeued else "KILLED")
             return
-        good = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self.close("FINISHED" if good else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        succeeded = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.close("FINISHED" if succeeded else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
 
     def _time(self, step: int) -> int:
-        """Now, in milliseconds: later than before for a step that has this time already.
-
-        The server tells records apart by it.
-        """
+        """Now, in milliseconds, unique per step: the server uses it as part of its key."""
         now = _now()
         if now > self._last:
             self._last = now
@@ -249,9 +243,9 @@ class Tracker:
         self._steps_at_last.add(step)
         return self._last
 
-    def _complain(self, text: str) -> None:
-        if text not in self._complaints:
-            self._complaints.add(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             log.error("tracking: %s", text)
 
     def _attach_script(self, job_id: str) -> None:
@@ -261,16 +255,16 @@ class Tracker:
             self.data("job.sbatch", done.stdout)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a forked child ends, not the run
+        if os.getpid() != self._pid:  # the end of a forked child is not that of the run
             return
         self.close("FAILED" if getattr(sys, "last_value", None) is not None else "FINISHED")
 
 
-def _server(uri: str, environ: Mapping[str, str]) -> Server | None:
+def _server(uri: str, environ: Mapping[str, str]) -> MlflowClient | None:
     if not uri:
         return None
     try:
-        return Server(uri, environ)
+        return MlflowClient(uri, environ)
     except (ValueError, OSError) as error:
         log.error("tracking: %s; records stay on disk", error)
         return None
@@ -283,8 +277,8 @@ def _open_spools(place: Path, env: Env) -> tuple[Spool, ...]:
     return tuple(Spool(place / name) for name in names)
 
 
-def _recorded(spool: Spool | None) -> set[tuple[str, int, float | str]]:
-    """What earlier starts recorded last: steps after the checkpoint are done once more."""
+def _read_recorded_values(spool: Spool | None) -> set[tuple[str, int, float | str]]:
+    """The last records of earlier starts: steps after the checkpoint are repeated."""
     if spool is None or spool.fresh:
         return set()
     records = [record for record in read_tail(spool.path, TAIL_BYTES) if "step" in record]
@@ -292,10 +286,10 @@ def _recorded(spool: Spool | None) -> set[tuple[str, int, float | str]]:
 
 
 def _flat(params: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for key, value in params.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
-    return found
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
+    return pairs
 
 
 def _infinity(number: float) -> str:

@@ -1,0 +1,124 @@
+"""The sandbox cluster of the bench: two nodes with two simulated GPUs each, torch and submitit on shared storage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import ROOT, BenchError, peer_environment, run_command
+from sandbox import reserve_cluster, write_ssh_config
+
+from shoal.sandbox.layout import Layout, cache_dir
+from shoal.sandbox.provider import SandboxProvider
+
+HERE = Path(__file__).parent
+SHOAL = Path(sys.executable).with_name("shoal")
+CLUSTER = "bench-launch"
+SPEC = f"""\
+cluster: {CLUSTER}
+controller: {{provider: sandbox}}
+nodesets:
+  node: {{provider: sandbox, count: 2, gpus: 2, memory: 2G}}
+"""
+PYTHONPATH = "/shared/env"
+# Wrappers on the controller that record when a command is called, and when sbatch has returned.
+SHIMS = {
+    "sbatch": """\
+#!/bin/sh
+date +%s.%N > /shared/marks/called
+/usr/bin/sbatch "$@"
+status=$?
+date +%s.%N > /shared/marks/accepted
+exit $status
+""",
+    "srun": """\
+#!/bin/sh
+date +%s.%N > /shared/marks/called
+exec /usr/bin/srun "$@"
+""",
+}
+ALLOCATED = r"""sed -n 's/^\[\([^]]*\)\] sched: \(Allocate\|_slurm_rpc_allocate_resources\) JobId=.*/\1/p' \
+    /var/log/slurm/slurmctld.log | tail -n 1 | xargs -I@ date -d @ +%s.%N"""
+"""When slurmctld allocated the nodes of the last job, from its log."""
+QUIET = """while [ -n "$(squeue -h)" ] || sinfo -h -N -o %T | grep -qvx idle; do sleep 0.2; done; sleep 0.5"""
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """The cluster while it is up."""
+
+    directory: Path
+    shared: Path
+    """The directory that the hosts mount as /shared."""
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "shoal.yaml"
+
+    @property
+    def tree(self) -> Path:
+        """The working tree that `shoal run` sends."""
+        return self.directory / "tree"
+
+    @property
+    def marks(self) -> Path:
+        return self.shared / "marks"
+
+    def ssh(self, command: str) -> list[str]:
+        """The command line that runs a command in a shell on the controller."""
+        return ["ssh", "-F", str(self.directory / "ssh_config"), "controller", command]
+
+    def on_controller(self, command: str) -> str:
+        done = subprocess.run(self.ssh(command), capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise BenchError(f"{command!r} on the controller failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def marks_of(self, label: str) -> dict[str, float]:
+        """The times of a run, each of the slowest rank."""
+        files = {name: self.marks / name for name in ("called", "accepted")}
+        times = {name: float(path.read_text()) for name, path in files.items() if path.exists()}
+        ranks = [json.loads(path.read_text()) for path in (self.marks / label).glob("rank-*.json")]
+        for name in {name for rank in ranks for name in rank}:
+            times[name] = max(rank[name] for rank in ranks if name in rank)
+        return {**times, "allocated": float(self.on_controller(ALLOCATED))}
+
+    def prioritize(self) -> None:
+        """Give the hosts priority on the CPUs, for a machine that is not idle."""
+        for shares in Path("/sys/fs/cgroup").glob(f"cpu*/{Layout(cache_dir(), CLUSTER).prefix}*/cpu.shares"):
+            shares.write_text("65536")
+        for weight in Path("/sys/fs/cgroup").glob(f"{Layout(cache_dir(), CLUSTER).prefix}*/cpu.weight"):
+            weight.write_text("10000")
+
+    def settle(self) -> None:
+        """Wait until the queue is empty and all nodes are idle."""
+        self.on_controller(QUIET)
+
+
+@contextmanager
+def create_testbed(directory: Path) -> Iterator[Testbed]:
+    """Build the cluster with `shoal up` and install what is not measured; remove it at the end."""
+    testbed = Testbed(directory, Layout(cache_dir(), CLUSTER).shared)
+    testbed.spec.write_text(SPEC)
+    testbed.tree.mkdir()
+    with reserve_cluster(CLUSTER):
+        run_command(SHOAL, "up", "--file", testbed.spec)
+        instances = asyncio.run(SandboxProvider().instances(CLUSTER))
+        write_ssh_config(directory, [instance.target for instance in instances])
+        run_command(sys.executable, ROOT / "scripts/environment", CLUSTER)
+        [packages] = peer_environment("submitit", "submitit").parent.glob("lib/python3*/site-packages")
+        shutil.copytree(packages, testbed.shared / "submitit", ignore=shutil.ignore_patterns("pip", "setuptools"))
+        for folder in (testbed.marks, testbed.shared / "logs"):
+            folder.mkdir()
+        for name in ("probe.py", "submit.py"):
+            shutil.copy(HERE / name, testbed.shared / name)
+        for name, text in SHIMS.items():
+            testbed.on_controller(f"cat > /usr/local/bin/{name} <<'END'\n{text}END\nchmod 755 /usr/local/bin/{name}")
+        yield testbed

@@ -1,0 +1,197 @@
+"""The screens of plan, up, down and status. Colours only where the console has them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.screen import Columns, escape_text, format_time_limit, show_failures, show_findings
+from shoal.cli.service_screens import show_services
+from shoal.hostlist import compress
+from shoal.plan.model import Change, Cost, Plan
+from shoal.slurm.state import NodeState
+from shoal.verbs.down import DownResult
+from shoal.verbs.status import ClusterStatus
+from shoal.verbs.up import UpResult
+
+COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
+_GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
+STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "red", "UNKNOWN": "red", "ERROR": "red"}
+
+
+def show_plan(console: Console, plan: Plan, diff: bool) -> None:
+    """The changes; hosts with equal changes share a line."""
+    show_findings(console, plan.findings)
+    show_failures(console, plan.unreached)
+    if plan.empty:
+        where = f" on the hosts that answered; {_unreached_text(plan)}" if plan.unreached else ""
+        console.print(f"{plan.cluster}: no changes{where}", highlight=False)
+        return
+    table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
+    for (text, cost), hosts in _grouped(plan.changes).items():
+        table.add_row(compress(hosts), escape_text(text), Text(cost.label, style=COST_STYLE[cost]))
+    console.print(table)
+    if diff:
+        for change in plan.changes:
+            if change.diff:
+                console.print(f"\n[bold]{change.host}[/] {escape_text(change.what)}")
+                console.print(_coloured(change.diff))
+    touched = {change.host for change in plan.changes}
+    changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
+    rest = f"; {_unreached_text(plan)}" if plan.unreached else ""
+    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.label}{rest}", highlight=False)
+    if plan.lost_jobs:
+        console.print(f"[red]These jobs would end:[/] {', '.join(plan.lost_jobs)}", highlight=False)
+    if plan.create:
+        console.print("The changes that new hosts need, on them and on others, are planned once they answer.")
+
+
+def _unreached_text(plan: Plan) -> str:
+    return f"{compress(plan.unreached)} {'was' if len(plan.unreached) == 1 else 'were'} not inspected"
+
+
+def show_up(console: Console, result: UpResult) -> None:
+    # A finding that the host's failure repeats is shown once. The others may be the next failure.
+    causes = {name: error.cause for name, error in result.failures.items()}
+    show_findings(
+        console,
+        (
+            finding
+            for finding in result.findings
+            if not (finding.found and finding.found in causes.get(finding.host, ""))
+        ),
+    )
+    for name, reason in result.unready:
+        console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {escape_text(reason)}")
+    for name in result.staying:
+        console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
+    show_failures(console, {name: error for name, error in result.failures.items()})
+    changed = [name for name in result.changed if name not in result.created]
+    groups = (("created", result.created), ("changed", changed), ("removed", result.removed))
+    done = ", ".join(f"{word} {compress(names)}" for word, names in groups if names) or "no changes"
+    if not result.whole:
+        console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
+        console.print(f"  fix the problems above, then run `{result.again}` again", highlight=False)
+        return
+    console.print(f"[green]✓[/] {result.cluster}: {done}")
+    if (result.created or result.changed) and not result.removed:
+        console.print("  `shoal status` shows it, `shoal run train.py` trains on it", highlight=False)
+
+
+def show_down(console: Console, result: DownResult) -> None:
+    show_findings(console, result.findings)
+    show_failures(console, {name: error for name, error in result.failures.items()})
+    if result.given_back:
+        console.print(f"released {', '.join(result.given_back)}: no provider lists a machine of the cluster any more")
+    if result.deleted:
+        console.print(f"removed {compress(result.deleted)}")
+    if result.released:
+        console.print(
+            f"released {compress(result.released)}: Slurm is stopped, Shoal's files are removed, packages stay"
+        )
+    if not (result.deleted or result.released or result.given_back or result.failures):
+        console.print(f"{result.cluster}: nothing to remove")
+
+
+def show_status(console: Console, status: ClusterStatus) -> None:
+    """Nodes by state, partitions, services, queue. Figures beside a group of nodes are those of each node."""
+    counts = Counter(_headline(node) for node in status.nodes)
+    summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    console.print(
+        f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n",
+        highlight=False,
+    )
+    of_nodes = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
+    table = Columns(*of_nodes, wraps=("nodes", "state", "reason"))
+    for row, nodes in _equal_nodes(status.nodes).items():
+        state = nodes[0].state
+        base = next((word for word in STATE_STYLE if word in state), "")
+        style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base, "")
+        table.add_row(compress([node.name for node in nodes]), Text(row[0], style=style), *row[1:])
+    console.print(table)
+    if status.absent:
+        console.print(f"[red]{compress(status.absent)}[/]: in the file and not in Slurm; `shoal up` adds it")
+    if status.extra:
+        console.print(f"[yellow]{compress(status.extra)}[/]: in Slurm and not in the file; `shoal up` removes it")
+    console.print()
+    partitions = Columns("partition", "state", "nodes", "time limit", wraps=("nodes",))
+    for partition in status.partitions:
+        name = f"{partition.name}*" if partition.default else partition.name
+        partitions.add_row(name, partition.state.lower(), partition.nodes or "none", partition.max_time.lower())
+    console.print(partitions)
+    show_services(console, status)
+    console.print()
+    if not status.jobs:
+        console.print("no jobs")
+        return
+    of_jobs = ("job", "name", "user", "state", "time", "limit", "nodes", "where or why")
+    jobs = Columns(*of_jobs, wraps=("job", "name", "user", "where or why"))
+    for job in status.jobs:
+        why = status.rented.waiting.get(job.id, "") if status.rented else ""
+        where = job.nodes or why or f"({job.reason})"
+        jobs.add_row(
+            job.id,
+            escape_text(job.name),
+            job.user,
+            job.state.lower(),
+            job.time_used,
+            format_time_limit(job.time_limit),
+            str(job.node_count),
+            escape_text(where),
+        )
+    console.print(jobs)
+
+
+def _grouped(changes: Iterable[Change]) -> dict[tuple[str, Cost], list[str]]:
+    groups: dict[tuple[str, Cost], list[str]] = {}
+    for change in changes:
+        groups.setdefault((_change_text(change), change.cost), []).append(change.host)
+    return groups
+
+
+def _change_text(change: Change) -> str:
+    """`create /etc/slurm/slurm.conf` says what it is about; `drain, then remove` does not."""
+    return change.action if change.what.split()[-1] in change.action.split() else f"{change.what}: {change.action}"
+
+
+def _equal_nodes(nodes: Iterable[NodeState]) -> dict[tuple[str, ...], list[NodeState]]:
+    """The cells of a row, and the nodes that share them."""
+    groups: dict[tuple[str, ...], list[NodeState]] = {}
+    for node in nodes:
+        row = (
+            _headline(node),
+            f"{node.cpus_alloc}/{node.cpus}",
+            f"{node.memory_mb / 1024:.1f}G",
+            _gpus(node.gres, node.gres_used) or "-",
+            node.version or "-",
+            escape_text(node.reason),
+        )
+        groups.setdefault(row, []).append(node)
+    return groups
+
+
+def _gpus(gres: str, used: str) -> str:
+    """`gpu:h100:8(S:0-1)` of which `gpu:h100:2(IDX:0-1)` are in use, as `2/8 h100`."""
+    busy: dict[str, str] = dict(_GPUS.findall(used))
+    found = _GPUS.findall(gres)
+    return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or escape_text(gres)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _headline(node: NodeState) -> str:
+    return "+".join(node.state).lower()
+
+
+def _coloured(diff: str) -> Text:
+    text = Text()
+    for line in diff.splitlines():
+        style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
+        text.append(line + "\n", style=style)
+    return text

@@ -1,0 +1,146 @@
+"""What a person sees of jobs: the queue, lines of logs, how a job ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from shoal.cli.screen import Columns, escape_text, format_time_limit, show_failures
+from shoal.jobs.logs import BATCH, LogLine
+
+if TYPE_CHECKING:
+    from shoal.jobs.failure import FailureReason
+    from shoal.jobs.record import JobRecord
+    from shoal.verbs.jobs import JobsResult, JobView
+    from shoal.verbs.run import SubmittedJob
+
+STATE_STYLE = {"RUNNING": "cyan", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "magenta"}
+RANK_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
+
+
+def show_submitted(console: Console, job: SubmittedJob) -> None:
+    ranks = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
+    where = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    sent = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
+    console.print(
+        f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}",
+        highlight=False,
+    )
+    if job.array:
+        console.print(f"  `shoal logs -f {job.id}_N` shows what its task N prints", highlight=False)
+    else:
+        console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+    if job.nodes > 1 and not job.shared:
+        console.print("  checkpoints need storage that its nodes share: name it with --directory", highlight=False)
+    if job.traces:
+        console.print(f"  its profile will be on its nodes in {job.traces}", highlight=False)
+
+
+def show_jobs(console: Console, result: JobsResult) -> None:
+    show_failures(console, dict(result.failures))
+    if not result.jobs:
+        console.print("no jobs")
+        return
+    titles = ("job", "name", "user", "state", "time", "limit", "nodes", "progress or reason")
+    table = Columns(*titles, wraps=("name", "user", "nodes", "progress or reason"))
+    for view in result.jobs:
+        record = view.record
+        table.add_row(
+            record.id,
+            escape_text(record.name),
+            escape_text(record.user),
+            Text(_state(record), style=STATE_STYLE.get(record.state, "red" if record.failed else "")),
+            record.run_time,
+            format_time_limit(record.time_limit),
+            escape_text(record.nodes) or str(record.node_count),
+            escape_text(_why(view)),
+        )
+    console.print(table)
+
+
+def show_lines(console: Console, lines: Iterable[LogLine], timestamps: bool = False) -> None:
+    for line in lines:
+        show_line(console, line, timestamps)
+
+
+def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:
+    """One line as its program wrote it, behind its rank; behind the number of the restart as well after one."""
+    who = "-" if line.rank == BATCH else f"{line.rank}.{line.restart}" if line.restart else str(line.rank)
+    when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
+    style = "dim" if line.rank == BATCH else RANK_STYLES[line.rank % len(RANK_STYLES)]
+    if console.is_terminal:
+        console.out(f"{when}[{who}] ", style=style, highlight=False, end="")
+        console.file.write(f"{line.text}\n")
+    else:
+        console.file.write(f"{when}[{who}] {line.text}\n")
+    console.file.flush()
+
+
+def show_job_end(console: Console, record: JobRecord | None, reason: FailureReason | None) -> None:
+    """How the job ended, and why where that was not well."""
+    if record is None:
+        return
+    if reason is None:
+        mark = "[green]✓[/]" if record.state == "COMPLETED" else "[cyan]…[/]"
+        console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})", highlight=False)
+        return
+    console.print(
+        f"[red]✗[/] job {record.id}: {_state(record)}: {escape_text(reason.text)}", highlight=False, soft_wrap=True
+    )
+    for text in reason.details:
+        console.print(f"    {escape_text(text)}", highlight=False, soft_wrap=True)
+    if reason.fix:
+        console.print(f"  fix: {escape_text(reason.fix)}", highlight=False, soft_wrap=True)
+
+
+def progress_text(progress: Mapping[str, Any]) -> str:
+    """What a training says of itself, in one line: `step 120/1000, loss 0.31, 5400 samples/s, 3 min left`."""
+    known = {key: value for key, value in progress.items() if isinstance(value, int | float)}
+    parts = []
+    if "step" in known:
+        total = f"/{known['total_steps']}" if "total_steps" in known else ""
+        parts.append(f"step {known['step']}{total}")
+    if progress.get("diverged") is True:
+        parts.append("the loss is no longer a number")
+    elif "loss" in known:
+        parts.append(f"loss {known['loss']:.4g}")
+    if "samples_per_second" in known:
+        parts.append(f"{known['samples_per_second']:.4g} samples/s")
+    if "mfu" in known:
+        parts.append(f"MFU {known['mfu']:.0%}")
+    if "eta_seconds" in known:
+        parts.append(f"{_duration(known['eta_seconds'])} left")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _why(view: JobView) -> str:
+    profile = f"profile in {view.record.traces}" if view.record.traces else ""
+    return "; ".join(filter(None, (_condition_text(view), profile)))
+
+
+def _condition_text(view: JobView) -> str:
+    if view.reason is not None:
+        return view.reason.text
+    if view.progress:
+        return progress_text(view.progress)
+    if view.record.waits_for:
+        return view.record.waits_for
+    if view.record.failed and view.record.state != "CANCELLED":
+        return f"`shoal logs {view.record.id}` says why"
+    return "" if view.record.reason == "None" else view.record.reason
+
+
+def _state(record: JobRecord) -> str:
+    again = f", restart {record.restarts}" if record.restarts else ""
+    return record.state.lower().replace("_", " ") + again

@@ -1,0 +1,332 @@
+"""The commands about rented machines and their money: offers, cost, reap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.cli.options import Cluster, File, Json, Yes, suggest
+from shoal.cli.output import plain
+from shoal.cli.screen import Columns, escape_text, print_fix, show_findings
+from shoal.cli.session import PARTLY, Session
+from shoal.cloud.providers.api import Market, Offer
+from shoal.cloud.rental import dollars, format_dollars, micros
+from shoal.errors import Interrupted, ShoalError, UsageError
+from shoal.verbs.cost import BudgetLimits, CostResult
+from shoal.verbs.offers import OffersResult
+from shoal.verbs.reap import ListedInstance, ReapPreview, ReapResult
+
+ROWS = 40
+"""So many offers, and so many jobs, are shown; --json has all of them."""
+
+
+def offers(
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Only GPUs with this in their name, such as H100.")] = "",
+    count: Annotated[int, typer.Option(metavar="NUMBER", help="At least this many GPUs per machine.", min=0)] = 0,
+    provider: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this provider or provider account; may be repeated.")
+    ] = None,
+    type_: Annotated[
+        list[str] | None, typer.Option("--type", metavar="NAME", help="Only this type of machine; may be repeated.")
+    ] = None,
+    region: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this region; may be repeated.")] = None,
+    market: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD", help="on-demand or spot. Default: both.", autocompletion=suggest("on-demand", "spot")
+        ),
+    ] = None,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Show which machines can be rented now, cheapest first.
+
+    It asks all provider accounts in the file. Where a provider gives no price, it is from Shoal's table, with its date.
+    """
+    with Session(json) as session:
+        from shoal.cloud.providers.api import Query
+        from shoal.verbs.offers import offers as verb
+
+        query = Query(gpu, count, tuple(type_ or ()), tuple(region or ()), (), _market(market))
+        result = session.run(verb(session.open(file, cluster), query, tuple(provider or ())))
+        session.finish_value(result) if json else show_offers(session.console, result)
+        if result.failures:
+            session.status = PARTLY
+
+
+def cost(
+    month: Annotated[
+        str | None, typer.Option(metavar="MONTH", help="Another month, such as 2026-10. Default: this month.")
+    ] = None,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Show what rented machines cost: now, today, this month.
+
+    By nodeset, user and job, and what machines cost while they start or idle.
+    """
+    with Session(json) as session:
+        from shoal.verbs.cost import cost as verb
+
+        result = session.run(verb(session.open(file, cluster), month))
+        session.finish_value(cost_json(result)) if json else show_cost(session.console, result)
+
+
+def reap(
+    yes: Yes = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also remove rentals from the ledger that no provider ever listed.")
+    ] = False,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Release every rented machine of the cluster.
+
+    Use it when the controller is lost: it needs only the file and the keys. A provider may list a new machine late, so
+    without the controller's ledger it watches for some minutes before it reports that there is none. While the
+    controller runs, it rents again what jobs wait for; use `shoal down` then.
+    """
+    with Session(json) as session:
+        from shoal.verbs.reap import preview
+        from shoal.verbs.reap import reap as verb
+
+        context = session.open(file, cluster)
+        seen = session.run(preview(context))
+        if not json:
+            show_preview(session.console, seen)
+        if not seen.found and not (force and seen.unlisted):
+            if json:
+                session.finish_value(_reap_json(seen, (), seen.unlisted))
+            session.status = PARTLY if seen.failures or seen.findings else 0
+            return
+        _confirm(seen, yes)
+        result = session.run(verb(context, force=force))
+        if json:
+            session.finish_value(_reap_json(result, result.gone, result.remaining))
+        else:
+            show_reap(session.console, result)
+        if not result.clean:
+            session.status = PARTLY
+
+
+def _confirm(seen: ReapPreview, yes: bool) -> None:
+    if yes:
+        return
+    if seen.found:
+        what = f"deletes {len(seen.found)} rented machines of cluster {seen.cluster}, with what is on their disks"
+    else:
+        what = f"removes {len(seen.unlisted)} machines of cluster {seen.cluster} from its ledger, unproven"
+    if not sys.stdin.isatty():
+        raise UsageError(f"this {what}", hint="use --yes")
+    if not typer.confirm(f"This {what}. Continue?", err=True):
+        raise Interrupted("nothing was changed")
+
+
+def _market(word: str | None) -> Market | None:
+    if word is None:
+        return None
+    if word == "spot":
+        return "spot"
+    if word == "on-demand":
+        return "on-demand"
+    raise UsageError(f"there is no market {word!r}", hint="use --market on-demand or --market spot")
+
+
+def show_offers(console: Console, result: OffersResult) -> None:
+    _show_provider_errors(console, result.failures)
+    if not result.offers:
+        console.print("no such offers" + " from the providers that answered" * bool(result.failures))
+        return
+    rows: dict[tuple[str, ...], list[Offer]] = {}
+    for offer in result.offers:
+        rows.setdefault(_offer_cells(offer), []).append(offer)
+    titles = ("provider", "type", "market", "GPUs", "price of", "stock")
+    table = Columns(*titles, "$/hour", "$/GPU", "where", right=("$/hour", "$/GPU"), wraps=("where",))
+    for cells, offers in list(rows.items())[:ROWS]:
+        texts = [escape_text(cell) for cell in (*cells, ", ".join(map(_place, offers)))]
+        table.add_row(*texts, style="dim" if offers[0].available == "no" else "")
+    constant = table.drop_constant(console, ("provider", "market", "price of", "stock"))
+    if constant:
+        console.print(f"all of them: {constant}\n", highlight=False)
+    console.print(table)
+    if len(rows) > ROWS:
+        console.print(f"\nand {len(rows) - ROWS} more; --json shows all", highlight=False)
+    if any(offers[0].usd_hour is None for offers in list(rows.values())[:ROWS]):
+        console.print(f"\n{UNPRICED}", highlight=False, soft_wrap=True)
+
+
+def _offer_cells(offer: Offer) -> tuple[str, ...]:
+    gpus = f"{offer.gpus} × {offer.gpu}" if offer.gpus else "none"
+    day = offer.as_of or ("now" if offer.usd_hour is not None else "")
+    return offer.provider, offer.type, offer.market, gpus, day, AVAILABLE[offer.available], *_prices(offer)
+
+
+def _place(offer: Offer) -> str:
+    return offer.zone if offer.zone.startswith(offer.region) else f"{offer.region} {offer.zone}".strip()
+
+
+UNPRICED = "?: neither the provider nor Shoal's table has a price. With a budget or a max_price it is not rented."
+AVAILABLE = {"yes": "yes", "low": "few", "no": "none", "unknown": "unknown"}
+
+
+def show_cost(console: Console, result: CostResult) -> None:
+    costs, whole = result.costs, result.budget
+    machines = f"{costs.machines} machine" + "s" * (costs.machines != 1)
+    console.print(f"[bold]{result.cluster}[/]: {machines}\n", highlight=False)
+    table = _table("", right=("", "of"))
+    table.add_row("now, an hour", format_dollars(costs.per_hour), _limit_text(whole.per_hour))
+    table.add_row("today (UTC)", format_dollars(costs.today), _limit_text(whole.per_day))
+    table.add_row(costs.month, format_dollars(costs.total), _limit_text(whole.per_month), style="bold")
+    console.print(table)
+    if costs.total:
+        _parts(
+            console,
+            "nodeset",
+            costs.nodesets,
+            {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()},
+        )
+        _parts(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
+        _jobs(console, result)
+    if costs.unpriced:
+        console.print(f"\nnot included, because the price is unknown: {', '.join(costs.unpriced)}", highlight=False)
+    if costs.unattributed:
+        console.print(f"\n[yellow]![/] cannot be split by user and job: {escape(costs.unattributed)}", highlight=False)
+
+
+def cost_json(result: CostResult) -> dict[str, Any]:
+    """The costs for scripts: dollars, to the millionth."""
+    costs = result.costs
+    return {
+        "cluster": result.cluster,
+        "month": costs.month,
+        "machines": costs.machines,
+        "per_hour": dollars(costs.per_hour),
+        "today": dollars(costs.today),
+        "total": dollars(costs.total),
+        "nodesets": {name: dollars(part) for name, part in costs.nodesets.items()},
+        "users": {name: dollars(part) for name, part in costs.users.items()},
+        "jobs": [{"id": job.id, "user": job.user, "name": job.name, "usd": dollars(job.micros)} for job in costs.jobs],
+        "starting": dollars(costs.starting),
+        "idle": dollars(costs.idle),
+        "unpriced": list(costs.unpriced),
+        "unattributed": costs.unattributed,
+        "budget": _limits(result.budget),
+        "budgets": {name: _limits(limit) for name, limit in result.budgets.items()},
+    }
+
+
+def show_preview(console: Console, preview: ReapPreview) -> None:
+    """What `reap` is about to release."""
+    _show_provider_errors(console, preview.failures)
+    show_findings(console, preview.findings)
+    if not preview.found:
+        if not preview.failures and not preview.findings:
+            console.print(f"{preview.cluster}: no provider lists a machine of this cluster", highlight=False)
+        return
+    _machines(console, preview.found)
+
+
+def show_reap(console: Console, result: ReapResult) -> None:
+    _show_provider_errors(console, result.failures)
+    show_findings(console, result.findings)
+    if result.remaining:
+        console.print("still there, or unknown:")
+        _machines(console, result.remaining)
+    gone = f"{len(result.gone)} machine" + "s" * (len(result.gone) != 1)
+    mark = "[green]✓[/]" if result.clean else "[yellow]![/]"
+    after = "no provider lists any more" if result.clean else "run `shoal reap` again"
+    console.print(f"{mark} {result.cluster}: {gone} released; {after}", highlight=False)
+
+
+def _reap_json(
+    result: ReapPreview | ReapResult, gone: Iterable[ListedInstance], remaining: Iterable[ListedInstance]
+) -> dict[str, Any]:
+    machines = {"gone": _instances_json(gone), "remaining": _instances_json(remaining)}
+    return {"cluster": result.cluster, **machines, "failures": result.failures, "findings": result.findings}
+
+
+def _instances_json(listed: Iterable[ListedInstance]) -> list[dict[str, Any]]:
+    return [{"account": entry.account, **plain(entry.instance)} for entry in listed]
+
+
+def _machines(console: Console, listed: Iterable[ListedInstance]) -> None:
+    table = _table("provider", "machine", "node", "type", "where", "state", right=("$/hour",))
+    for entry in listed:
+        machine = entry.instance
+        price = "" if machine.usd_hour is None else format_dollars(micros(machine.usd_hour))
+        cells = (
+            entry.account,
+            machine.id,
+            machine.node,
+            machine.type,
+            machine.zone or machine.region,
+            machine.raw_state,
+        )
+        table.add_row(*(escape_text(cell) for cell in (*cells, price)))
+    console.print(table)
+
+
+def _parts(console: Console, title: str, parts: Mapping[str, int], limits: Mapping[str, str] | None = None) -> None:
+    console.print()
+    table = _table(title, right=("cost", *(("of",) if limits else ())))
+    for name, part in parts.items():
+        if part:
+            table.add_row(escape_text(name), format_dollars(part), *([limits.get(name, "")] if limits else ()))
+    console.print(table)
+
+
+def _jobs(console: Console, result: CostResult) -> None:
+    jobs = result.costs.jobs
+    if not jobs:
+        return
+    console.print()
+    table = _table("job", "user", "name", right=("cost",))
+    for job in jobs[:ROWS]:
+        table.add_row(*(escape_text(cell) for cell in (job.id, job.user, job.name)), format_dollars(job.micros))
+    console.print(table)
+    if len(jobs) > ROWS:
+        rest = format_dollars(sum(job.micros for job in jobs[ROWS:]))
+        console.print(f"and {len(jobs) - ROWS} more jobs for {rest}; --json shows all", highlight=False)
+
+
+def _show_provider_errors(console: Console, failures: Mapping[str, ShoalError]) -> None:
+    for name, error in failures.items():
+        message = error.message.removeprefix(f"{name}: ")
+        console.print(f"[red]✗[/] {name}: {escape(message)}", highlight=False, soft_wrap=True)
+        print_fix(console, error.hint)
+
+
+def _prices(offer: Offer) -> tuple[str, str]:
+    if offer.usd_hour is None:
+        return "?", "?"
+    amount = micros(offer.usd_hour)
+    return format_dollars(amount).removeprefix("$"), format_dollars(amount // offer.gpus).removeprefix(
+        "$"
+    ) if offer.gpus else ""
+
+
+def _limit_text(limit: int | None) -> str:
+    return "" if limit is None else format_dollars(limit)
+
+
+def _limits(limit: BudgetLimits) -> dict[str, float]:
+    return {name: dollars(value) for name, value in vars(limit).items() if value is not None}
+
+
+def _table(*titles: str, right: Collection[str] = ()) -> Columns:
+    return Columns(*titles, *right, right=right, wraps=("type", "machine", "region", "where", "name"))
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command()(offers)
+    app.command()(cost)
+    app.command()(reap)

@@ -1,0 +1,165 @@
+"""`shoal run`. Its options are made from the fields of a job: each is declared once, in `shoal.jobs.model`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from shoal.cli.job_commands import finish_log, keep_running, print_line
+from shoal.cli.options import Cluster, File, Json, suggest
+from shoal.cli.session import Session
+from shoal.errors import UsageError
+from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_options, option_name
+
+if TYPE_CHECKING:
+    from shoal.verbs.logs import LogsResult
+    from shoal.verbs.run import PreparedJob, SubmittedJob
+
+CHOICES = {"launcher": LAUNCHER_NAMES, "profile": PROFILER_NAMES}
+"""What the shell completes, by field."""
+
+
+def run(
+    script: Annotated[str | None, typer.Argument(help="A script of your working tree.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="Its arguments and its own options.")] = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", metavar="FILE", help="Take the job from this file; options override it.")
+    ] = None,
+    max_size: Annotated[int, typer.Option(metavar="MIB", help="The largest working tree to send, in MiB.", min=1)] = 64,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the job's output and wait until it ends.")] = False,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+    **options: Any,
+) -> None:
+    """Run a script of your working tree as a Slurm job.
+
+    Without options it gets all GPUs of one node, one process per GPU; -N2 takes those of two nodes. The options are
+    spelled as sbatch spells them.
+    """
+    with Session(json) as session:
+        context = session.open(file, cluster, phases=False)
+        limit = max_size * 1024 * 1024
+        spec = _job_spec(script, args, job, options)
+        if wait and spec.array:
+            raise UsageError("--wait follows one job, and --array makes many", hint="`shoal jobs` shows them all")
+        if dry_run:
+            from shoal.verbs.run import dry_run as prepare
+
+            return _finish_dry_run(session, session.run(prepare(context, spec, Path.cwd(), limit)))
+        from shoal.verbs.run import run as verb
+
+        submitted = session.run(verb(context, spec, Path.cwd(), limit))
+        if not wait:
+            return _finish_run(session, submitted)
+        if not json:
+            from shoal.cli.job_screens import show_submitted
+
+            show_submitted(session.errors, submitted)
+        from shoal.verbs.logs import follow
+
+        show = print_line(session, None)
+        with keep_running(submitted.id):
+            result = session.run(follow(context, submitted.id, show, options["directory"]), watching=True)
+        finish_wait(session, submitted, result)
+
+
+def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:
+    from shoal.verbs.run import check_secrets
+
+    values = {name: value for name, value in options.items() if value is not None}
+    if "export" in values:
+        values["export"] = parse_exports(values["export"])
+    if script is not None:
+        values.update(script=script, args=tuple(args or ()))
+    if file is None:
+        spec = job_from_options(values)
+    else:
+        from shoal.jobs.load import load_job
+
+        spec = load_job(file, values)
+    check_secrets(spec)
+    if options["environment"] and options["python"]:
+        raise UsageError("--env brings its own Python, and --python names another", hint="leave one of them out")
+    return spec
+
+
+def parse_exports(texts: list[str]) -> dict[str, str]:
+    """The variables of all --export options."""
+    exports = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--export {name} has no value", hint=f"use --export {name}=VALUE")
+        exports[name] = value
+    return exports
+
+
+def _finish_dry_run(session: Session, prepared: PreparedJob) -> None:
+    if session.json:
+        job = prepared.job.spec.model_dump()
+        return session.finish_value({"script": prepared.script, "code": prepared.tree.hash, "job": job})
+    print(prepared.script, end="")
+
+
+def _finish_run(session: Session, job: SubmittedJob) -> None:
+    if session.json:
+        return session.finish_value(job)
+    from shoal.cli.job_screens import show_submitted
+
+    show_submitted(session.console, job)
+
+
+def finish_wait(session: Session, job: SubmittedJob, result: LogsResult) -> None:
+    from shoal.cli.output import plain
+
+    finish_log(session, result, {**plain(job), **plain(result)}, always=True)
+    if result.record is None or result.record.failed:
+        session.status = 1
+
+
+def _job_options() -> Iterator[inspect.Parameter]:
+    """The options for the fields of a job. None stands for one that is not given: the job's file may have it."""
+    for name, field in JobSpec.model_fields.items():
+        spelling: Any = field.json_schema_extra
+        if spelling is None:
+            continue
+        names = "/".join(filter(None, (option_name(name), spelling["negative"])))
+        declared = typer.Option(
+            *filter(None, (names, spelling["short"])),
+            help=field.description,
+            metavar=spelling["metavar"] or None,
+            autocompletion=suggest(*CHOICES[name]) if name in CHOICES else None,
+        )
+        annotation: Any = Annotated[Any, declared]  # its type is known only now
+        annotation = annotation.copy_with((_option_type(field.annotation) | None,))
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _option_type(annotation: Any) -> Any:
+    """What the command line hands over for a field: text, a number, a flag, or many texts for a mapping."""
+    while args := get_args(annotation):
+        if get_origin(annotation) is dict:
+            return list[str]
+        annotation = args[0]
+    return annotation
+
+
+def _signature(function: Callable[..., None]) -> inspect.Signature:
+    """The function's parameters with the job's options, where typer looks for them, in place of `**options`."""
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
+    keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    return inspect.Signature([*keyword[:3], *_job_options(), *keyword[3:]])
+
+
+run.__signature__ = _signature(run)  # type: ignore[attr-defined]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command."""
+    app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -1,0 +1,124 @@
+"""The commands that serve a page or an API until Ctrl-C: ui, simulate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.options import Cluster, File, Json, suggest
+from shoal.cli.session import Session
+from shoal.errors import Interrupted
+
+if TYPE_CHECKING:
+    from shoal.verbs.simulate import Simulated
+    from shoal.verbs.ui import WebPage
+
+
+def ui(
+    page: Annotated[str, typer.Argument(help="Which page: mlflow.", autocompletion=suggest("mlflow"))],
+    port: Annotated[
+        int, typer.Option(metavar="NUMBER", help="The port on this machine. Default: a free one.", min=0, max=65535)
+    ] = 0,
+    show_password: Annotated[bool, typer.Option("--show-password", help="Also print the password.")] = False,
+    file: File = None,
+    cluster: Cluster = None,
+    json: Json = False,
+) -> None:
+    """Open MLflow's page through SSH, until Ctrl-C."""
+    with Session(json) as session:
+        from shoal.verbs.ui import ui as verb
+
+        def show(page: WebPage) -> None:
+            if json:
+                session.finish_value({key: value for key, value in vars(page).items() if value})
+            else:
+                session.console.print(page.url, highlight=False, soft_wrap=True)
+                if page.user:
+                    password = page.password or "`--show-password` prints it"
+                    session.console.print(f"  user {page.user}, password: {password}", highlight=False, soft_wrap=True)
+                    session.errors.print("  until Ctrl-C", highlight=False)
+            session.console.file.flush()
+
+        try:
+            session.run(
+                verb(session.open(file, cluster), page, show, port=port, show_password=show_password), watching=True
+            )
+        except Interrupted:
+            return  # that is how it ends
+
+
+def simulate(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROVIDER",
+            help="Which provider: gcp, lambda, paperspace, runpod or sandbox.",
+            autocompletion=suggest("gcp", "lambda", "paperspace", "runpod", "sandbox"),
+        ),
+    ],
+    port: Annotated[int, typer.Option(metavar="NUMBER", help="The port. Default: a free one.", min=0, max=65535)] = 0,
+    cluster: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Its machines are sandbox hosts on this cluster's network. Default: none."),
+    ] = "",
+    image: Annotated[str, typer.Option(metavar="NAME", help="Their image: debian12, debian13 or sid.")] = "debian12",
+    faults: Annotated[Path | None, typer.Option(metavar="FILE", help="Faults to inject, as a JSON list.")] = None,
+    boot_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Boot time of a machine. Default: as the provider, or the host.", min=0),
+    ] = None,
+    limits: Annotated[
+        bool, typer.Option("--limits/--no-limits", help="Enforce the provider's rate limits. Default: --limits.")
+    ] = True,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep its machines when it ends; the next start has them.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run a simulated cloud on this machine, until Ctrl-C.
+
+    It answers as the provider's API does, accepts any key, keeps a bill and injects faults, at no cost. Set its address
+    as the `url` of a provider account in shoal.yaml, and `shoal up` rents from it.
+    """
+    with Session(json) as session:
+        from shoal.verbs.simulate import simulate as verb
+
+        def show(cloud: Simulated) -> None:
+            if json:
+                session.finish_value({key: value for key, value in vars(cloud).items() if value != ""})
+            else:
+                where = f"sandbox hosts of cluster {cloud.cluster}" if cloud.cluster else "no real hosts"
+                session.console.print(f"{cloud.kind} is simulated at {cloud.url}", highlight=False, soft_wrap=True)
+                session.console.print(f"  {where}; bill: {cloud.url}/_simulator/bill", highlight=False, soft_wrap=True)
+                if cloud.machines:
+                    session.console.print(f"  {cloud.machines} machines from an earlier start", highlight=False)
+                if cloud.warning:
+                    session.errors.print(f"  {cloud.warning}", highlight=False, soft_wrap=True)
+                session.errors.print("  until Ctrl-C", highlight=False)
+            session.console.file.flush()
+
+        try:
+            session.run(
+                verb(
+                    kind,
+                    show,
+                    port=port,
+                    cluster=cluster,
+                    image=image,
+                    faults=faults,
+                    boot_seconds=boot_seconds,
+                    limited=limits,
+                    keep=keep,
+                ),
+                watching=True,
+            )
+        except Interrupted:
+            return  # that is how it ends
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command()(ui)
+    app.command()(simulate)

@@ -1,0 +1,289 @@
+"""Google Compute Engine: virtual machines, ordered in bulk, which Google itself ends at their deadline.
+
+An order is an operation that may fail seconds later: it reports missing stock and quota, not the answer to the order.
+So `create` polls it for a while, and lists the machines that it made. All machines of one `bulkInsert` get the same
+labels and differ only by name: the label `shoal-cluster` marks the cluster, the name is `<node>--<token>`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.cloud.providers.api import (
+    Abilities,
+    Billing,
+    FailureKind,
+    InstanceState,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal.cloud.providers.google_auth import GoogleTokens
+from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
+from shoal.cloud.providers.prices import gpu_model, prices
+from shoal.cloud.providers.responses import (
+    ApiError,
+    Body,
+    CodedError,
+    Refusal,
+    ambiguous_on_error,
+    drop_none,
+    refusal_by_code,
+    refusal_by_message,
+)
+
+BASE = "https://compute.googleapis.com/compute/v1"
+PAGE, NO_RESULTS = 500, "NO_RESULTS_ON_PAGE"
+FOLLOW_TIMEOUT_S = 90.0
+"""How long an order is polled. Google reports missing stock within half a minute."""
+USER, CLUSTER = "ubuntu", "shoal-cluster"
+GPU_FAMILIES = "name eq (a2|a3|a4|a4x|g2|g4)-.*"
+HYPERDISK_ONLY = ("a3-ultragpu", "a4", "c4", "g4", "n4")
+"""Machine families that do not boot from a persistent disk."""
+IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
+ARM_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-arm64"
+GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
+"""The same Ubuntu with NVIDIA's driver."""
+STATES: dict[str, InstanceState] = {
+    "RUNNING": "up",
+    "REPAIRING": "error",
+    **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
+    **dict.fromkeys(("SUSPENDED", "TERMINATED"), "stopped"),
+}
+"""All other states, unknown ones too, count as pending: no reason to delete a machine."""
+CODES = {
+    "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT": Refusal(FailureKind.CAPACITY),
+    "RESOURCE_NOT_FOUND insufficientCapacity": Refusal(FailureKind.CAPACITY),
+    "UNSUPPORTED_OPERATION": Refusal(FailureKind.CAPACITY),  # taken away during creation
+    "QUOTA_EXCEEDED quotaExceeded limitExceeded": Refusal(FailureKind.QUOTA, "region"),
+    "RESOURCE_ALREADY_EXISTS alreadyExists": Refusal(FailureKind.CONFLICT),
+    "RESOURCE_OPERATION_RATE_EXCEEDED rateLimitExceeded userRateLimitExceeded": Refusal(FailureKind.RATE, "provider"),
+    "RESOURCE_NOT_READY resourceNotReady": Refusal(FailureKind.TRANSIENT),
+    "BILLING_DISABLED accountDisabled": Refusal(FailureKind.BALANCE, "provider"),
+    "PERMISSIONS_ERROR authError forbidden insufficientPermissions": Refusal(FailureKind.AUTH, "provider"),
+    "accessNotConfigured": Refusal(FailureKind.AUTH, "provider", hint="enable the Compute Engine API for the project"),
+    "INVALID_USAGE INVALID_FIELD_VALUE required invalid notFound badRequest": Refusal(FailureKind.INVALID),
+    "VM_MIN_COUNT_NOT_REACHED": Refusal(FailureKind.CAPACITY),  # only a summary: other errors come first
+}
+"""The codes of failed operations, and the reasons in error answers."""
+GLOBAL_QUOTAS = {"GPUS_ALL_REGIONS": Refusal(FailureKind.QUOTA, "provider")}
+"""A quota of all regions, which only the message shows."""
+
+
+class GoogleProvider(HttpProvider):
+    """Rents from one project. Implements `shoal.cloud.providers.api.RentalProvider`."""
+
+    abilities = Abilities(
+        user=USER,
+        notice_seconds=30,
+        idempotent="token",
+        at_once=1000,
+        billing=Billing(step=1, least=60, from_up=True),
+        grace_seconds=90,
+    )
+
+    def __init__(self, account: ProviderLogin) -> None:
+        login = GoogleTokens(account)
+        self._project = f"/projects/{login.project}"
+        api = ApiClient(account, BASE, read_error=read_error, bearer=login.bearer, retry_after=seconds_to_next_minute)
+        super().__init__(account, api)
+
+    async def offers(self, query: Query) -> list[Offer]:
+        """The machine types of all zones. Google does not tell what is in stock."""
+        named = " OR ".join(f'(name = "{name}")' for name in sorted({split_type(one)[0] for one in query.types}))
+        found: list[Offer] = []
+        async for machine in self._list_all_zones("machineTypes", named or GPU_FAMILIES):
+            name = machine.text("name")
+            for type_ in [one for one in query.types if split_type(one)[0] == name] or [name]:
+                offer = offer_of(self._account.name, machine, type_)
+                found += [offer, replace(offer, market="spot")]
+        return [offer for offer in prices().fill(self._account.kind, found) if query.admits(offer)]
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        """One bulkInsert. If it made fewer machines, the listed ones count as made."""
+        names = [f"{order.node}--{order.token}" for order in orders]
+        try:
+            made, errors = await self._insert(names, orders[0])
+            if made >= len(names):
+                return [RequestOutcome(name) for name in names]
+            with ambiguous_on_error():
+                listed = {one.id for one in await self.instances(orders[0].cluster) if one.state in ("pending", "up")}
+        except ApiError as error:
+            return [error.outcome() for _ in orders]
+        failed = outcome_of(errors)
+        if made > (there := len(listed.intersection(names))):
+            failed = RequestOutcome(
+                failure=FailureKind.AMBIGUOUS, message=f"{made} machines were made, {there} are listed"
+            )
+        return [RequestOutcome(name) if name in listed else failed for name in names]
+
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        return [instance_of(one) async for one in self._list_all_zones("instances", f"labels.{CLUSTER}={cluster}")]
+
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+        zones = f"{self._project}/zones"
+        return await map_concurrently(
+            lambda one: self._api.remove(f"{zones}/{one.zone}/instances/{one.id}", one.id), instances
+        )
+
+    async def _insert(self, names: Sequence[str], order: RentalOrder) -> tuple[int, list[CodedError]]:
+        """Create machines as one order describes. Returns how many were made, and the errors of the others."""
+        zone = f"{self._project}/zones/{order.offer.zone}"
+        request = bulk_insert(names, order, self._account.settings)
+        path, params = f"{zone}/instances/bulkInsert", {"requestId": request_id(names, order.offer)}
+        operation = await self._api.request("POST", path, params=params, json=request, creates=True)
+        path = f"{zone}/operations/{operation.text('name')}"
+        ended = await self._api.poll(operation, path, lambda it: it.text("status") == "DONE", FOLLOW_TIMEOUT_S)
+        with ambiguous_on_error():
+            there = ended.object_or_empty("instancesBulkInsertOperationMetadata").object_or_empty("perLocationStatus")
+            counts = [one.number("createdVmCount", 0) - one.number("deletedVmCount", 0) for _, one in there.items()]
+            made, errors = int(sum(counts)), errors_of(ended)
+            if made < len(names) and not errors:  # the operations of the others have the errors
+                group = f'operationGroupId="{ended.text("operationGroupId")}"'
+                errors = [said async for one in self._list_all_zones("operations", group) for said in errors_of(one)]
+        return made, errors
+
+    async def _list_all_zones(self, what: str, filters: str) -> AsyncIterator[Body]:
+        """All resources of a kind, in all zones. Raises if one zone does not answer."""
+        path, following = f"{self._project}/aggregated/{what}", lambda page: page.text("nextPageToken", "")
+        async for page in self._api.pages(path, "pageToken", following, filter=filters, maxResults=PAGE):
+            page.text("kind")  # an answer without it is not from Google
+            for zone, items in page.object_or_empty("items").items():
+                warning = items.object_or_empty("warning").text("code", NO_RESULTS)
+                if warning != NO_RESULTS:
+                    raise page.error(f"{zone} did not answer: {warning}", "try again later")
+                for one in items.rows_or_empty(what):
+                    yield one
+
+
+def request_id(names: Sequence[str], offer: Offer) -> str:
+    """Equal for the same machines, so that Google makes them once, even if ordered again."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, "\n".join([*offer.identity, *sorted(names)])))
+
+
+def bulk_insert(names: Sequence[str], order: RentalOrder, settings: Mapping[str, str]) -> Any:
+    """The request for identical machines. Google may make only some; the caller deletes a partial set."""
+    offer = order.offer
+    image = ARM_IMAGE if offer.arch == "aarch64" else IMAGE
+    machine, accelerator, count = split_type(offer.type)
+    gpus, spot, subnetwork = bool(offer.gpus or accelerator), offer.market == "spot", settings.get("subnetwork")
+    login = f"{USER}:{order.public_key.strip()}"
+    metadata = {"ssh-keys": login, "enable-oslogin": "FALSE", "startup-script": order.user_data}
+    disk = {
+        "sourceImage": order.image or settings.get("image") or (GPU_IMAGE if gpus else image),
+        "diskSizeGb": str(order.disk_gb),
+        "diskType": "hyperdisk-balanced" if machine.startswith(HYPERDISK_ONLY) else "pd-balanced",
+    }
+    access = [{"type": "ONE_TO_ONE_NAT", "name": "External NAT"}]
+    interface = {
+        "network": None if subnetwork else settings.get("network", "global/networks/default"),
+        "subnetwork": subnetwork,
+        "accessConfigs": None if settings.get("external_address") == "no" else access,
+    }
+    scheduling = {
+        "provisioningModel": "SPOT" if spot else "STANDARD",
+        "onHostMaintenance": "TERMINATE" if gpus or spot else "MIGRATE",
+        "automaticRestart": False,
+        "instanceTerminationAction": "DELETE" if spot or order.lifetime else None,
+        "maxRunDuration": {"seconds": str(order.lifetime)} if order.lifetime else None,
+    }
+    attached = [{"acceleratorType": accelerator, "acceleratorCount": count}]
+    properties = {
+        "machineType": machine,
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
+        "guestAccelerators": attached if accelerator else None,
+        "networkInterfaces": [interface],
+        "scheduling": scheduling,
+        "labels": {CLUSTER: order.cluster},
+        "tags": {"items": ["shoal"]},
+        "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items() if value]},
+    }
+    request = {"count": str(len(names)), "minCount": "1", "perInstanceProperties": {name: {} for name in names}}
+    return drop_none({**request, "instanceProperties": properties})
+
+
+def split_type(name: str) -> tuple[str, str, int]:
+    """`n1-standard-8+nvidia-tesla-t4:2` has attached GPUs; other families have theirs built in."""
+    machine, _, extra = name.partition("+")
+    accelerator, _, count = extra.partition(":")
+    return machine, accelerator, int(count or 1) if accelerator else 0
+
+
+def offer_of(provider: str, machine: Body, type_: str) -> Offer:
+    """One machine type in one zone, as `machineTypes` lists it."""
+    _, attached, count = split_type(type_)
+    built_in, zone = machine.first("accelerators"), machine.last_part("zone")
+    gpu, memory = gpu_model(built_in.text("guestAcceleratorType", attached))
+    return Offer(
+        provider=provider,
+        type=type_,
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        gpu=gpu,
+        gpus=int(built_in.number("guestAcceleratorCount", count)),
+        gpu_memory_gb=memory,
+        cpus=int(machine.number("guestCpus")),
+        memory_gb=int(machine.number("memoryMb")) // 1024,
+        arch="aarch64" if machine.text("architecture", "") == "ARM64" else "x86_64",
+    )
+
+
+def instance_of(instance: Body) -> RentedInstance:
+    """A machine as Google lists it."""
+    name, status, zone = instance.text("name"), instance.text("status"), instance.last_part("zone")
+    node, marked, token = name.rpartition("--")
+    cluster = instance.object_or_empty("labels").text(CLUSTER, "") if marked else ""
+    type_, state = instance.last_part("machineType"), STATES.get(status, "pending")
+    interface, attached = instance.first("networkInterfaces"), instance.first("guestAccelerators")
+    if type_.startswith("n1-") and attached.has("acceleratorType"):
+        type_ += f"+{attached.last_part('acceleratorType')}:{int(attached.number('acceleratorCount'))}"
+    return RentedInstance(
+        id=name,
+        cluster=cluster,
+        node=node if cluster else "",
+        token=token if cluster else "",
+        state=state,
+        raw_state=status,
+        host=interface.first("accessConfigs").text("natIP", "") or interface.text("networkIP", ""),
+        user=USER,
+        type=type_,
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        market="spot"
+        if instance.object_or_empty("scheduling").text("provisioningModel", "") == "SPOT"
+        else "on-demand",
+        created=instance.time("creationTimestamp"),
+        ending=state == "stopping",
+    )
+
+
+def errors_of(operation: Body) -> list[CodedError]:
+    """The errors of an ended operation."""
+    errors = operation.object_or_empty("error").rows_or_empty("errors")
+    return [(error.text("code", ""), error.text("message", "")) for error in errors]
+
+
+def read_error(status: int, answer: Body) -> Refusal | None:
+    """What an error answer means; a 403 of Google has four meanings."""
+    error = answer.object("error")
+    message = error.text("message", "")
+    reasons = [one.text("reason", "") for part in ("details", "errors") for one in error.rows_or_empty(part)]
+    return refusal_by_message(GLOBAL_QUOTAS, message) or refusal_by_code(
+        CODES, [(reason, message) for reason in reasons]
+    )
+
+
+def outcome_of(errors: Sequence[CodedError]) -> RequestOutcome:
+    """The outcome of an order that made nothing. An unknown code leaves open whether it did."""
+    text = (
+        "; ".join(f"{code}: {words}" for code, words in errors)
+        or "the order is still running, or ended without an error"
+    )
+    known = refusal_by_message(GLOBAL_QUOTAS, text) or refusal_by_code(CODES, errors)
+    return (known or Refusal(FailureKind.AMBIGUOUS, message=text)).outcome()

@@ -1,0 +1,105 @@
+"""Bearer tokens for Google: signed with a service account's key, or from the metadata server of a Google VM.
+
+A service account's JSON signs its own tokens, without a request. Without a secret, the machine's metadata server is
+asked, which works on a Google VM that has a service account.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+
+from shoal.cloud.providers.api import ProviderLogin
+from shoal.errors import ProviderError
+
+AUDIENCE = "https://compute.googleapis.com/"
+METADATA = "http://metadata.google.internal"
+
+
+class GoogleTokens:
+    """Bearer tokens of one provider account, renewed before they expire."""
+
+    def __init__(self, account: ProviderLogin, metadata: str = METADATA) -> None:
+        self._name = account.name
+        self._metadata = metadata
+        self._static = ""
+        self._signer: Any = None
+        self._token = ""
+        self._expires = 0.0
+        self.project = account.settings.get("project", "")
+        secret = account.secret.strip()
+        if secret.startswith("{"):
+            key = _service_account(account.name, secret)
+            self._signer = _signer(account.name, key)
+            self.project = self.project or str(key.get("project_id", ""))
+        elif account.url:
+            self._static = secret or "anybody"
+        elif secret:
+            raise ProviderError(
+                f"the key of {account.name} is not the JSON of a service account",
+                hint="make a key of type JSON for a service account, and set its path: key: file:~/account.json",
+            )
+        if not self.project:
+            raise ProviderError(
+                f"{account.name} has no Google project",
+                hint=f"add `project:` to providers.{account.name}",
+            )
+
+    async def bearer(self) -> str:
+        """A token that is valid for at least a minute."""
+        if self._static:
+            return self._static
+        if self._signer is not None:
+            if not self._signer.valid:
+                self._signer.refresh(None)  # signs locally
+            token = self._signer.token
+            return token.decode() if isinstance(token, bytes) else str(token)
+        if time.time() > self._expires - 60:
+            self._token, self._expires = await self._request_metadata()
+        return self._token
+
+    async def _request_metadata(self) -> tuple[str, float]:
+        url = f"{self._metadata}/computeMetadata/v1/instance/service-accounts/default/token"
+        try:
+            async with httpx.AsyncClient(timeout=5) as client:
+                answer = (await client.get(url, headers={"Metadata-Flavor": "Google"})).raise_for_status().json()
+            return str(answer["access_token"]), time.time() + float(answer["expires_in"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ProviderError(
+                f"{self._name} has no key, and this machine gets no token from Google ({type(error).__name__})",
+                hint=f"set providers.{self._name}.key to a service account's JSON: file:~/account.json",
+            ) from None
+
+
+def _service_account(name: str, secret: str) -> dict[str, Any]:
+    try:
+        key = json.loads(secret)
+        missing = [field for field in ("client_email", "private_key", "token_uri") if not key.get(field)]
+    except (ValueError, AttributeError):
+        missing = ["everything: it is not JSON"]
+    if missing:
+        raise ProviderError(
+            f"the key of {name} is not the JSON of a service account; it lacks {', '.join(missing)}",
+            hint="make a key of type JSON for the service account, and use the file as it is",
+        )
+    return dict(key)
+
+
+def _signer(name: str, key: dict[str, Any]) -> Any:
+    try:
+        from google.auth import jwt
+    except ImportError:
+        raise ProviderError(
+            f"{name} needs the package google-auth, which is not installed", hint="pip install 'shoal[gcp]'"
+        ) from None
+    signer: Any = jwt.Credentials  # its classes are untyped
+    try:
+        return signer.from_service_account_info(key, audience=AUDIENCE)
+    except ValueError:  # its text may contain parts of the key
+        raise ProviderError(
+            f"cannot read the private key in the service account's JSON of {name}",
+            hint="download the key again, and use the file as it is",
+        ) from None

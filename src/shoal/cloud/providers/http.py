@@ -1,0 +1,267 @@
+"""The HTTP client that all rental providers share: rate limit, timeouts, and failures that say what to do next.
+
+    body = await api.request("GET", "/instances")                    # raises ApiError, a ProviderError
+    for row in body.rows("data"): row.text("id"), row.text("name", "")  # a missing field is named: data[3].id
+
+    try:
+        body = await api.request("POST", "/launch", json=order, creates=True)
+    except ApiError as error:
+        return error.outcome()                                       # CAPACITY, RATE, AMBIGUOUS ...
+
+    async for page in api.pages("/instances", "after", lambda page: page.text("next", "")): ...
+    return await map_concurrently(lambda id: api.remove(f"/instances/{id}", id), ids)   # already gone counts as deleted
+
+A call with `creates=True` whose answer is lost, a server error or unreadable fails as AMBIGUOUS. One that never reached
+the provider fails as TRANSIENT: nothing was made. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from shoal.cloud.providers.api import FailureKind, ProviderLogin, RequestOutcome, Scope
+from shoal.cloud.providers.responses import (
+    ApiError,
+    Body,
+    ReadError,
+    ambiguous_on_error,
+    read_refusal,
+    refusal_by_status,
+)
+
+__all__ = ["ApiClient", "ApiError", "HttpProvider", "map_concurrently", "seconds_to_next_minute"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+REQUEST_TIMEOUT_S = 30.0
+CREATE_TIMEOUT_S = 90.0
+"""A create that times out leaves a machine to look for: better to wait longer."""
+CONNECT_TIMEOUT_S = 10.0
+FIRST_POLL_S, MAX_POLL_S = 0.1, 2.0
+"""Seconds between two polls of an accepted order; they double each time."""
+MAX_CONCURRENT_CALLS = 8
+"""So many calls of `map_concurrently` are under way at a time."""
+EXCERPT_LENGTH = 200
+"""How much of an unreadable body is quoted, in characters."""
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
+
+
+class ApiClient:
+    """The API of one provider account. Made once per process."""
+
+    def __init__(
+        self,
+        account: ProviderLogin,
+        base: str,
+        *,
+        read_error: ReadError = lambda status, answer: None,
+        bearer: Callable[[], Awaitable[str]] | None = None,
+        interval: float = 0.0,
+        retry_after: Callable[[], float] = lambda: 10.0,
+    ) -> None:
+        """`interval` is the seconds between two calls; `retry_after` applies to a 429 without a Retry-After header."""
+        self.account = account
+        self.base = _address(account.url, base)
+        self._read_error = read_error
+        self._bearer = bearer
+        self._retry_after = retry_after
+        self._rate_limiter = RateLimiter(float(account.settings.get("request_interval", interval)))
+        self._client = httpx.AsyncClient(
+            headers={"User-Agent": "shoal", "Accept": "application/json"}, verify=_certificates()
+        )
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: Mapping[str, str | int] | None = None,
+        creates: bool = False,
+    ) -> Body:
+        """Send a request and return its JSON. Raises ApiError. `creates`: a lost answer may have made a machine."""
+        where = f"{self.account.name}: {method} {path}"
+        unknown = FailureKind.AMBIGUOUS if creates else FailureKind.TRANSIENT
+        seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT_S if creates else REQUEST_TIMEOUT_S))
+        await self._rate_limiter.wait()
+        key = await self._bearer() if self._bearer else self.account.secret
+        if not (key.isascii() and key.isprintable()):
+            raise ApiError(f"{where}: the key has invalid characters", FailureKind.AUTH, scope="provider")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            response = await self._client.request(
+                method,
+                self.base + path,
+                json=json,
+                params=dict(params) if params else None,
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S)),
+            )
+        except _NEVER_SENT as error:
+            raise self._error(
+                f"{where}: cannot be reached: {_exception_text(error)}", FailureKind.TRANSIENT, "provider"
+            ) from None
+        except httpx.HTTPError as error:
+            raise self._error(f"{where}: no answer: {_exception_text(error)}", unknown) from None
+        data, problem = _parse(response)
+        if response.is_success:
+            if problem:
+                raise self._error(f"{where}: {problem}", unknown, status=response.status_code)
+            return Body(data, where, unknown)
+        raise self._refusal_error(where, response, data, unknown)
+
+    async def pages(
+        self, path: str, cursor: str, following: Callable[[Body], str], **params: str | int
+    ) -> AsyncIterator[Body]:
+        """Every page of a list. `following` reads the value of the parameter `cursor` for the next page."""
+        seen: set[str] = set()
+        while True:
+            page = await self.request("GET", path, params=params)
+            yield page
+            value = following(page)
+            if not value:
+                return
+            if value in seen:
+                raise page.error("the list repeats the same page")
+            seen.add(value)
+            params[cursor] = value
+
+    async def poll(self, answer: Body, path: str, done: Callable[[Body], bool], seconds: float) -> Body:
+        """Poll an accepted order until it is done or `seconds` have passed. Returns the last answer."""
+        pause, ends = FIRST_POLL_S, time.monotonic() + seconds
+        with ambiguous_on_error():
+            while not done(answer) and time.monotonic() < ends:
+                await asyncio.sleep(pause)
+                pause = min(MAX_POLL_S, 2 * pause)
+                answer = await self.request("GET", path)
+        return answer
+
+    async def remove(self, path: str, id: str = "") -> RequestOutcome:
+        """Delete something. A 404 counts as deleted."""
+        try:
+            await self.request("DELETE", path)
+        except ApiError as error:
+            if error.status != 404:
+                return error.outcome(id)
+        return RequestOutcome(id)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _refusal_error(self, where: str, response: httpx.Response, data: Any, unknown: FailureKind) -> ApiError:
+        status = response.status_code
+        own = read_refusal(self._read_error, status, data)
+        refusal = own if own.failure else refusal_by_status(status, unknown)
+        failure = refusal.failure or unknown
+        message = own.message or _excerpt(self._redact(response.text)) or response.reason_phrase
+        error = self._error(f"{where}: {status}: {message}", failure, refusal.scope, status)
+        error.hint = refusal.hint
+        if failure is FailureKind.RATE:
+            error.retry_after = _seconds(response.headers.get("retry-after")) or self._retry_after()
+        return error
+
+    def _error(self, message: str, failure: FailureKind, scope: Scope = "offer", status: int = 0) -> ApiError:
+        return ApiError(self._redact(message), failure, scope=scope, status=status)
+
+    def _redact(self, text: str) -> str:
+        """Replace the secret: an API may quote what it was sent."""
+        return text.replace(self.account.secret, "***") if self.account.secret else text
+
+
+class HttpProvider:
+    """The base of a rental provider over HTTP. One that must register keys first overrides `ensure_key`."""
+
+    def __init__(self, account: ProviderLogin, api: ApiClient) -> None:
+        self._account, self._api = account, api
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        return ""  # each order carries it
+
+    async def close(self) -> None:
+        await self._api.close()
+
+
+async def map_concurrently(work: Callable[[T], Awaitable[R]], items: Iterable[T]) -> list[R]:
+    """Apply `work` to each item, a few at a time; results in the same sequence. Raises the first error."""
+    room = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def one(item: T) -> R:
+        async with room:
+            return await work(item)
+
+    done = await asyncio.gather(*(one(item) for item in items), return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if not isinstance(result, BaseException)]
+
+
+def seconds_to_next_minute() -> float:
+    """How long to wait where calls are counted per minute."""
+    return 60 - time.time() % 60
+
+
+def _address(configured: str, default: str) -> str:
+    """The base URL of the API. A configured URL without a path gets the default path."""
+    parts = urlsplit(configured or default)
+    path = parts.path.rstrip("/") or urlsplit(default).path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The trusted certificates. Reading them takes 0.1 s, so they are read once."""
+    return httpx.create_ssl_context()
+
+
+def _exception_text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _parse(response: httpx.Response) -> tuple[Any, str]:
+    """The body as data, and what is wrong with it. An empty body is right only with status 204."""
+    if not response.content:
+        return None, "" if response.status_code == 204 else f"the answer has no body ({response.status_code})"
+    try:
+        return json_module.loads(response.content), ""
+    except ValueError:
+        if response.text.lstrip()[:1] in ("{", "["):  # a truncated body may contain anything, passwords included
+            return None, f"the answer is broken JSON, {len(response.content)} bytes long"
+        return None, f"the answer is not JSON: {_excerpt(response.text)!r}"
+
+
+def _excerpt(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= EXCERPT_LENGTH else line[:EXCERPT_LENGTH] + "…"
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return max(0.0, float(text or ""))
+    except ValueError:
+        return 0.0
+
+
+@dataclass
+class RateLimiter:
+    """Spaces calls: each takes the next free slot and waits for it."""
+
+    interval: float
+    _next: float = field(default=0.0, repr=False)
+
+    async def wait(self) -> None:
+        now = time.monotonic()
+        slot = max(now, self._next)
+        self._next = slot + self.interval
+        await asyncio.sleep(slot - now)

@@ -1,0 +1,216 @@
+"""Lambda Cloud, API version 1: virtual machines with NVIDIA's driver, one per launch.
+
+Launches must be twelve seconds apart, names are not unique, nothing is idempotent, and an instance has no creation
+time: our tags hold all of that. A machine that shuts itself down is billed until it is terminated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shoal.cloud.providers.api import (
+    Abilities,
+    Billing,
+    FailureKind,
+    InstanceState,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal.cloud.providers.http import ApiClient, HttpProvider
+from shoal.cloud.providers.prices import gpu_model
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_code
+
+BASE = "https://cloud.lambda.ai/api/v1"
+IMAGE = "lambda-stack-24-04"
+"""Without a family the image depends on the region."""
+STATES: dict[str, InstanceState] = {
+    "booting": "pending",
+    "active": "up",
+    "unhealthy": "error",
+    "preempted": "error",
+    "terminating": "stopping",
+}
+REFUSALS = {
+    "instance-operations/launch/insufficient-capacity": Refusal(FailureKind.CAPACITY),
+    "instance-operations/launch/file-system-in-wrong-region": Refusal(FailureKind.INVALID),
+    "global/quota-exceeded": Refusal(FailureKind.QUOTA),
+    "global/invalid-parameters": Refusal(FailureKind.INVALID),
+    "global/object-does-not-exist": Refusal(FailureKind.INVALID),
+    "global/duplicate": Refusal(FailureKind.CONFLICT),
+    "global/invalid-api-key": Refusal(FailureKind.AUTH, "provider", hint="make a key in Lambda's console"),
+    "global/account-inactive": Refusal(FailureKind.BALANCE, "provider", hint="see Lambda's console about the account"),
+    "global/invalid-address": Refusal(FailureKind.BALANCE, "provider", hint="correct the billing address at Lambda"),
+    "global/internal-error": Refusal(FailureKind.AMBIGUOUS),
+}
+"""By Lambda's error code; its messages change."""
+CLUSTER, NODE, TOKEN, EPOCH = "shoal-cluster", "shoal-node", "shoal-token", "shoal-epoch"
+NAME_LENGTH = 64
+LAUNCH_INTERVAL_S = 12.0
+"""Lambda requires this time between two launches."""
+
+
+class LambdaProvider(HttpProvider):
+    """Implements `shoal.cloud.providers.api.RentalProvider`."""
+
+    abilities = Abilities(
+        user="ubuntu",
+        idempotent="none",
+        at_once=1,
+        create_interval=LAUNCH_INTERVAL_S,
+        billing=Billing(step=60, from_up=True),
+        boots_with="user_data",
+        boot_seconds=1800,
+        grace_seconds=300,
+    )
+
+    def __init__(self, account: ProviderLogin) -> None:
+        interval = float(account.settings.get("create_interval", self.abilities.create_interval))
+        self.abilities = replace(self.abilities, create_interval=interval)
+        api = ApiClient(account, BASE, read_error=read_error, interval=1.0, retry_after=lambda: LAUNCH_INTERVAL_S)
+        super().__init__(account, api)
+
+    async def offers(self, query: Query) -> list[Offer]:
+        body = await self._api.request("GET", "/instance-types")
+        found = []
+        for _, entry in body.object("data").items():
+            there = [region.text("name") for region in entry.rows("regions_with_capacity_available")]
+            # Lambda names no region without capacity: only the requested ones can be listed
+            for region in sorted({*there, *query.regions}):
+                offer = self._offer(entry.object("instance_type"), region, region in there)
+                if query.admits(offer):
+                    found.append(offer)
+        return found
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        return [await self._launch(order) for order in orders]
+
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        body = await self._api.request("GET", "/instances")
+        found = [_instance(one) for one in body.rows("data") if one.text("status") != "terminated"]
+        return [one for one in found if one.cluster == cluster]
+
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+        if len(instances) > 1:
+            outcome = await self._terminate([one.id for one in instances])
+            # with one unknown id Lambda terminates none: then one by one
+            if outcome.failure is not FailureKind.INVALID:
+                return [replace(outcome, id=one.id) for one in instances]
+        return [await self._terminate([one.id]) for one in instances]
+
+    async def ensure_key(self, cluster: str, public_key: str) -> str:
+        material = " ".join(public_key.split()[:2])
+        if known := await self._key_name(material):
+            return known
+        name = f"shoal-{cluster}-{hashlib.sha256(material.encode()).hexdigest()[:8]}"
+        try:
+            await self._api.request("POST", "/ssh-keys", json={"name": name, "public_key": public_key.strip()})
+        except ApiError as error:
+            if error.failure is FailureKind.AUTH or not (known := await self._key_name(material)):
+                raise
+            return known  # another process was faster
+        return name
+
+    async def _key_name(self, material: str) -> str:
+        for key in (await self._api.request("GET", "/ssh-keys")).rows("data"):
+            if " ".join(key.text("public_key").split()[:2]) == material:
+                return key.text("name")
+        return ""
+
+    async def _launch(self, order: RentalOrder) -> RequestOutcome:
+        if not order.key_name:
+            return RequestOutcome(failure=FailureKind.INVALID, message="Lambda requires the name of an SSH key")
+        name = f"{order.cluster}--{order.node}--{order.token}"
+        tags = {CLUSTER: order.cluster, NODE: order.node, TOKEN: order.token, EPOCH: str(int(time.time()))}
+        request = {
+            "region_name": order.offer.region,
+            "instance_type_name": order.offer.type,
+            "ssh_key_names": [order.key_name],
+            "name": name[:NAME_LENGTH],
+            "image": {"family": order.image or IMAGE},
+            "tags": [{"key": key, "value": value} for key, value in tags.items()],
+            "user_data": order.user_data or None,
+            "hostname": order.node if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node) else None,
+        }
+        try:
+            launch = drop_none(request)
+            body = await self._api.request("POST", "/instance-operations/launch", json=launch, creates=True)
+            ids = body.object("data").rows("instance_ids")
+            if len(ids) != 1 or not isinstance(ids[0].value, str):
+                raise body.error(f"data.instance_ids has {len(ids)} ids, expected one")
+        except ApiError as error:
+            return error.outcome()
+        return RequestOutcome(ids[0].value)
+
+    async def _terminate(self, ids: list[str]) -> RequestOutcome:
+        try:
+            body = await self._api.request("POST", "/instance-operations/terminate", json={"instance_ids": ids})
+            done = {one.text("id") for one in body.object("data").rows("terminated_instances")}
+        except ApiError as error:
+            if error.status == 404 and len(ids) == 1:
+                return RequestOutcome(ids[0])  # already gone
+            return error.outcome(ids[0])
+        missed = [one for one in ids if one not in done]
+        if missed:
+            return RequestOutcome(
+                ids[0], FailureKind.TRANSIENT, message=f"Lambda did not terminate {', '.join(missed)}"
+            )
+        return RequestOutcome(ids[0])
+
+    def _offer(self, kind: Body, region: str, available: bool) -> Offer:
+        specs = kind.object("specs")
+        gpus = int(specs.number("gpus", 0))
+        gpu, memory = gpu_model(kind.text("gpu_description", "")) if gpus else ("", 0)
+        return Offer(
+            provider=self._account.name,
+            type=kind.text("name"),
+            region=region,
+            usd_hour=kind.number("price_cents_per_hour") / 100,
+            gpu=gpu,
+            gpus=gpus,
+            gpu_memory_gb=memory,
+            cpus=int(specs.number("vcpus")),
+            memory_gb=int(specs.number("memory_gib")),
+            arch=kind.text("architecture", "x86_64"),
+            available="yes" if available else "no",
+        )
+
+
+def read_error(status: int, answer: Body) -> Refusal | None:
+    """What an error answer means: its code decides, never its text."""
+    error = answer.object("error")
+    code, message = error.text("code"), error.text("message", "")
+    if code.startswith("provider/") and status < 500:
+        return Refusal(FailureKind.TRANSIENT, message=f"{code}: {message}")
+    return refusal_by_code(REFUSALS, [(code, message)])
+
+
+def _instance(one: Body) -> RentedInstance:
+    status, tags = one.text("status"), {tag.text("key"): tag.text("value") for tag in one.rows_or_empty("tags")}
+    kind, epoch = one.object_or_empty("instance_type"), tags.get(EPOCH, "")
+    cents = kind.number_or_none("price_cents_per_hour")
+    cluster, node, token = (tags.get(key, "") for key in (CLUSTER, NODE, TOKEN))
+    if not token and one.text("name", "").count("--") == 2:
+        cluster, node, token = one.text("name").split("--")
+    return RentedInstance(
+        id=one.text("id"),
+        cluster=cluster,
+        node=node,
+        token=token,
+        state=STATES.get(status, "pending"),  # an unknown state is no reason to delete a machine
+        raw_state=status,
+        host=one.text("ip", ""),
+        user=LambdaProvider.abilities.user,
+        type=kind.text("name", ""),
+        region=one.object_or_empty("region").text("name", ""),
+        usd_hour=None if cents is None else cents / 100,
+        created=float(epoch) if epoch.isdigit() else None,
+        ending=status == "preempted",
+    )

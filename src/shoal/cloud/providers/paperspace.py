@@ -1,0 +1,262 @@
+"""Paperspace, API version 1: virtual machines without tags, which get their keys from a startup script.
+
+Only a machine's name, `c-<cluster>--<node>--<epoch>-<token>`, marks it as ours. Its startup script is a resource of the
+same name that is deleted with it. Failures are reported by events, not by a machine's state.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.cloud.providers.api import (
+    Abilities,
+    Billing,
+    FailureKind,
+    InstanceState,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
+from shoal.cloud.providers.prices import prices
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_message
+
+BASE = "https://api.paperspace.com/v1"
+USER = "paperspace"
+PAGE = 120
+FOLLOW_TIMEOUT_S = 20.0
+"""How long an order is polled until Paperspace has started it, or has failed."""
+FAILED = ("error", "cancelled")
+"""The states of the event of a failed order."""
+SCRIPT_GRACE_S = 900.0
+"""A startup script without a machine is kept for this time: its machine may be starting."""
+EVENT_SLACK_S = 60.0
+"""An order's event may be a little older than its machine."""
+DISKS = (50, 100, 250, 500, 1000, 2000)
+REGIONS = {"NY2": "East Coast (NY2)", "CA1": "West Coast (CA1)", "AMS1": "Europe (AMS1)"}
+"""Region code -> the API's name of it."""
+TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9", "A100-80G": "tqqsxr6b"}
+"""Ubuntu with the driver, by GPU family."""
+GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
+STATES: dict[str, InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
+"""All other states, unknown ones too, count as pending: no reason to delete a machine."""
+WORDS = {
+    r"out of capacity": Refusal(FailureKind.CAPACITY),
+    r"quota|(machine|account|team)\b.*\blimit|limit\b.*\b(reached|exceeded)": Refusal(
+        FailureKind.QUOTA, "provider", hint="ask Paperspace to raise the account's limit"
+    ),
+    r"payment|balance|credit card": Refusal(
+        FailureKind.BALANCE, "provider", hint="check the account's payment in Paperspace's console"
+    ),
+}
+"""Errors that Paperspace reports only by message."""
+
+
+class PaperspaceProvider(HttpProvider):
+    """Implements `shoal.cloud.providers.api.RentalProvider`."""
+
+    abilities = Abilities(
+        user=USER,
+        idempotent="none",
+        at_once=1,
+        billing=Billing(step=3600),
+        boots_with="script",
+        boot_seconds=1200,
+        grace_seconds=300,
+    )
+
+    def __init__(self, account: ProviderLogin) -> None:
+        super().__init__(account, ApiClient(account, BASE, read_error=read_error))
+
+    async def offers(self, query: Query) -> list[Offer]:
+        """The machine types of our table, with their availability: Paperspace lists none itself."""
+        # each region has two names; keep the one that was requested
+        regions = [one for one in query.regions if code_of(one) in REGIONS] if query.regions else sorted(REGIONS)
+        types = sorted(set(query.types) or {row.type for row in prices() if row.provider == self._account.kind})
+        blank = [Offer(self._account.name, name, region) for name in types for region in regions]
+        request = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
+        return await map_concurrently(self._with_availability, request)
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        return [await self._create(order) for order in orders]
+
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        every = [_instance(one) async for one in self._all("/machines") if not one.has("dtDeleted")]
+        found = [one for one in every if one.cluster == cluster]
+        failures = await self._failures(found)
+        return [
+            replace(one, state="error", raw_state=f"{one.raw_state}: {failures[one.id]}") if one.id in failures else one
+            for one in found
+        ]
+
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+        outcomes = [await self._api.remove(f"/machines/{one.id}", one.id) for one in instances]
+        for cluster in sorted({one.cluster for one in instances if one.cluster}):
+            with contextlib.suppress(ApiError):  # a script costs nothing; the next delete retries
+                await self._sweep(
+                    cluster, {one.token for one, done in zip(instances, outcomes, strict=True) if done.ok}
+                )
+        return outcomes
+
+    async def _create(self, order: RentalOrder) -> RequestOutcome:
+        if "--" in order.node or "--" in order.token:
+            return RequestOutcome(
+                "", FailureKind.INVALID, message=f"{order.node}: two hyphens in a row separate the fields of the name"
+            )
+        name = f"c-{order.cluster}--{order.node}--{int(time.time())}-{order.token}"
+        script = {"name": name, "script": startup_script(order), "isRunOnce": True}
+        try:
+            # a lost script costs nothing, and is swept like any other without a machine
+            script_id = (await self._api.request("POST", "/startup-scripts", json=script)).text("id")
+        except ApiError as error:
+            return error.outcome()
+        outcome = await self._order(order, name, script_id)
+        if outcome.failure not in (None, FailureKind.AMBIGUOUS):
+            await self._api.remove(f"/startup-scripts/{script_id}")
+        return outcome
+
+    async def _order(self, order: RentalOrder, name: str, script_id: str) -> RequestOutcome:
+        request = machine_order(order, name, script_id, self._account.settings)
+        try:
+            answer = await self._api.request("POST", "/machines", json=request, creates=True)
+            machine = answer.object("data")
+            id, usd_hour = machine.text("id"), machine.number_or_none("usageRate")
+            event = answer.object("event")
+            # an event that stays new counts as started: the list shows the rest
+            path = f"/machine-events/{event.text('id')}"
+            event = await self._api.poll(event, path, lambda it: it.text("state") != "new", FOLLOW_TIMEOUT_S)
+        except ApiError as error:
+            return error.outcome()
+        if event.text("state") in FAILED:
+            await self._api.remove(f"/machines/{id}")
+            message = event.text("error", "") or f"the order ended as {event.text('state')}"
+            found = refusal_by_message(WORDS, message) or Refusal(FailureKind.AMBIGUOUS)
+            return replace(found, message=f"{self._account.name}: {message}").outcome()
+        return RequestOutcome(id, usd_hour=usd_hour)
+
+    async def _failures(self, machines: Sequence[RentedInstance]) -> dict[str, str]:
+        """Errors by machine, from events: a machine whose creation failed stays in its first state forever."""
+        pending = {one.id for one in machines if one.raw_state == "provisioning"}
+        since = min((one.created or 0.0 for one in machines if one.id in pending), default=0.0) - EVENT_SLACK_S
+        failures: dict[str, str] = {}
+        if not pending:
+            return failures
+        async for event in self._all("/machine-events", orderBy="dtCreated", order="desc"):
+            machine = event.text("machineId", "")
+            if event.text("name") == "create" and machine in pending:
+                pending.discard(machine)
+                if event.text("state") in FAILED:
+                    failures[machine] = event.text("error", "") or event.text("state")
+            if not pending or (event.time("dtCreated") or since) < since:
+                break
+        return failures
+
+    async def _sweep(self, cluster: str, gone: set[str]) -> None:
+        """Delete the startup scripts of machines that are gone, and old ones whose machine never came."""
+        there = {one.token for one in await self.instances(cluster)} - gone
+        for script in [one async for one in self._all("/startup-scripts")]:  # deletes shift the pages
+            owner, _, token, created = read_name(script.text("name"))
+            if owner != cluster or token in there:
+                continue
+            if token in gone or time.time() - (created or 0.0) > SCRIPT_GRACE_S:
+                await self._api.remove(f"/startup-scripts/{script.text('id')}")
+
+    async def _with_availability(self, offer: Offer) -> Offer:
+        params = {"machineType": offer.type, "region": REGIONS[code_of(offer.region)]}
+        there = (await self._api.request("GET", "/machine-availability", params=params)).flag("available")
+        return replace(offer, available="yes" if there else "no")
+
+    async def _all(self, path: str, **more: str) -> AsyncIterator[Body]:
+        async for page in self._api.pages(path, "after", _next_page, limit=PAGE, **more):
+            for one in page.rows("items"):
+                yield one
+
+
+def machine_order(order: RentalOrder, name: str, script_id: str, settings: Mapping[str, str]) -> Any:
+    """The request that orders a machine."""
+    request = {
+        "name": name,
+        "machineType": order.offer.type,
+        "templateId": order.image or settings.get("template") or template_of(order.offer),
+        "region": REGIONS.get(code_of(order.offer.region), order.offer.region),
+        "diskSize": next((size for size in DISKS if size >= order.disk_gb), DISKS[-1]),
+        "publicIpType": "dynamic",
+        "startupScriptId": script_id,
+        "startOnCreate": True,
+        "emailPassword": False,
+        "takeInitialSnapshot": False,
+        "networkId": settings.get("network"),
+    }
+    return drop_none(request)
+
+
+def startup_script(order: RentalOrder) -> str:
+    """Authorizes the controller's key, then runs the order's script."""
+    key, home = order.public_key.strip().replace("'", ""), f"/home/{USER}/.ssh"
+    lines = [
+        "#!/bin/sh",
+        f"install -d -m 0700 -o {USER} -g {USER} {home}",
+        f"printf '%s\\n' '{key}' >> {home}/authorized_keys",
+        f"chown {USER}:{USER} {home}/authorized_keys",
+        f"chmod 0600 {home}/authorized_keys",
+    ]
+    if order.user_data:
+        packed = base64.b64encode(order.user_data.encode()).decode()
+        lines += ["script=$(mktemp)", f"echo {packed} | base64 -d > $script", "chmod 0700 $script", "exec $script"]
+    return "\n".join(lines) + "\n"
+
+
+def template_of(offer: Offer) -> str:
+    """The default template of a machine type."""
+    return CPU_TEMPLATE if re.fullmatch(r"C\d+", offer.type) else TEMPLATES.get(offer.type, GPU_TEMPLATE)
+
+
+def code_of(region: str) -> str:
+    """`NY2` of `East Coast (NY2)`, as in some answers, and of `NY2`."""
+    found = re.search(r"\((\w+)\)", region)
+    return found[1] if found else region
+
+
+def read_name(name: str) -> tuple[str, str, str, float | None]:
+    """Cluster, node, token and creation time from one of our names; empty for another name."""
+    found = re.fullmatch(r"c-(.+)--(.+)--(\d+)-(.+)", name)
+    return (found[1], found[2], found[4], float(found[3])) if found else ("", "", "", None)
+
+
+def read_error(status: int, answer: Body) -> Refusal | None:
+    """What an error answer means: by its message, else by its status."""
+    code, message = answer.text("code", ""), answer.text("message")
+    found = refusal_by_message(WORDS, message) if status < 500 and status not in (401, 429) else None
+    return replace(found or Refusal(), message=f"{code}: {message}" if code else message)
+
+
+def _next_page(page: Body) -> str:
+    return page.text("nextPage") if page.flag("hasMore") else ""
+
+
+def _instance(one: Body) -> RentedInstance:
+    state = one.text("state")
+    cluster, node, token, created = read_name(one.text("name"))
+    return RentedInstance(
+        id=one.text("id"),
+        cluster=cluster,
+        node=node,
+        token=token,
+        state=STATES.get(state, "pending"),
+        raw_state=state,
+        host=one.text("publicIp", ""),
+        user=USER,
+        type=one.text("machineType", ""),
+        region=code_of(one.text("region", "")),
+        usd_hour=one.number_or_none("usageRate"),
+        created=one.time("dtCreated") or created,
+    )

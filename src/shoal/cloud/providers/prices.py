@@ -1,0 +1,195 @@
+"""Prices and shapes of machine types, from a table that ships with Shoal, and the usual names of GPUs.
+
+Prices that a provider's API tells are preferred. The last ones are stored in the cache directory and read with the
+table; of two prices for the same thing, the newer one counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+from shoal.cloud.providers.api import Market, Offer
+from shoal.sandbox.layout import cache_dir
+
+MEMORY_GB = {
+    "P4": 8,
+    "P100": 16,
+    "V100": 16,
+    "T4": 16,
+    "A10": 24,
+    "L4": 24,
+    "A100": 40,
+    "L40S": 48,
+    "H100": 80,
+    "GH200": 96,
+    "RTX PRO 6000": 96,
+    "H200": 141,
+    "B200": 180,
+}
+"""Memory by GPU model, where the name does not include it."""
+
+
+def gpu_model(name: str) -> tuple[str, int]:
+    """A GPU's model and its memory in GB: `nvidia-h100-mega-80gb` and `H100 (80 GB SXM5)` are H100 with 80.
+
+    An unknown GPU keeps its name; its memory is 0 if the name does not include it.
+    """
+    words = " ".join(re.findall(r"[A-Z0-9]+", name.upper()))
+    known = next((model for model in MEMORY_GB if re.search(rf"\b{model}\b", words)), "")
+    memory = re.search(r"\b(\d+) ?GB\b", words)
+    return known or name.partition(" (")[0], int(memory[1]) if memory else MEMORY_GB.get(known, 0)
+
+
+COLUMNS = (
+    *("provider", "type", "region", "market", "usd_hour"),
+    *("gpu", "gpus", "gpu_memory_gb", "cpus", "memory_gb", "arch", "as_of"),
+)
+_NUMBERS = ("gpus", "gpu_memory_gb", "cpus", "memory_gb")
+MEMORY_SEEN = 0.92
+"""The share of the advertised memory that the system sees; firmware and kernel take the rest."""
+
+
+@dataclass(frozen=True)
+class InstanceShape:
+    """The resources of a machine, as Slurm counts them."""
+
+    cpus: int
+    memory_mb: int
+    """A little less than advertised: Slurm rejects a node that has less than its configuration."""
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gb: int = 0
+    arch: str = "x86_64"
+
+
+class Prices:
+    """A table of offers. Their `provider` is the kind of provider, and an empty region stands for all."""
+
+    def __init__(self, rows: Iterable[Offer]) -> None:
+        self._rows: dict[tuple[str, str, str, str], Offer] = {}
+        for row in rows:
+            key = (row.provider, row.type, row.region, row.market)
+            if key not in self._rows or self._rows[key].as_of <= row.as_of:
+                self._rows[key] = row
+        self._shapes = {(row.provider, row.type): row for row in self._rows.values() if row.cpus and row.memory_gb}
+
+    def __iter__(self) -> Iterator[Offer]:
+        return iter(self._rows.values())
+
+    def find(self, kind: str, type: str, region: str, market: Market) -> Offer | None:
+        """The price of a type in a region. A missing spot price falls back to on-demand, which is never less."""
+        for fallback in dict.fromkeys((market, "on-demand")):
+            for place in dict.fromkeys((region, "")):
+                row = self._rows.get((kind, type, place, fallback))
+                if row is not None and row.usd_hour is not None:
+                    return row
+        return None
+
+    def shape(self, kind: str, type: str) -> InstanceShape | None:
+        """The shape of a machine type; None if unknown."""
+        row = self._shapes.get((kind, type))
+        if row is None:
+            return None
+        memory = int(row.memory_gb * 1024 * MEMORY_SEEN)
+        return InstanceShape(row.cpus, memory, row.gpus, row.gpu, row.gpu_memory_gb, row.arch)
+
+    def fill(self, kind: str, offers: Iterable[Offer]) -> list[Offer]:
+        """Add what the provider did not tell to offers: the price, with its date, and the shape."""
+        return [self._filled(kind, offer) for offer in offers]
+
+    def _filled(self, kind: str, offer: Offer) -> Offer:
+        row = self._shapes.get((kind, offer.type))
+        if row is not None:
+            offer = replace(offer, **{name: getattr(offer, name) or getattr(row, name) for name in ("gpu", *_NUMBERS)})
+        price = self.find(kind, offer.type, offer.region, offer.market) if offer.usd_hour is None else None
+        return replace(offer, usd_hour=price.usd_hour, as_of=price.as_of) if price else offer
+
+
+def prices(directory: Path | None = None) -> Prices:
+    """The shipped table with the prices that providers told since; `directory` is the cache."""
+    cached = _cached(directory)
+    return Prices((*shipped(), *cached)) if cached else _shipped_table()
+
+
+def shape_of(kind: str, type: str) -> InstanceShape | None:
+    """The shape of a machine type; None if the shipped table does not have it.
+
+    Only the shipped table counts: slurm.conf must not depend on the cache of the machine that writes it.
+    """
+    return _shipped_table().shape(kind, type)
+
+
+def known_types(kind: str) -> frozenset[str]:
+    """The machine types of a provider that the shipped table has."""
+    return frozenset(row.type for row in shipped() if row.provider == kind)
+
+
+def store_prices(kind: str, offers: Iterable[Offer], today: str, directory: Path | None = None) -> int:
+    """Store the prices that a provider told, for when it does not answer. Returns their number.
+
+    `today` is their date. A cache that cannot be written is ignored.
+    """
+    fresh = [
+        replace(offer, provider=kind, as_of=today) for offer in offers if offer.usd_hour is not None and not offer.as_of
+    ]
+    if not fresh:
+        return 0
+    path = _path(directory)
+    rows = {(row.provider, row.type, row.region, row.market): row for row in (*_cached(directory), *fresh)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(_cells(row) for row in rows.values())
+        Path(beside).replace(path)
+    except OSError:
+        return 0
+    return len(fresh)
+
+
+@cache
+def shipped() -> tuple[Offer, ...]:
+    """The table that ships with Shoal."""
+    text = files("shoal.cloud.providers").joinpath("prices.csv").read_text(encoding="utf-8")
+    return tuple(_parse(row) for row in csv.DictReader(text.splitlines()))
+
+
+@cache
+def _shipped_table() -> Prices:
+    return Prices(shipped())
+
+
+def _cached(directory: Path | None) -> list[Offer]:
+    """The stored prices of providers. A broken file counts as empty."""
+    try:
+        with _path(directory).open(encoding="utf-8", newline="") as file:
+            return [_parse(row) for row in csv.DictReader(file)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _path(directory: Path | None) -> Path:
+    return (directory or cache_dir()) / "prices.csv"
+
+
+def _parse(row: dict[str, str]) -> Offer:
+    if row["market"] not in get_args(Market):
+        raise ValueError(f"no market is called {row['market']!r}")
+    values: dict[str, Any] = {**row, **{name: int(row[name]) for name in _NUMBERS}}
+    return Offer(**{**values, "usd_hour": float(row["usd_hour"]) if row["usd_hour"] else None})
+
+
+def _cells(row: Offer) -> list[str]:
+    values = {**vars(row), "usd_hour": "" if row.usd_hour is None else repr(row.usd_hour)}
+    return [str(values[name]) for name in COLUMNS]

@@ -1,0 +1,247 @@
+"""RunPod, REST API version 2: containers with GPUs, each behind one mapped TCP port.
+
+A pod has no tags and no idempotent create, and names are not unique. Lists include its environment, so our marks are
+there. There is no cloud-init: the container's command is our script, which starts sshd. A 400 may mean missing
+capacity or a wrong order; only its text tells. A type is a GPU's id, with `8x ` before it for eight in one pod.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shoal.cloud.providers.api import (
+    Abilities,
+    Billing,
+    FailureKind,
+    InstanceState,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
+from shoal.cloud.providers.prices import gpu_model
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_message
+
+BASE = "https://api.runpod.io/v2"
+IMAGE = "debian:12"
+"""A bare system: the host provides the driver's libraries, and joining installs everything else."""
+CLUSTER, NODE, TOKEN = "SHOAL_CLUSTER", "SHOAL_NODE", "SHOAL_TOKEN"
+ANYWHERE = "any"
+"""The region of the community cloud, whose machines are in no data centre."""
+COUNTS = (1, 2, 4, 8)
+CPUS_AT_LEAST, MEMORY_GB_AT_LEAST = 2, 8
+"""The minimum per GPU of a pod. The API does not tell more."""
+STATES: dict[str, InstanceState] = {
+    "PROVISIONING": "pending",
+    "STARTING": "pending",
+    "RUNNING": "up",
+    "EXITED": "stopped",
+    "ERROR": "error",
+}
+GONE = "TERMINATED"
+AVAILABLE = {"NONE": "no", "LOW": "low", "MEDIUM": "yes", "HIGH": "yes"}
+WORDS = {
+    r"no longer any instances available|does not have the resources|no instances|no (gpu|machine)s? available|"
+    r"(out of|insufficient|not enough) (capacity|stock|resources)": Refusal(FailureKind.CAPACITY),
+    r"spend(ing)? limit|quota|limit (reached|exceeded)|maximum number": Refusal(
+        FailureKind.QUOTA, "provider", hint="raise the limit in RunPod's console"
+    ),
+}
+"""Messages of a 400 that do not concern the order itself."""
+TRAP = "trap exit TERM\n"
+"""Lets the watchdog end the container with `kill 1`: process 1 only gets signals that it traps."""
+BOOT = """\
+export DEBIAN_FRONTEND=noninteractive
+for program in /usr/sbin/sshd /usr/bin/python3 /usr/bin/sudo; do
+    [ -x $program ] && continue
+    until apt-get update && apt-get install -y --no-install-recommends openssh-server python3 sudo ca-certificates
+    do sleep 5; done & wait $!
+done
+mkdir -p /run/sshd
+install -d -m 0700 /root/.ssh
+printf '%s\\n' "$PUBLIC_KEY" >> /root/.ssh/authorized_keys
+chmod 0600 /root/.ssh/authorized_keys
+ssh-keygen -A
+pgrep -x sshd > /dev/null || /usr/sbin/sshd -o ClientAliveInterval=15 -o PermitRootLogin=prohibit-password
+"""
+"""Starts sshd with the controller's key, on every start of the pod.
+
+The shell waits for slow commands in the background, so that it handles signals meanwhile.
+"""
+WAIT = "while :; do sleep 3600 & wait $!; done\n"
+"""Then waits for the signal to end."""
+
+
+class RunPodProvider(HttpProvider):
+    """Implements `shoal.cloud.providers.api.RentalProvider`."""
+
+    abilities = Abilities(
+        container=True,
+        user="root",
+        idempotent="none",
+        at_once=1,
+        boots_with="args",
+        boot_seconds=1200,
+        grace_seconds=300,
+        billing=Billing(step=1),
+    )
+
+    def __init__(self, account: ProviderLogin) -> None:
+        super().__init__(account, ApiClient(account, BASE, read_error=read_error, interval=0.5))
+        self._cloud = account.settings.get("cloud", "SECURE").upper()
+
+    async def offers(self, query: Query) -> list[Offer]:
+        counts = sorted({split_type(one)[1] for one in query.types} or set(COUNTS))
+        found: list[Offer] = []
+        for count in counts:
+            if count >= query.gpus:
+                params: dict[str, str | int] = {"include": "AVAILABILITY", "product": "POD", "count": count}
+                params["cloud"] = self._cloud
+                body = await self._api.request("GET", "/catalog/gpus", params=params)
+                found += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
+        return [one for one in found if query.admits(one)]
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        return [await self._order(order) for order in orders]
+
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        pages = self._api.pages("/pods", "cursor", _next_page, includeClusterPods="true")
+        pods = [pod async for page in pages for pod in page.rows("pods")]
+        return [one for one in (_instance(pod) for pod in pods if pod.text("status") != GONE) if one.cluster == cluster]
+
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+        return await map_concurrently(lambda one: self._api.remove(f"/pods/{one.id}", one.id), instances)
+
+    async def _order(self, order: RentalOrder) -> RequestOutcome:
+        gpu, count = split_type(order.offer.type)
+        request = {
+            "name": f"{order.cluster}--{order.node}--{order.token}",
+            "image": order.image or self._account.settings.get("image", IMAGE),
+            "gpu": {"id": gpu, "count": count},
+            "cloud": self._cloud,
+            "disk": order.disk_gb,
+            "ports": ["22/tcp"],
+            "env": {
+                CLUSTER: order.cluster,
+                NODE: order.node,
+                TOKEN: order.token,
+                "PUBLIC_KEY": order.public_key.strip(),
+            },
+            "args": boot_args(order.user_data),
+            "dataCenterIds": None if order.offer.region in ("", ANYWHERE) else [order.offer.region],
+        }
+        try:
+            body = await self._api.request("POST", "/pods", json=drop_none(request), creates=True)
+            return RequestOutcome(body.text("id"), usd_hour=body.number_or_none("cost") or None)  # 0 means no price
+        except ApiError as error:
+            return error.outcome()
+
+    def _offers(self, gpu: Body, count: int) -> Iterator[Offer]:
+        cloud = self._cloud.lower()
+        if int(gpu.object("maxCount").number(cloud, 0)) < count:
+            return
+        price = gpu.object("price").number_or_none(cloud)
+        places = [(one.text("id"), one.text("availability")) for one in gpu.rows_or_empty("dataCenters")]
+        for place, level in places if cloud == "secure" else [(ANYWHERE, gpu.text("availability", ""))]:
+            yield Offer(
+                provider=self._account.name,
+                type=joined_type(gpu.text("id"), count),
+                region=place,
+                usd_hour=round(price * count, 4) if price else None,
+                gpu=gpu_model(gpu.text("name"))[0],
+                gpus=count,
+                gpu_memory_gb=int(gpu.number("memory")),
+                cpus=CPUS_AT_LEAST * count,
+                memory_gb=MEMORY_GB_AT_LEAST * count,
+                available=AVAILABLE.get(level, "unknown"),  # type: ignore[arg-type]
+            )
+
+
+def split_type(type: str) -> tuple[str, int]:
+    """A GPU's id and count: `8x NVIDIA H200` is eight of them."""
+    found = re.fullmatch(r"(\d+)x (.+)", type)
+    return (found[2], int(found[1])) if found else (type, 1)
+
+
+def joined_type(gpu: str, count: int) -> str:
+    return gpu if count == 1 else f"{count}x {gpu}"
+
+
+def boot_args(user_data: str) -> str:
+    """The container's command: runs the order's script in the background and ours, then waits.
+
+    The order's script starts first: it ends a pod that never joins, such as one that cannot install sshd.
+    """
+    encoded = base64.b64encode(user_data.encode()).decode()
+    background = (
+        f"echo {encoded} | base64 -d > /run/user-data && {{ setsid sh /run/user-data & }}\n" if user_data else ""
+    )
+    script = base64.b64encode(f"{TRAP}{background}{BOOT}{WAIT}".encode()).decode()
+    return shlex.join(["bash", "-c", f"echo {script} | base64 -d > /run/shoal-boot; exec bash /run/shoal-boot"])
+
+
+def read_error(status: int, answer: Body) -> Refusal | None:
+    """What an error answer means: `application/problem+json` without error codes."""
+    if status == 410:
+        message = "RunPod has retired this version of its API"
+        return Refusal(FailureKind.INVALID, "provider", message, "install a newer Shoal")
+    detail = answer.text("detail")
+    words = "; ".join([detail, *(str(one.value) for one in answer.rows_or_empty("errors"))])
+    if status == 401:
+        return Refusal(FailureKind.AUTH, "provider", words, "make a key in RunPod's console")
+    if status == 402:
+        return Refusal(FailureKind.BALANCE, "provider", words, "add credit in RunPod's console")
+    if status == 403 and "access denied" not in detail:
+        return Refusal(FailureKind.QUOTA, message=words)  # this pool is closed to us; others may not be
+    if status == 400 and (known := refusal_by_message(WORDS, detail)):
+        return replace(known, message=words)
+    return Refusal(FailureKind.INVALID, message=words) if status in (400, 404, 422) else None
+
+
+def _next_page(page: Body) -> str:
+    """The documented list has one page; newer answers may have more."""
+    paging = page.object_or_empty("pagination")
+    return paging.text("nextCursor") if paging.flag("hasNextPage", False) else ""
+
+
+def _instance(pod: Body) -> RentedInstance:
+    status, env, gpu = pod.text("status"), pod.object_or_empty("env"), pod.object_or_empty("gpu")
+    cluster, node, token = (env.text(name, "") for name in (CLUSTER, NODE, TOKEN))
+    if not token and pod.text("name", "").count("--") == 2:
+        cluster, node, token = pod.text("name").split("--")
+    host, port = _ssh_address(pod)
+    state = STATES.get(status, "pending")  # an unknown state is no reason to delete a machine
+    return RentedInstance(
+        id=pod.text("id"),
+        cluster=cluster,
+        node=node,
+        token=token,
+        # RUNNING is reported before SSH has an address
+        state="pending" if state == "up" and not host else state,
+        raw_state=status,
+        host=host,
+        port=port,
+        user="root",
+        type=joined_type(gpu.text("id", ""), int(gpu.number("count", 1))) if gpu.has("id") else "",
+        region=pod.text("dataCenterId", ANYWHERE),
+        usd_hour=pod.number_or_none("cost") or None,  # a stopped pod reports 0
+        created=pod.time("createdAt"),
+    )
+
+
+def _ssh_address(pod: Body) -> tuple[str, int]:
+    """The direct SSH address. RunPod's proxy does not forward ports."""
+    direct = pod.object_or_empty("ssh").object_or_empty("direct")
+    if direct.has("host"):
+        return direct.text("host"), int(direct.number("port"))
+    for port in pod.object_or_empty("runtime").rows_or_empty("ports"):
+        if port.has("ip") and port.has("public") and int(port.number("private", 0)) == 22:
+            return port.text("ip"), int(port.number("public"))
+    return "", 22

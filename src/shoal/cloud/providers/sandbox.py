@@ -1,0 +1,167 @@
+"""The sandbox as a rental provider, through a `shoal simulate sandbox` server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from shoal.cloud.providers.api import (
+    Abilities,
+    FailureKind,
+    InstanceState,
+    Market,
+    Offer,
+    ProviderLogin,
+    Query,
+    RentalOrder,
+    RentedInstance,
+    RequestOutcome,
+)
+from shoal.cloud.providers.http import ApiClient, HttpProvider
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_code
+from shoal.errors import ProviderError
+
+STATES: dict[str, InstanceState] = {
+    "booting": "pending",
+    "running": "up",
+    "failed": "error",
+    "stopping": "stopping",
+}
+ERROR_CODES = {
+    "capacity": Refusal(FailureKind.CAPACITY),
+    "quota": Refusal(FailureKind.QUOTA),
+    "balance": Refusal(FailureKind.BALANCE, "provider"),
+    "auth": Refusal(FailureKind.AUTH, "provider"),
+    "rate": Refusal(FailureKind.RATE, "provider"),
+    "conflict": Refusal(FailureKind.CONFLICT),
+    "invalid": Refusal(FailureKind.INVALID),
+}
+
+
+class SandboxRentalProvider(HttpProvider):
+    """Implements `shoal.cloud.providers.api.RentalProvider`."""
+
+    abilities = Abilities(
+        user="root",
+        notice_seconds=30,
+        idempotent="token",
+        at_once=100,
+        boots_with="user_data",
+        boot_seconds=300,
+        grace_seconds=30,
+    )
+
+    def __init__(self, account: ProviderLogin) -> None:
+        if not account.url:
+            raise ProviderError(
+                f"provider account {account.name} has no url", hint="start `shoal simulate sandbox`, and set its `url`"
+            )
+        api = ApiClient(account, "http://localhost/v1", read_error=read_error, retry_after=lambda: 1.0)
+        super().__init__(account, api)
+
+    async def offers(self, query: Query) -> list[Offer]:
+        body = await self._api.request("GET", "/types")
+        region = body.text("region")
+        found = [
+            self._offer(kind, region, zone, market)
+            for kind in body.rows("types")
+            for zone in kind.rows("zones")
+            for market in get_args(Market)
+            if kind.object("usd_hour").has(market)
+        ]
+        return [offer for offer in found if query.admits(offer)]
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        machines = [_order_body(order) for order in orders]
+        try:
+            body = await self._api.request("POST", "/machines", json={"machines": machines}, creates=True)
+            outcomes = {one.text("token"): _outcome(one) for one in body.rows("machines")}
+            return [outcomes[order.token] for order in orders]
+        except ApiError as error:
+            return [error.outcome() for _ in orders]
+        except KeyError as error:
+            lost = body.error(f"the answer lacks the machine with token {error}")
+            return [outcomes.get(order.token, lost.outcome()) for order in orders]
+
+    async def instances(self, cluster: str) -> list[RentedInstance]:
+        pages = self._api.pages("/machines", "after", lambda page: page.text("next", ""))
+        found = [_instance(one) async for page in pages for one in page.rows("machines")]
+        return [one for one in found if one.cluster == cluster]
+
+    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+        if not instances:
+            return []
+        try:
+            body = await self._api.request("POST", "/machines/delete", json={"ids": [one.id for one in instances]})
+            done = {one.value for name in ("deleted", "unknown") for one in body.rows(name)}
+        except ApiError as error:
+            return [error.outcome(one.id) for one in instances]
+        missing = RequestOutcome(failure=FailureKind.TRANSIENT, message="the answer does not mention this machine")
+        return [RequestOutcome(one.id) if one.id in done else missing for one in instances]
+
+    def _offer(self, kind: Body, region: str, zone: Body, market: Market) -> Offer:
+        return Offer(
+            provider=self._account.name,
+            type=kind.text("name"),
+            region=region,
+            zone=zone.text("name"),
+            market=market,
+            usd_hour=kind.object("usd_hour").number(market),
+            gpu=kind.text("gpu", ""),
+            gpus=int(kind.number("gpus", 0)),
+            gpu_memory_gb=int(kind.number("gpu_memory_gb", 0)),
+            cpus=int(kind.number("cpus")),
+            memory_gb=int(kind.number("memory_gb")),
+            available="yes" if zone.number("free") > 0 else "no",
+        )
+
+
+def read_error(status: int, answer: Body) -> Refusal | None:
+    return _refusal(answer.object("error"))
+
+
+def _refusal(error: Body) -> Refusal | None:
+    return refusal_by_code(ERROR_CODES, [(error.text("code"), error.text("message", ""))])
+
+
+def _order_body(order: RentalOrder) -> dict[str, Any]:
+    return {
+        "token": order.token,
+        "name": f"{order.cluster}-{order.node}-{order.token[:12]}",
+        "type": order.offer.type,
+        "zone": order.offer.zone,
+        "market": order.offer.market,
+        "public_key": order.public_key,
+        "user_data": order.user_data,
+        "lifetime": order.lifetime,
+        "labels": {"cluster": order.cluster, "node": order.node},
+    }
+
+
+def _outcome(one: Body) -> RequestOutcome:
+    if not one.has("error"):
+        return RequestOutcome(one.text("id"), usd_hour=one.number_or_none("usd_hour"))
+    known = _refusal(one.object("error"))
+    return (known or Refusal(FailureKind.AMBIGUOUS, message=one.object("error").text("code"))).outcome()
+
+
+def _instance(one: Body) -> RentedInstance:
+    labels, state = one.object_or_empty("labels"), one.text("state")
+    return RentedInstance(
+        id=one.text("id"),
+        cluster=labels.text("cluster", ""),
+        node=labels.text("node", ""),
+        token=one.text("token", ""),
+        state=STATES.get(state, "pending"),
+        raw_state=state,
+        host=one.text("address", ""),
+        port=int(one.number("port", 22)),
+        user=one.text("user", "root"),
+        type=one.text("type", ""),
+        region="sandbox",
+        zone=one.text("zone", ""),
+        market="spot" if one.text("market", "") == "spot" else "on-demand",
+        usd_hour=one.number_or_none("usd_hour"),
+        created=one.number_or_none("created"),
+        ending=one.flag("preempted", False),
+    )

@@ -1,0 +1,172 @@
+"""From an order to a node that takes jobs: waits for machines, has them joined, and gives up in time.
+
+A node has a watchdog, which comes with joining. Until then the boot script stands in for it: a machine without a
+watchdog an hour after it should have joined shuts itself down, without the controller or the provider.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.cloud.providers.api import Abilities, RentedInstance
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.context import UNFIT_PREFIX, ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.scheduling import is_due
+from shoal.cloud.service.slurm import wants_machine
+from shoal.roles.watchdog import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
+
+UNIT = "shoal-unclaimed"
+
+
+def boot_script(abilities: Abilities, lifetime: int) -> str:
+    """The script that a machine runs when it boots; empty where the provider runs none.
+
+    It has no secrets: providers show such scripts in their consoles, and any user of the machine can read them.
+    """
+    if abilities.boots_with == "none":
+        return ""
+    expected = min(abilities.boot_seconds, lifetime) if lifetime else abilities.boot_seconds
+    if abilities.container:
+        return container_script(expected + CONTROLLER_TIMEOUT_S)
+    return machine_script(expected + CONTROLLER_TIMEOUT_S)
+
+
+def machine_script(seconds: int, units: str = UNITS, watchdog: str = WATCHDOG, systemctl: str = "systemctl") -> str:
+    """With a systemd timer, which survives a reboot."""
+    return f"""#!/bin/sh
+# Written by shoal: this machine shuts itself down if it does not become a node of its cluster.
+cat > {units}/{UNIT}.service <<'end'
+[Unit]
+Description=Shuts this rented machine down, which was to become a node and did not
+ConditionPathExists=!{watchdog}
+
+[Service]
+Type=oneshot
+ExecStart={POWEROFF}
+end
+cat > {units}/{UNIT}.timer <<'end'
+[Unit]
+Description=Waits for this rented machine to become a node
+
+[Timer]
+OnBootSec={seconds}
+
+[Install]
+WantedBy=timers.target
+end
+{systemctl} daemon-reload
+{systemctl} enable {UNIT}.timer
+{systemctl} start --no-block {UNIT}.timer
+"""
+
+
+def container_script(seconds: int, off: str = CONTAINER_POWEROFF, watchdog: str = WATCHDOG) -> str:
+    """With a background process; a restarted container starts it again."""
+    return f"""#!/bin/sh
+# Written by shoal: this container ends if it does not become a node of its cluster.
+(
+    sleep {seconds}
+    [ -e {watchdog} ] || {off}
+) > /dev/null 2>&1 &
+"""
+
+
+JOIN_RETRY_S = 10.0
+"""The pause before a failed join is retried, until the boot timeout."""
+
+
+@dataclass
+class NodeBooter:
+    """Joins machines that are up. Those that come up together are joined together."""
+
+    context: ServiceContext
+    wake: Callable[[], None] = lambda: None
+    """Called when a join has ended, to start the next step."""
+    _joins: dict[asyncio.Task[Mapping[str, str]], dict[str, str]] = field(default_factory=dict)
+    """The running joins, with the token of every node."""
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    _errors: dict[str, str] = field(default_factory=dict)
+    """The last error, by token."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a join runs."""
+        return bool(self._joins)
+
+    async def step(self, snapshot: ClusterSnapshot) -> None:
+        """Collect the joins that ended, release machines that are late, and join those that are up."""
+        booting = {rental.token: rental for rental in snapshot.rentals if rental.state == "made"}
+        self._collect(booting)
+        snapshot.refresh(self.context.ledger)
+        running = {token for tokens in self._joins.values() for token in tokens.values()}
+        ready: dict[str, RentedInstance] = {}
+        tokens: dict[str, str] = {}
+        for rental in snapshot.rentals:
+            node = snapshot.nodes.get(rental.node)
+            if rental.state != "made" or node is None or not wants_machine(node):
+                continue
+            if self._late(rental, snapshot.now):
+                continue
+            machine = self._up(rental)
+            waits_for_retry = not is_due(self._retry_at.get(rental.token, 0.0), snapshot.now, JOIN_RETRY_S)
+            if machine is None or rental.token in running or waits_for_retry:
+                continue
+            ready[rental.node], tokens[rental.node] = machine, rental.token
+        if ready and not self.context.joins_paused:
+            task = asyncio.create_task(_join(self.context, ready))
+            task.add_done_callback(lambda _: self.wake())
+            self._joins[task] = tokens
+            await asyncio.sleep(0)
+        snapshot.refresh(self.context.ledger)
+
+    async def close(self) -> None:
+        """Cancel the running joins: the next start repeats them."""
+        for task in self._joins:
+            task.cancel()
+        await asyncio.gather(*self._joins, return_exceptions=True)
+        self._joins.clear()
+
+    def _up(self, rental: Rental) -> RentedInstance | None:
+        account = self.context.accounts.get(rental.account)
+        machine = account.machine(rental) if account else None
+        return machine if machine is not None and machine.state == "up" and machine.host else None
+
+    def _late(self, rental: Rental, now: float) -> bool:
+        account = self.context.accounts.get(rental.account)
+        if account is None or now < rental.intended_at + account.abilities.boot_seconds:
+            return False
+        said = self._errors.get(rental.token) or ("the machine is not up" if self._up(rental) is None else "not joined")
+        why = f"{rental.id} of {rental.account} is not a node after {account.abilities.boot_seconds} s: {said}"
+        self.context.reject(rental, why)
+        return True
+
+    def _collect(self, booting: Mapping[str, Rental]) -> None:
+        now = self.context.clock.now()
+        for task in [task for task in self._joins if task.done()]:
+            tokens = self._joins.pop(task)
+            said = task.result()
+            for node, token in tokens.items():
+                rental = booting.get(token)
+                if rental is None:
+                    continue  # it was released meanwhile
+                problem = said.get(node, "the joiner returned no result")
+                if not problem:
+                    log.info("%s: %s of %s takes jobs", node, rental.id, rental.account)
+                    self.context.ledger.joined(token, now)
+                elif problem.startswith(UNFIT_PREFIX):
+                    self.context.reject(
+                        rental, f"{rental.id} of {rental.account}: {problem.removeprefix(UNFIT_PREFIX)}"
+                    )
+                else:
+                    log.info("%s: %s has not joined yet: %s", node, rental.id, problem)
+                    self._errors[token], self._retry_at[token] = problem, now + JOIN_RETRY_S
+
+
+async def _join(context: ServiceContext, ready: Mapping[str, RentedInstance]) -> Mapping[str, str]:
+    try:
+        return await context.joiner.join(ready)
+    except Exception as error:  # a failed join must not leave machines behind
+        log.exception("cannot join %s", ", ".join(ready))
+        return dict.fromkeys(ready, f"{type(error).__name__}: {error}")

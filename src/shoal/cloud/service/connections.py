@@ -1,0 +1,92 @@
+"""How the service connects to hosts: the controller is this machine, rented machines are reached by SSH.
+
+A machine's host key is trusted on first use and stored under the machine's id, not its address, which another machine
+may get later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from shoal.cloud.providers.api import RentedInstance
+from shoal.errors import Unreachable
+from shoal.hosts.api import Connector, Host, Target
+from shoal.hosts.local import LocalConnector
+from shoal.hosts.ssh import SshConnector
+from shoal.plan.fleet import Fleet
+
+CONNECT_TIMEOUT_S = 4.0
+
+
+class MachineConnector:
+    """Connects the controller to itself and to rented machines."""
+
+    def __init__(
+        self,
+        controller: str,
+        identity: Path,
+        known_hosts: Path,
+        here: Connector | None = None,
+        there: Callable[[Path], Connector] | None = None,
+    ) -> None:
+        """`known_hosts` is a directory with one file per machine. Tests replace `here` and `there`."""
+        self._controller = controller
+        self._identity = identity
+        self._known_hosts = known_hosts
+        self._here = here or LocalConnector()
+        self._there = there or _by_ssh
+
+    def fleet(self, machines: Mapping[str, RentedInstance]) -> Fleet:
+        """The controller and these machines, not yet connected."""
+        targets = {self._controller: Target(self._controller)}
+        targets |= {name: self._target(name, machine) for name, machine in machines.items()}
+        ways = {name: self._connector(machine) for name, machine in machines.items()}
+        return Fleet(targets, _ByName({self._controller: self._here, **ways}))
+
+    def forget_others(self, machines: Iterable[RentedInstance]) -> None:
+        """Remove the host keys of all other machines."""
+        kept = {_file_name(machine.id) for machine in machines}
+        for path in self._known_hosts.glob("*") if self._known_hosts.is_dir() else ():
+            if path.name.partition(".")[0] not in kept and path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def _target(self, name: str, machine: RentedInstance) -> Target:
+        return Target(name, machine.host, machine.port, machine.user, self._identity)
+
+    def _connector(self, machine: RentedInstance) -> Connector:
+        self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._there(self._known_hosts / _file_name(machine.id))
+
+
+async def connect_to(fleet: Fleet, name: str) -> None:
+    """Connect to a machine. Raises HostError quickly, as a booting machine is retried."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await fleet.host(name)
+    except TimeoutError:
+        target = fleet.targets[name]
+        cause = f"{target.address}:{target.port} does not answer within {CONNECT_TIMEOUT_S:g} s"
+        raise Unreachable(name, cause, hint="check the machine in the provider's console") from None
+
+
+class _ByName:
+    """Uses another connector for each host."""
+
+    def __init__(self, connectors: Mapping[str, Connector]) -> None:
+        self._connectors = connectors
+
+    async def connect(self, target: Target) -> Host:
+        if target.name not in self._connectors:
+            raise Unreachable(target.name, "no longer exists", hint="the node gets another machine")
+        return await self._connectors[target.name].connect(target)
+
+
+def _by_ssh(known_hosts: Path) -> Connector:
+    return SshConnector(known_hosts, ssh_config=Path(os.devnull), agent=False, connect_timeout=10.0)
+
+
+def _file_name(id: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in id)[:100]

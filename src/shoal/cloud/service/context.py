@@ -1,0 +1,182 @@
+"""What the service works with, and the snapshot of Slurm and the ledger that a step starts from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from shoal.cloud.providers.api import RentedInstance
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.leader import Leadership
+from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.scheduling import STEP_WAIT_S, Clock
+from shoal.cloud.service.slurm import QueuedJob, Slurm
+from shoal.errors import SlurmError
+from shoal.roles.elastic import HOLD_MAX_AGE_S
+from shoal.slurm.state import NodeState
+from shoal.spec.rental import Budget, RentedSet
+
+log = logging.getLogger("shoal.elastic")
+T = TypeVar("T")
+
+REJECTED_OFFER_BLOCK_S = 600.0
+"""How long an offer is blocked after one of its machines did not become a working node."""
+
+
+class Joiner(Protocol):
+    """Turns machines into nodes of the cluster."""
+
+    async def join(self, nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
+        """Join machines that are up, concurrently, until slurmd has registered and the GPUs work.
+
+        Returns the error of every node, `""` for one that takes jobs now. It may be called again for the same machine.
+        An error that begins with `UNFIT_PREFIX` is final: the machine itself is defective.
+        """
+
+    async def leave(self, nodes: Mapping[str, RentedInstance]) -> None:
+        """Log machines out of a network that lists them by name, before they are deleted.
+
+        It takes seconds at most and never fails: an unreachable machine is deleted all the same.
+        """
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all and return their results. Raises the first error, after all have ended."""
+    done = await asyncio.gather(*work, return_exceptions=True)
+    for one in done:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in done if not isinstance(one, BaseException)]
+
+
+UNFIT_PREFIX = "unfit: "
+"""The prefix of a joiner's error for a machine that is up but defective, for example with a broken GPU."""
+
+
+@dataclass
+class ServiceContext:
+    """The rented nodesets of a cluster, and the clients that the service uses."""
+
+    cluster: str
+    sets: Mapping[str, RentedSet]
+    accounts: Mapping[str, AccountClient]
+    """The provider accounts, by name."""
+    ledger: Ledger
+    slurm: Slurm
+    joiner: Joiner
+    clock: Clock
+    public_key: str = ""
+    """The controller's SSH key, as a line of authorized_keys."""
+    budget: Budget | None = None
+    step_wait_s: float = STEP_WAIT_S
+    """How long a step waits for calls to providers before they continue in the background."""
+    leadership: Leadership = field(default_factory=Leadership)
+    """Whether this service may act."""
+    pause_file: Path | None = None
+    """While this file exists and is recent, no machine joins."""
+    job_comments: dict[str, str] = field(default_factory=dict)
+    """The last comment that was set on each job."""
+    set_by_node: dict[str, RentedSet] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.set_by_node = {node: nodeset for nodeset in self.sets.values() for node in nodeset.nodes}
+
+    @property
+    def joins_paused(self) -> bool:
+        """Whether machines must wait to join: keys are being rotated, and they would get the old ones."""
+        try:
+            return (
+                self.pause_file is not None and abs(self.clock.now() - self.pause_file.stat().st_mtime) < HOLD_MAX_AGE_S
+            )
+        except OSError:
+            return False
+
+    def release(self, rental: Rental, why: str) -> None:
+        """Mark a rental for release; the next step deletes its machine."""
+        if rental.state != "releasing":
+            log.info("%s: releasing %s of %s: %s", rental.node, rental.id or "the order", rental.account, why)
+            self.ledger.releasing(rental.token, why, self.clock.now())
+
+    def reject(self, rental: Rental, why: str) -> None:
+        """Release a machine that did not become a working node, and block its offer for a while."""
+        offer, now = rental.offer, self.clock.now()
+        until = now + REJECTED_OFFER_BLOCK_S
+        self.ledger.block(rental.account, offer.type, offer.place, offer.market, until, why)
+        self.release(rental, why)
+
+    async def update_slurm(self, update: Awaitable[None]) -> bool:
+        """Apply a change in Slurm. If it is rejected, the next step retries: one node must not block the others."""
+        try:
+            await update
+        except SlurmError as error:
+            log.warning("Slurm rejected the update: %s", error.message)
+            return False
+        return True
+
+    async def comment_job(self, job: str, text: str) -> None:
+        """Set a job's comment, if it changed."""
+        if job and self.job_comments.get(job) != text:
+            self.job_comments[job] = text
+            log.info("job %s: %s", job, text)
+            await self.update_slurm(self.slurm.comment(job, text))
+
+
+@dataclass
+class ClusterSnapshot:
+    """The state of Slurm and the ledger in one step."""
+
+    now: float
+    nodes: Mapping[str, NodeState]
+    """The nodes of rented nodesets that Slurm has."""
+    jobs: Sequence[QueuedJob]
+    rentals: Sequence[Rental] = ()
+    """All rentals whose machine exists, or may exist."""
+    busy: frozenset[Hashable] = frozenset()
+    """The groups that were being served when Slurm was queried: their state may be outdated."""
+    _version: object = None
+    _by_node: dict[str, list[Rental]] = field(default_factory=dict)
+    _jobs_by_node: dict[str, list[QueuedJob]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        now: float,
+        nodes: Iterable[NodeState],
+        jobs: Sequence[QueuedJob],
+        context: ServiceContext,
+        busy: frozenset[Hashable] = frozenset(),
+    ) -> ClusterSnapshot:
+        snapshot = cls(now, {node.name: node for node in nodes if node.name in context.set_by_node}, jobs, busy=busy)
+        on: dict[str, list[QueuedJob]] = defaultdict(list)
+        for job in jobs:
+            if job.active:
+                for node in job.nodes:
+                    on[node].append(job)
+        snapshot._jobs_by_node = dict(on)
+        snapshot.refresh(context.ledger)
+        return snapshot
+
+    def refresh(self, ledger: Ledger) -> None:
+        """Read the ledger again, if it changed."""
+        if self._version == ledger.version:
+            return
+        self._version, self.rentals = ledger.version, ledger.live()
+        by_node: dict[str, list[Rental]] = defaultdict(list)
+        for rental in self.rentals:
+            if rental.state != "releasing":
+                by_node[rental.node].append(rental)
+        self._by_node = dict(by_node)
+
+    def rentals_of(self, node: str) -> Sequence[Rental]:
+        """The rentals of a node, without those that are being released."""
+        return self._by_node.get(node, ())
+
+    def jobs_on(self, node: str) -> Sequence[QueuedJob]:
+        """The jobs on a node."""
+        return self._jobs_by_node.get(node, ())

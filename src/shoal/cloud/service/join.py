@@ -1,0 +1,305 @@
+"""Turns a machine that is up into a node that takes jobs, with the same documents as every host.
+
+Only the controller and rented machines are changed. First the controller learns the new members' names and lets them
+through its firewall and into its network, and so do the other rented nodes; then the new machines become nodes:
+
+    SSH answers ─▶ name, packages ─▶ membership: keys, network ─▶ GPUs work ─▶ slurmd registers
+
+Permanent hosts are not changed: `shoal up` has already prepared them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.agent.document import Command, Document, File
+from shoal.cloud.providers.api import RentedInstance
+from shoal.cloud.service.connections import MachineConnector, connect_to
+from shoal.cloud.service.join_checks import (
+    broken_gpus,
+    cluster_with_rented_nodes,
+    excluded_machines,
+    incompatible_versions,
+    unregistered,
+)
+from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
+from shoal.errors import HostError, ShoalError
+from shoal.hosts.api import Connector
+from shoal.plan.apply import prepare
+from shoal.plan.fleet import Fleet
+from shoal.plan.observe import observe
+from shoal.plan.progress import NoProgress
+from shoal.plan.secret_values import fetch_secrets
+from shoal.roles.base import installation, munge_secret
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.documents import documents, membership
+from shoal.roles.registry import shared_secrets
+from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
+from shoal.roles.watchdog import watchdog
+from shoal.spec.members import members, rented_sets
+
+SSH_WAIT_S = 20.0
+"""How long one join waits for SSH; machines that answer by then continue."""
+RECENT_JOIN_S = 120.0
+"""After this time the ledger has what joined."""
+LOGOUT_TIMEOUT_S = 10.0
+_PAUSE = 0.5
+
+
+@dataclass(eq=False)
+class _Ready:
+    """The machines of one join that have their packages, with their connections."""
+
+    machines: Mapping[str, RentedInstance]
+    fleet: Fleet
+    cluster: Cluster | None = None
+    """The cluster that includes them, once it has been changed."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Machines that could not become members, with the reason."""
+
+
+class LiveJoiner:
+    """Joins machines over SSH."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        others: Callable[[], Mapping[str, RentedInstance | None]],
+        *,
+        known_hosts: Path = KNOWN_HOSTS,
+        here: Connector | None = None,
+        there: Callable[[Path], Connector] | None = None,
+    ) -> None:
+        """`others` returns the joined rented nodes, with their machines if known. Tests replace `here` and `there`."""
+        self._spec = controller_spec(settings.spec)
+        self._others = others
+        self._controller = members(settings.spec)[0]
+        self._connector = MachineConnector(self._controller.name, settings.identity, known_hosts, here, there)
+        self._membership_lock = asyncio.Lock()
+        self._ready: list[_Ready] = []
+        """Joins whose machines wait for membership."""
+        self._joining: dict[str, RentedInstance] = {}
+        """The machines of all running joins."""
+        self._recent: dict[str, tuple[float, RentedInstance]] = {}
+        """Recent members, with the time, until `others` returns them."""
+        self._announced: frozenset[str] | None = None
+        """The rented nodes that the others know; None before the first change."""
+
+    async def join(self, nodes: Mapping[str, RentedInstance]) -> Mapping[str, str]:
+        """Implements `shoal.cloud.service.context.Joiner`."""
+        self._joining |= nodes
+        try:
+            return await self._join(nodes)
+        finally:
+            for name in nodes:
+                self._joining.pop(name, None)
+
+    async def leave(self, nodes: Mapping[str, RentedInstance]) -> None:
+        """Implements `shoal.cloud.service.context.Joiner`: a tailnet keeps listing machines that did not log out."""
+        due = [name for name in rented_machines(self._spec) if name in nodes]
+        if self._spec.network.kind != "tailscale" or not due:
+            return
+
+        async def log_out(name: str) -> None:
+            await (await fleet.host(name)).run(LOGOUT, timeout=LOGOUT_TIMEOUT_S, root=True)
+
+        with contextlib.suppress(ShoalError, TimeoutError):
+            async with (
+                asyncio.timeout(LOGOUT_TIMEOUT_S),
+                self._connector.fleet({name: nodes[name] for name in due}) as fleet,
+            ):
+                await fleet.each(due, log_out)
+
+    async def remove_departed(self) -> None:
+        """Remove nodes that are gone from the controller and the rented nodes. Raises ShoalError."""
+        async with self._membership_lock:
+            neighbours = self._neighbours()
+            if self._announced == self._known():
+                return
+            async with self._connector.fleet(neighbours) as fleet:
+                await self._change_membership(fleet, [])
+            self._announced = self._known()
+
+    async def _join(self, nodes: Mapping[str, RentedInstance]) -> dict[str, str]:
+        errors = dict.fromkeys(nodes, "")
+
+        def due() -> dict[str, RentedInstance]:
+            return {name: machine for name, machine in nodes.items() if not errors[name]}
+
+        async with self._connector.fleet(nodes) as fleet:
+            try:
+                errors |= await self._wait_for_ssh(fleet, nodes)
+                if due():
+                    errors |= await self._install(fleet, list(due()))
+                if due():
+                    cluster, refused = await self._add_members(due(), fleet)
+                    errors |= refused
+                if due():
+                    errors |= await self._start(fleet, cluster, due())
+            except ShoalError as error:
+                errors |= dict.fromkeys(due(), error.message)
+        for name, problem in errors.items():
+            if problem:
+                self._recent.pop(name, None)
+        return errors
+
+    async def _wait_for_ssh(self, fleet: Fleet, names: Iterable[str]) -> dict[str, str]:
+        """Wait for SSH. Returns the error of each machine; those that do not answer are dropped."""
+
+        async def answer(name: str) -> str:
+            end = asyncio.get_running_loop().time() + SSH_WAIT_S
+            while True:
+                try:
+                    await connect_to(fleet, name)
+                except HostError as error:
+                    if asyncio.get_running_loop().time() > end:
+                        del fleet.targets[name]
+                        return error.cause
+                    await asyncio.sleep(_PAUSE)
+                else:
+                    return ""
+
+        return dict(zip(names, await asyncio.gather(*map(answer, names)), strict=True))
+
+    async def _add_members(
+        self, machines: Mapping[str, RentedInstance], fleet: Fleet
+    ) -> tuple[Cluster, dict[str, str]]:
+        """Make machines members, together with all others that are ready by now.
+
+        Memberships change one at a time, so that each new member knows all before it, and they know it.
+        """
+        own = _Ready(machines, fleet)
+        self._ready.append(own)
+        try:
+            async with self._membership_lock:
+                if own.cluster is None:
+                    await self._add_ready()
+        finally:
+            self._ready.remove(own)
+        assert own.cluster is not None
+        return own.cluster, own.refused
+
+    async def _add_ready(self) -> None:
+        """Make all ready machines members. An error that concerns all of them is raised."""
+        group = [one for one in self._ready if one.cluster is None]
+        machines = {name: machine for one in group for name, machine in one.machines.items()}
+        async with self._connector.fleet({**self._neighbours(), **machines}) as fleet:
+            for one in group:
+                fleet.take_over(one.fleet)
+            try:
+                cluster, refused = await self._change_membership(fleet, list(machines))
+            finally:
+                for one in group:
+                    one.fleet.take_over(fleet)
+        now = time.monotonic()
+        self._recent |= {name: (now, machine) for name, machine in machines.items() if name not in refused}
+        self._announced = self._known()
+        for one in group:
+            one.cluster = cluster
+            one.refused = {name: why for name, why in refused.items() if name in one.machines}
+
+    def _neighbours(self) -> dict[str, RentedInstance]:
+        """The rented nodes that take jobs or are about to. Host keys of others are removed."""
+        joined = {name: machine for name, machine in self._others().items() if machine is not None}
+        recent = time.monotonic() - RECENT_JOIN_S
+        self._recent = {
+            name: (at, machine)
+            for name, (at, machine) in self._recent.items()
+            if name not in joined and (name in self._joining or at > recent)
+        }
+        entered = {name: machine for name, (_, machine) in self._recent.items()}
+        if None not in self._others().values():
+            self._connector.forget_others([*joined.values(), *entered.values(), *self._joining.values()])
+        return {**entered, **joined}
+
+    def _known(self) -> frozenset[str]:
+        """The names of the rented nodes, including those without a known address."""
+        return frozenset((*self._others(), *self._recent))
+
+    async def _install(self, fleet: Fleet, new: list[str]) -> dict[str, str]:
+        """Set names and install packages: the slowest part, which needs no other host."""
+        await self._name(fleet, new)
+        observed = await observe(fleet, self._spec)
+        fleet.require(self._controller.name)
+        if await prepare(self._spec, observed.facts, fleet, NoProgress()):
+            observed = await observe(fleet, self._spec)
+            fleet.require(self._controller.name)
+        cluster = cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
+        refused = incompatible_versions(cluster, new)
+        there = [member for member in cluster.members if member.name in new and member.name in fleet.live]
+        wanted = {member.name: installation(cluster, member) for member in there if member.name not in refused}
+        await self._converge(fleet, wanted)
+        return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused
+
+    async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
+        """Change the membership on the controller, the rented nodes and the new machines."""
+        controller = self._controller.name
+        observed = await observe(fleet, self._spec)
+        fleet.require(controller)
+        cluster = cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
+        refused = excluded_machines(cluster, new)
+        by_name = {member.name: member for member in cluster.members}
+        due = [name for name in fleet.live if name not in refused]
+        stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
+        others = {name: membership(cluster, by_name[name]) for name in due if name not in new}
+        await self._converge(fleet, others | {name: found.get(Stage.BASE, ()) for name, found in stages.items()})
+        fleet.require(controller)  # it must accept the new ones first
+        await self._converge(fleet, {name: found.get(Stage.SERVICES, ()) for name, found in stages.items()})
+        failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
+        return cluster, failed | refused
+
+    async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:
+        """Check the GPUs, start slurmd, and wait for its registration."""
+        unfit = await broken_gpus(self._spec, fleet, new)
+        last = {
+            member.name: (
+                *documents(cluster, member).get(Stage.NODES, ()),
+                *self._watchdog(member.name, new[member.name], member.name not in cluster.tunnels),
+            )
+            for member in cluster.members
+            if member.name in new and member.name not in fleet.failures and member.name not in unfit
+        }
+        await self._converge(fleet, last)
+        started = [name for name in last if name not in fleet.failures]
+        unheard = await unregistered(await fleet.host(self._controller.name), started)
+        failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
+        return dict.fromkeys(new, "") | unheard | failed | unfit
+
+    async def _name(self, fleet: Fleet, new: Iterable[str]) -> None:
+        """Set host names to the nodes' names, which Slurm and training jobs use."""
+
+        async def rename(name: str) -> None:
+            document: Document = (
+                File("/etc/hostname", f"{name}\n"),
+                # a container cannot, and does not need to
+                Command(
+                    "take the node's name",
+                    ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system"),
+                    unless=("sh", "-c", f'test "$(hostname)" = {name}'),
+                ),
+            )
+            with NoProgress().phase("", 1) as phase:
+                await fleet.converge(name, document, {}, phase)
+
+        await fleet.each(new, rename)
+
+    async def _converge(self, fleet: Fleet, wanted: Mapping[str, Document]) -> None:
+        due = {name: document for name, document in wanted.items() if document and name not in fleet.failures}
+        kept = {**munge_secret(self._controller.name), **shared_secrets(self._spec)}
+        secrets = await fetch_secrets(due.values(), kept, {}, fleet)
+
+        async def converge(name: str) -> None:
+            with NoProgress().phase("", 1) as phase:
+                await fleet.converge(name, due[name], secrets, phase, "shoal up")
+
+        await fleet.each(due, converge)
+
+    def _watchdog(self, name: str, machine: RentedInstance, systemd: bool) -> Document:
+        nodeset = next(one for one in rented_sets(self._spec).values() if name in one.nodes)
+        return watchdog(name, int((machine.created or time.time()) + nodeset.lifetime), systemd=systemd)

@@ -1,0 +1,340 @@
+"""The ledger: every rental, its states and times, in one SQLite file on the controller.
+
+A row is written before a machine is ordered, so that after a crash the machine is searched for by the row's token. Each
+call is one transaction and is on disk when it returns. Rows are never deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from shoal.cloud.providers.api import FailureKind
+from shoal.cloud.rental import (
+    LIVE,
+    TRANSITIONS,
+    OrderBlock,
+    Rental,
+    RentalState,
+    from_row,
+    price_of,
+    prices_text,
+    to_row,
+)
+from shoal.cloud.service.scheduling import MAX_DELAY_S, is_due
+from shoal.errors import LedgerError
+from shoal.remote.ledger_rows import LOCK_TIMEOUT_S
+
+__all__ = ["LEDGER", "LIVE", "TRANSITIONS", "Ledger", "OrderBlock", "Rental", "RentalState"]
+
+LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
+
+APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
+SCHEMA = 2
+
+_TABLES = """
+CREATE TABLE rentals (
+    token TEXT PRIMARY KEY, node TEXT NOT NULL, nodeset TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL,
+    state TEXT NOT NULL, id TEXT NOT NULL DEFAULT '', micros_hour INTEGER,
+    intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
+    billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
+    jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '',
+    prices TEXT NOT NULL DEFAULT '[]'
+);
+CREATE INDEX rentals_state ON rentals (state);
+CREATE INDEX rentals_node ON rentals (node);
+CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END;
+CREATE TABLE blocks (
+    account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
+    until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market)
+);
+CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL);
+"""
+_MIGRATIONS = {2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'"}
+"""By schema version: the statement that migrates from the version before."""
+
+
+class Ledger:
+    """The open file. One process writes; any number may read."""
+
+    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
+        self.path = path
+        self._database = database
+        self._live: tuple[tuple[int, int], list[Rental]] = ((-1, -1), [])
+
+    @classmethod
+    def open(cls, path: Path = LEDGER) -> Self:
+        """Open it for writing; create it if missing. Raises LedgerError if it is broken or too new."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger {path}: {error.strerror}") from error
+        ledger = cls(sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None), path)
+        try:
+            ledger._prepare()
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @classmethod
+    def read(cls, path: Path = LEDGER) -> Self:
+        """Open it read-only, beside the service that writes."""
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        try:
+            ledger = cls(sqlite3.connect(uri, uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None), path)
+        except sqlite3.Error as error:
+            hint = "" if path.exists() else "nothing was rented yet; `shoal up` creates it"
+            raise LedgerError(f"cannot open the ledger {path}: {error}", hint=hint) from error
+        try:
+            with ledger._mapped_errors():
+                ledger._check()
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def intend(self, *rentals: Rental) -> None:
+        """Record machines that are about to be ordered: all of them or none. Call it before the order."""
+        with self._transaction():
+            for rental in rentals:
+                if rental.state != "intended":
+                    raise LedgerError(f"{rental.node}: a rental starts as intended, not as {rental.state}")
+                try:
+                    self._insert(rental)
+                except sqlite3.IntegrityError as error:
+                    raise LedgerError(f"{rental.node}: token {rental.token} is already in the ledger") from error
+
+    def made(self, token: str, id: str, usd_hour: float | None, at: float) -> None:
+        """The provider made the machine. Without a price the offer's stays. A rental that is releasing stays so."""
+        with self._transaction():
+            before = self._require(token)
+            if before.id and before.id != id:
+                raise LedgerError(
+                    f"{before.node}: {before.account} has two machines for one order, {before.id} and {id}",
+                    hint=f"keep {before.id} and delete {id}",
+                )
+            if before.id and before.live:
+                return
+            price = before.usd_hour if usd_hour is None else usd_hour
+            known = {"id": id, "micros_hour": price_of(price), "made_at": at, "gone_at": None, "trouble": ""}
+            if usd_hour is not None:
+                known["prices"] = prices_text([(0.0, usd_hour)])
+            if before.state == "releasing":
+                self._set(token, **known)
+            else:
+                self._advance(before, "made", **known, reason="")
+
+    def joined(self, token: str, at: float) -> None:
+        """The node takes jobs."""
+        with self._transaction():
+            self._advance(self._require(token), "joined", joined_at=at)
+
+    def releasing(self, token: str, why: str, at: float) -> None:
+        """The machine must go. Call it before the delete. The first reason and time stay."""
+        with self._transaction():
+            self._advance(
+                self._require(token), "releasing", released_at=at, reason=why, gone_at=None, billed_until=None
+            )
+
+    def gone(self, token: str, at: float) -> None:
+        """The provider no longer lists it: it costs nothing more."""
+        with self._transaction():
+            self._advance(self._require(token), "gone", gone_at=at)
+
+    def failed(self, token: str, failure: FailureKind, message: str, at: float) -> None:
+        """Nothing was made. A machine that was made and is defective is `releasing`."""
+        with self._transaction():
+            self._advance(self._require(token), "failed", gone_at=at, trouble=failure.value, reason=message)
+
+    def billed(self, token: str, *, since: float | None = None, until: float | None = None) -> None:
+        """When billing starts or ends, as the provider tells. None leaves it unchanged."""
+        times = {"billed_from": since, "billed_until": until}
+        with self._transaction():
+            self._require(token)
+            for name, value in times.items():
+                if value is not None:
+                    self._set(token, **{name: value})
+
+    def priced(self, token: str, usd_hour: float, at: float) -> None:
+        """Record a price that the provider told: the first counts from the beginning, later ones from `at`."""
+        with self._transaction():
+            before = self._require(token)
+            if not before.prices or price_of(usd_hour) != price_of(before.usd_hour):
+                prices = [*before.prices, (at if before.prices else 0.0, usd_hour)]
+                self._set(token, micros_hour=price_of(usd_hour), prices=prices_text(prices))
+
+    def get(self, token: str) -> Rental | None:
+        """The rental of a token, in any state."""
+        return next(iter(self._rentals("token = ?", token)), None)
+
+    def live(self) -> list[Rental]:
+        """Rentals whose machine exists, or may exist, oldest first. Cached until something is written."""
+        version = self.version
+        if self._live[0] != version:
+            self._live = (version, self._rentals(f"state IN ({', '.join('?' * len(LIVE))})", *LIVE))
+        return list(self._live[1])
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every write, by this or another process."""
+        with self._mapped_errors():
+            return self._database.total_changes, self._pragma("data_version")
+
+    def all(self, since: float = 0.0) -> list[Rental]:
+        """Rentals that were live at that time or later, oldest first."""
+        return self._rentals("gone_at IS NULL OR gone_at >= ?", since)
+
+    def of_node(self, node: str) -> list[Rental]:
+        """The rentals of a node, newest first: the first live one counts."""
+        return self._rentals("node = ?", node)[::-1]
+
+    def block(self, account: str, type: str, place: str, market: str, until: float | None, why: str) -> None:
+        """Block orders for something. A longer block stays, unless it is from a clock that was set back."""
+        with self._transaction():
+            if until is not None:
+                self._execute("DELETE FROM blocks WHERE until > ?", until + MAX_DELAY_S)
+            self._execute(
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET until = excluded.until,"
+                " why = excluded.why WHERE until IS NOT NULL AND (excluded.until IS NULL OR excluded.until >= until)",
+                *(account, type, place, market, until, why),
+            )
+
+    def blocks(self, now: float) -> list[OrderBlock]:
+        """The blocks at that time, without those of a clock that was set back."""
+        with self._mapped_errors():
+            found = [OrderBlock(*row) for row in self._execute("SELECT * FROM blocks")]
+        return [one for one in found if one.until is None or not is_due(one.until, now)]
+
+    def unblock(self, account: str = "") -> None:
+        """Remove the blocks of one account, or of all."""
+        with self._transaction():
+            self._execute("DELETE FROM blocks WHERE ? IN ('', account)", account)
+
+    def paced(self, account: str, at: float) -> None:
+        """Record the time of an order, for the provider's minimum interval."""
+        with self._transaction():
+            self._execute("INSERT INTO paces VALUES (?, ?) ON CONFLICT DO UPDATE SET at = excluded.at", account, at)
+
+    def last_rate(self, account: str) -> float:
+        """When the last order was sent; 0 for never."""
+        with self._mapped_errors():
+            row = self._execute("SELECT at FROM paces WHERE account = ?", account).fetchone()
+        return float(row[0]) if row else 0.0
+
+    def _prepare(self) -> None:
+        with self._mapped_errors():
+            if self._pragma("schema_version"):  # 0 while there are no tables
+                self._check()
+            self._execute("PRAGMA journal_mode = WAL")
+            self._execute("PRAGMA synchronous = FULL")
+            with self._transaction():
+                if not self._pragma("schema_version"):
+                    self._make()
+                for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
+                    self._execute(_MIGRATIONS[version])
+                    self._execute(f"PRAGMA user_version = {version}")
+            found = self._execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+
+    def _make(self) -> None:
+        for statement in _statements(_TABLES):
+            self._execute(statement)
+        self._execute(f"PRAGMA application_id = {APPLICATION}")
+        self._execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def _check(self) -> None:
+        """Raise LedgerError if this is no ledger, or one of a newer version."""
+        if self._pragma("application_id") != APPLICATION:
+            raise LedgerError(f"{self.path} is not a Shoal ledger", hint="move it away")
+        version = self._pragma("user_version")
+        if version > SCHEMA:
+            raise LedgerError(
+                f"the ledger {self.path} is of a newer Shoal: it has schema {version}, this Shoal reads {SCHEMA}",
+                hint="run `shoal up` with the newer Shoal",
+            )
+
+    def _pragma(self, name: str) -> int:
+        return int(self._execute(f"PRAGMA {name}").fetchone()[0])
+
+    def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        return self._database.execute(statement, values)
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        """Map errors of SQLite to LedgerError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                raise LedgerError(
+                    f"another process has locked the ledger {self.path}", hint="only shoal-elastic.service may write it"
+                ) from error
+            hint = "keep a copy, restore a good one, or move it away; `shoal reap` shows what is rented"
+            raise LedgerError(f"cannot use the ledger {self.path}: {error}", hint=hint) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """One transaction."""
+        with self._mapped_errors():
+            self._execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._execute("ROLLBACK")
+                raise
+
+    def _advance(self, before: Rental, to: RentalState, **values: object) -> None:
+        """One transition of a rental. A repeated one changes nothing."""
+        if to == before.state:
+            return
+        if to not in TRANSITIONS[before.state]:
+            raise LedgerError(f"{before.node}: rental {before.token} is {before.state} and cannot become {to}")
+        self._set(before.token, state=to, **values)
+
+    def _require(self, token: str) -> Rental:
+        found = self.get(token)
+        if found is None:
+            raise LedgerError(f"the ledger has no rental {token}")
+        return found
+
+    def _set(self, token: str, **values: object) -> None:
+        names = ", ".join(f"{name} = ?" for name in values)
+        self._execute(f"UPDATE rentals SET {names} WHERE token = ?", *values.values(), token)
+
+    def _insert(self, rental: Rental) -> None:
+        row = to_row(rental)
+        self._execute(f"INSERT INTO rentals ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
+
+    def _rentals(self, where: str, *values: object) -> list[Rental]:
+        with self._mapped_errors():
+            cursor = self._execute(f"SELECT * FROM rentals WHERE {where} ORDER BY intended_at, rowid", *values)
+            names = [column[0] for column in cursor.description]
+            return [from_row(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script, one by one: `executescript` would end the current transaction."""
+    statement = ""
+    for line in script.strip().splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

@@ -1,0 +1,242 @@
+"""Compares what Slurm wants, what the ledger has and what providers list, and corrects the differences.
+
+Slurm is what is wanted, the provider what exists, and the ledger says whose a machine is. Each rule looks only at the
+present state, so it does not matter where the service was last killed.
+
+    machine without a rental        orphan: deleted after its grace time, until no list shows it
+    rental without a machine        lost: the node is set down, its jobs are requeued, and it may be resumed again
+    node powered down, rental live  released
+    node in use, no rental          set down, and powered down
+    node down by us or by Slurm     its rental is released; when its time has come it is powered down
+    node down by a person           left alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shoal.cloud.providers.api import FailureKind, RentedInstance
+from shoal.cloud.rental import Rental, price_of
+from shoal.cloud.service.account import LOST_ORDER_SEARCH_S, AccountClient
+from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
+from shoal.cloud.service.scheduling import is_due
+from shoal.cloud.service.slurm import (
+    RESUME_TIMEOUT,
+    format_reason,
+    is_down,
+    is_powering_down,
+    is_registered,
+    retry_time,
+    set_by_slurm,
+    set_by_us,
+)
+from shoal.slurm.state import NodeState
+
+
+async def reconcile(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[str, list[RentedInstance]]:
+    """Compare once. Its decisions are in the ledger and in Slurm when it returns; the releaser deletes.
+
+    Returns orphans, by account: machines to delete that the ledger does not have.
+    """
+    _match_listed(context, snapshot)
+    snapshot.refresh(context.ledger)
+    _release_expired(context, snapshot)
+    lost = await _handle_lost(context, snapshot)
+    snapshot.refresh(context.ledger)
+    await _correct_nodes(context, snapshot, lost)
+    return _orphans_by_account(context, snapshot)
+
+
+def without_slurm(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[str, list[RentedInstance]]:
+    """The same while Slurm does not answer: only lifetimes and orphans."""
+    _match_listed(context, snapshot)
+    snapshot.refresh(context.ledger)
+    _release_expired(context, snapshot)
+    return _orphans_by_account(context, snapshot)
+
+
+def _release_expired(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
+    """Release machines whose lifetime is over, whatever the state of their nodes. Their jobs were warned before."""
+    for rental in snapshot.rentals:
+        nodeset = context.sets.get(rental.nodeset)
+        if nodeset is not None and nodeset.lifetime and snapshot.now >= rental.begun + nodeset.lifetime:
+            context.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
+    snapshot.refresh(context.ledger)
+
+
+def _match_listed(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
+    """Find the machines of orders whose answer was lost, and update prices."""
+    for rental in snapshot.rentals:
+        account = context.accounts.get(rental.account)
+        if account is None or rental.token in account.ordering:
+            continue  # the answer is more reliable than any list
+        machine = account.machine(rental)
+        if machine is not None:
+            _update_rental(context, rental, machine, snapshot.now)
+        elif not rental.id and account.gone(rental):
+            if rental.state == "intended":
+                why = f"no machine of this order was listed within {LOST_ORDER_SEARCH_S:.0f} s"
+                context.ledger.failed(rental.token, FailureKind.AMBIGUOUS, why, snapshot.now)
+            else:
+                context.ledger.gone(rental.token, snapshot.now)
+
+
+def _update_rental(context: ServiceContext, rental: Rental, machine: RentedInstance, now: float) -> None:
+    ledger = context.ledger
+    if not rental.id:
+        log.info("%s: order %s made %s at %s", rental.node, rental.token, machine.id, rental.account)
+        ledger.made(rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at))
+        rental = ledger.get(rental.token) or rental
+    if machine.usd_hour is not None and (not rental.prices or price_of(machine.usd_hour) != price_of(rental.usd_hour)):
+        ledger.priced(rental.token, machine.usd_hour, now)
+    if rental.billed_from is None and (since := _billed_from(rental, machine, now)) is not None:
+        ledger.billed(rental.token, since=since)
+    nodeset = context.sets.get(rental.nodeset)
+    price, most = machine.usd_hour, nodeset.max_price if nodeset else None
+    if rental.state == "made" and price is not None and most is not None and price > most:
+        context.reject(
+            rental, f"{rental.account} charges ${price:.2f} an hour for {rental.offer.type}, above max_price"
+        )
+
+
+def _billed_from(rental: Rental, machine: RentedInstance, now: float) -> float | None:
+    """When billing starts, if known."""
+    if rental.billing.from_up:
+        return now if machine.state == "up" else None
+    # clocks differ; it was not made before the order
+    return None if machine.created is None else min(now, max(machine.created, rental.intended_at))
+
+
+def _created(machine: RentedInstance, now: float) -> float:
+    return now if machine.created is None else min(now, machine.created)
+
+
+async def _handle_lost(context: ServiceContext, snapshot: ClusterSnapshot) -> set[str]:
+    """Set nodes down whose machines died, so that their jobs are requeued. Returns these nodes."""
+    down: set[str] = set()
+    for rental in snapshot.rentals:
+        account = context.accounts.get(rental.account)
+        if account is None or rental.state not in ("made", "joined"):
+            continue
+        machine = account.machine(rental)
+        if machine is None and account.gone(rental):
+            why = f"{rental.id} of {rental.account} is gone"
+            _reject_unjoined(context, rental, why)
+            context.ledger.gone(rental.token, snapshot.now)
+        elif machine is not None and _is_dead(rental, machine):
+            why = f"{rental.id} of {rental.account} is {machine.raw_state}"
+            _reject_unjoined(context, rental, why)
+            context.release(rental, why)
+        else:
+            continue
+        node = snapshot.nodes.get(rental.node)
+        if node is not None and is_registered(node):
+            log.warning("%s: %s", rental.node, why)
+            if await context.update_slurm(context.slurm.down([rental.node], format_reason(why, snapshot.now))):
+                down.add(rental.node)
+    return down
+
+
+def _is_dead(rental: Rental, machine: RentedInstance) -> bool:
+    """Whether a machine is unusable. One that got notice still runs while its jobs save their work."""
+    if machine.state == "stopping":
+        return not (machine.ending and rental.state == "joined")
+    return machine.state in ("error", "stopped")
+
+
+def _reject_unjoined(context: ServiceContext, rental: Rental, why: str) -> None:
+    """Reject the offer of a machine that never came up."""
+    if rental.state == "made":
+        context.reject(rental, why)
+
+
+async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, lost: set[str]) -> None:
+    """Release machines that nodes should not have, and set nodes down that lack one.
+
+    The `lost` nodes were just set down and keep their reason.
+    """
+    to_power_down: list[str] = []
+    to_resume: list[str] = []
+    for node in snapshot.nodes.values():
+        kept = _keep_one(context, snapshot.rentals_of(node.name))
+        if is_powering_down(node):
+            for rental in kept:
+                if rental.state == "made" and node.reason == RESUME_TIMEOUT:
+                    context.reject(rental, f"{rental.id} of {rental.account} did not join in time")
+                context.release(rental, "Slurm has powered the node down")
+            if _is_stuck(node, snapshot.now):
+                to_resume.append(node.name)
+        elif is_down(node):
+            if not (set_by_us(node) or set_by_slurm(node)):
+                continue
+            for rental in kept:
+                context.release(rental, f"the node is down: {node.reason or 'no format_reason given'}")
+            if not set_by_us(node) or is_due(retry_time(node), snapshot.now):
+                to_power_down.append(node.name)
+        elif is_registered(node) and not kept and node.name not in lost:
+            await context.update_slurm(
+                context.slurm.down([node.name], format_reason("this node has no machine", snapshot.now))
+            )
+        elif is_registered(node) and kept and kept[0].state == "made":
+            context.ledger.joined(kept[0].token, snapshot.now)  # a service was killed before it recorded this
+    for rental in snapshot.rentals:
+        if rental.node not in snapshot.nodes:
+            context.release(rental, "the cluster no longer has this node")
+    for verb, names in ((context.slurm.power_down, to_power_down), (context.slurm.resume, to_resume)):
+        if names and not await context.update_slurm(verb(names)) and len(names) > 1:
+            for name in names:
+                await context.update_slurm(verb([name]))
+
+
+def _is_stuck(node: NodeState, now: float) -> bool:
+    """Whether a powered-down node is still down or drained, so that Slurm would not resume it."""
+    if "POWERED_DOWN" not in node.state or "POWERING_DOWN" in node.state or not {"DOWN", "DRAIN"} & set(node.state):
+        return False
+    return is_due(retry_time(node), now) if set_by_us(node) else set_by_slurm(node)
+
+
+def _keep_one(context: ServiceContext, kept: Iterable[Rental]) -> list[Rental]:
+    """Keep one rental per node, the joined or else the newest one; release the others."""
+    ordered = sorted(kept, key=lambda rental: (rental.state == "joined", rental.intended_at), reverse=True)
+    for rental in ordered[1:]:
+        context.release(rental, f"another machine serves the node: {ordered[0].id or ordered[0].token}")
+    return ordered[:1]
+
+
+def _orphans_by_account(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[str, list[RentedInstance]]:
+    snapshot.refresh(context.ledger)  # orders run concurrently: a machine that was made meanwhile has a rental
+    live = {rental.token: rental for rental in snapshot.rentals}
+    found = {name: _orphans_of(context, account, live) for name, account in context.accounts.items()}
+    snapshot.refresh(context.ledger)
+    return {name: orphans for name, orphans in found.items() if orphans}
+
+
+def _orphans_of(context: ServiceContext, account: AccountClient, live: Mapping[str, Rental]) -> list[RentedInstance]:
+    """Machines with our mark that have no live rental."""
+    orphans: list[RentedInstance] = []
+    for token, machines in account.listing.instances.items() if account.listing else ():
+        rental = live.get(token)
+        for machine in machines:
+            if rental is not None and rental.id in ("", machine.id):
+                continue
+            if machine.state != "stopping" and _is_orphan(context, account, machine, rental is not None):
+                orphans.append(machine)
+    return orphans
+
+
+def _is_orphan(context: ServiceContext, account: AccountClient, machine: RentedInstance, twin: bool) -> bool:
+    """Whether to delete a machine now. One that the ledger has is released instead, so that it is billed."""
+    known = None if twin else context.ledger.get(machine.token)
+    if twin or (known is not None and known.id not in ("", machine.id)):
+        return account.may_retry_delete(machine)  # a second machine of one order
+    if known is not None and known.live:
+        return False
+    now = context.clock.now()
+    if known is None:
+        return now >= account.first_seen(machine) + account.abilities.grace_seconds and account.may_retry_delete(
+            machine
+        )
+    if known.state == "failed":
+        context.ledger.made(known.token, machine.id, machine.usd_hour, max(_created(machine, now), known.intended_at))
+    context.ledger.releasing(known.token, "it was listed after the order was given up", now)
+    return False

@@ -1,0 +1,132 @@
+"""`python -m shoal.elastic`: the entry point of shoal-elastic.service on the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import ProviderLogin, RentalProvider, RentedInstance
+from shoal.cloud.service.account import AccountClient, UnavailableProvider
+from shoal.cloud.service.context import ServiceContext
+from shoal.cloud.service.job_files import create_job_file_copier
+from shoal.cloud.service.join import LiveJoiner
+from shoal.cloud.service.leader import Leadership
+from shoal.cloud.service.ledger import LEDGER, Ledger
+from shoal.cloud.service.scheduling import SystemClock
+from shoal.cloud.service.service import RentalService, single_instance
+from shoal.cloud.service.settings import ServiceSettings, read_settings
+from shoal.cloud.service.slurm import LiveSlurm
+from shoal.cloud.service.slurm_requests import JobStarter, RequestQueue
+from shoal.cloud.status_file import STATUS
+from shoal.errors import ProviderError, ShoalError
+from shoal.hosts.api import Target
+from shoal.hosts.local import LocalHost
+from shoal.roles.elastic import HOLD, SUPERSEDED
+from shoal.spec.members import members, rented_sets
+
+CLEANUP_INTERVAL_S = 15.0
+
+
+def make_service(settings: ServiceSettings, ledger: Ledger) -> RentalService:
+    """The service with its real parts."""
+    spec, clock = settings.spec, SystemClock()
+    accounts = {
+        name: AccountClient(name, _provider(account), spec.cluster, ledger, clock)
+        for name, account in settings.accounts.items()
+    }
+
+    def joined() -> Mapping[str, RentedInstance | None]:
+        """The rented nodes that take jobs, each with its machine as last listed; None if not listed yet."""
+        nodes: dict[str, RentedInstance | None] = {}
+        for rental in ledger.live():
+            machine = accounts[rental.account].machine(rental) if rental.account in accounts else None
+            if rental.state == "joined":
+                nodes[rental.node] = machine if machine is not None and machine.host else None
+        return nodes
+
+    context = ServiceContext(
+        cluster=spec.cluster,
+        sets=rented_sets(spec),
+        accounts=accounts,
+        ledger=ledger,
+        slurm=LiveSlurm(LocalHost(Target(members(spec)[0].name))),
+        joiner=LiveJoiner(settings, joined),
+        clock=clock,
+        public_key=settings.public_key,
+        budget=spec.budget,
+        leadership=Leadership(settings.since, Path(SUPERSEDED)),
+        pause_file=Path(HOLD),
+    )
+    return RentalService(context, requests=RequestQueue(), status_file=STATUS)
+
+
+def _provider(account: ProviderLogin) -> RentalProvider:
+    """A client that cannot be made must not keep the service from using the other accounts."""
+    try:
+        return rental_provider(account)
+    except ProviderError as error:
+        logging.getLogger("shoal.elastic").error("cannot use provider account %s: %s", account.name, error)
+        return UnavailableProvider(error)
+
+
+async def run() -> None:
+    with single_instance(LEDGER.with_suffix(".lock")):
+        await _run()
+
+
+async def _run() -> None:
+    ledger = Ledger.open()
+    settings, here = read_settings(), LocalHost(Target("controller"))
+    running = make_service(settings, ledger)
+    work = asyncio.ensure_future(running.run())
+    carrying = create_job_file_copier(settings.spec, ledger, here)
+    tasks = [asyncio.ensure_future(one) for one in (remove_departed(running), JobStarter(here).run(), carrying.run())]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        logging.getLogger("shoal.elastic").info("stopping; rented machines stay, and the next start continues")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await running.close()
+        ledger.close()
+
+
+async def remove_departed(running: RentalService) -> None:
+    """Remove nodes that are gone from the cluster, forever: another machine may get their addresses."""
+    joiner, problem = running.context.joiner, ""
+    assert isinstance(joiner, LiveJoiner)
+    while True:
+        await asyncio.sleep(CLEANUP_INTERVAL_S)
+        try:
+            if not running.context.joins_paused:
+                await joiner.remove_departed()
+            problem = ""
+        except Exception as error:  # retried, and nothing else waits for it
+            if problem != str(error):
+                logging.getLogger("shoal.elastic").warning("cannot remove departed nodes yet: %s", error)
+            problem = str(error)
+
+
+def main() -> int:
+    # journald adds the time
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("asyncssh", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        asyncio.run(run())
+    except ShoalError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

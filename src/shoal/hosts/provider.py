@@ -1,0 +1,123 @@
+"""The contract of a provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from shoal import registry
+from shoal.hosts.api import Target
+from shoal.spec.finding import Finding
+from shoal.spec.member import Shape
+
+
+class Capability(Enum):
+    """What a provider's instances can do; code asks for one of these."""
+
+    VM = "a whole machine with its own init system"
+    SITES = "instances can be placed on separate sites"
+    FAULTS = "instances can be cut off, frozen and killed on purpose"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A host that is wanted."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A host that a provider has made."""
+
+    name: str
+    state: str
+    """`running`, `starting` (made, and SSH has not answered yet), `stopped` or `frozen`."""
+    target: Target
+    shape: Shape = field(default_factory=Shape)
+    """What it was made as. It stays so: a host of another shape is another host."""
+
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and how much of it is done, 0 to 1."""
+
+
+class Provider(Protocol):
+    """Makes and removes hosts. After it has made one, everything else goes over SSH."""
+
+    capabilities: frozenset[Capability]
+
+    def check(self, requests: Sequence[Request]) -> list[Finding]:
+        """What stands in the way of making these hosts on this machine, with what to install. Changes nothing."""
+
+    async def instances(self, cluster: str) -> list[Instance]:
+        """Every instance of the cluster, whatever its state. Raises ProviderError when it cannot know.
+
+        Asked of every provider in each run, so that nothing is left running unseen: quick, and without any rights,
+        where the cluster has nothing there.
+        """
+
+    async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
+        """Make the hosts that are not there yet, start those that are stopped, and return when SSH answers on each.
+
+        Idempotent by name: called again after a kill, it finishes what was begun. A host that fails stops no other;
+        the ProviderError raised at the end has its name and the reason in `hosts`.
+        """
+
+    async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:
+        """Remove these hosts and all they left. A host that is gone already is no error."""
+
+    async def destroy(self, cluster: str, progress: Progress) -> None:
+        """Remove every host of the cluster and what the provider made around them."""
+
+
+class Faults(Protocol):
+    """Breaks hosts on purpose. A provider with `Capability.FAULTS` has one of these as its attribute `faults`.
+
+    Each raises ProviderError when the cluster has no such host.
+    """
+
+    async def cut(self, cluster: str, host: str) -> None:
+        """Pull the network cable: nothing reaches the host, and nothing leaves it."""
+
+    async def heal(self, cluster: str, host: str) -> None:
+        """Plug the cable in again."""
+
+    async def freeze(self, cluster: str, host: str) -> None:
+        """Stop every process of the host where it stands. The network still takes packets for it."""
+
+    async def thaw(self, cluster: str, host: str) -> None:
+        """Let a frozen host go on."""
+
+    async def kill(self, cluster: str, host: str) -> None:
+        """Pull the power plug. The disk and the address stay; `create` starts the host again."""
+
+    async def reboot(self, cluster: str, host: str) -> None:
+        """Ask the host to reboot, and wait until SSH answers again."""
+
+    async def fill_disk(self, cluster: str, host: str) -> None:
+        """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
+
+    async def empty_disk(self, cluster: str, host: str) -> None:
+        """Give the space that `fill_disk` took back."""
+
+
+PROVIDERS = {"sandbox": "shoal.sandbox.provider:SandboxProvider"}
+"""Name -> `module:class`. The module is imported when the provider is asked for."""
+
+GROUP = "shoal.providers"
+"""The entry point group by which an installed package adds a provider."""
+
+
+def names() -> tuple[str, ...]:
+    """Every provider: those of the table, and those of installed packages."""
+    return tuple(registry.names(PROVIDERS, GROUP))
+
+
+def provider(name: str) -> Provider:
+    """The provider of that name. Raises ProviderError with the names there are."""
+    made: Provider = registry.make(name, PROVIDERS, GROUP)
+    return made

@@ -1,0 +1,307 @@
+"""Why a job failed, worked out from what was observed: Slurm's record, how each rank ended, and what it printed. Pure.
+
+When one rank fails, the others die after it: of a broken connection, or because srun ends them. So the first one by
+time counts, and a rank that was ended by someone else's signal is not first.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
+from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.record import JobRecord
+
+Kind = Literal[
+    "cancelled",
+    "time limit",
+    "node failure",
+    "out of memory",
+    "rendezvous",
+    "checkpoint",
+    "script",
+    "start",
+    "unknown",
+]
+
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|^MemoryError|Cannot allocate memory|DefaultCPUAllocator"
+)
+_RENDEZVOUS = re.compile(
+    r"RendezvousError|Rendezvous\w*Error|DistStoreError|DistNetworkError|EADDRINUSE|Address already in use"
+    r"|TCPStore|Connect\w* timed? ?out|client socket has timed out|wait timeout"
+)
+_UNSAVED = re.compile(r"the checkpoint of step \d+ \(.*?\) FAILED: (.*) \(failure \d+ of this process\)")
+_DEAD_WORKER = re.compile("DataLoader worker .* killed by signal: (Terminated|User defined)")
+_WAITED = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout|timed out in call to wait")
+_TRACEBACK = "Traceback (most recent call last):"
+_SLURM_OOM = re.compile(r"oom[-_ ]?kill|Out Of Memory", re.IGNORECASE)
+_UNREACHED = "shoal: torchrun on "
+"""How `unreached.py` begins."""
+_NODE = re.compile(r"Node failure on (\S+)")  # srun's words; slurmstepd names the node it runs on itself
+_LINES = 50
+_LINES_AFTER_RAISE = 16
+"""Of so many lines an error's text is shown."""
+
+
+@dataclass(frozen=True)
+class FailureReason:
+    """Why a job failed."""
+
+    kind: Kind
+    text: str
+    """One sentence."""
+    rank: int | None = None
+    node: str = ""
+    details: tuple[str, ...] = ()
+    """The lines that show it: the traceback of the first rank that failed."""
+    fix: str = ""
+
+
+def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
+    """Why the job failed; None when it did not."""
+    if not record.failed:
+        return None
+    restart = max([record.restarts, *(end.restart for end in logs.ends)])
+    ends = [end for end in logs.ends if end.restart == restart]
+    lines = [line for line in logs.lines if line.restart == restart and line.rank != BATCH]
+    batch = [line.text for line in logs.lines if line.rank == BATCH]
+    first = first_failure(ends)
+    if record.state in ("CANCELLED", "PREEMPTED"):
+        return _stopped(record)
+    if record.state in ("TIMEOUT", "DEADLINE"):
+        return _time_limit(record, ends)
+    if record.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return _node_failure(record, batch)
+    if record.exit_code == EXIT_REQUEUE:
+        return _unfinished()
+    if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
+        return _unsaved(first, lines)
+    if memory := _out_of_memory(record, ends, lines, batch, first):
+        return memory
+    if first is not None:
+        return _script(first, lines)
+    return _never_started(record, batch)
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank that failed first, by itself if there is one that did."""
+    failed = sorted((end for end in ends if end.status != 0), key=lambda end: end.end)
+    own = [end for end in failed if not _ended_by_others(end)]
+    return next(iter(own or failed), None)
+
+
+def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last Python traceback, with those it was raised from; the last lines where there is none."""
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    if not starts:
+        return tuple(lines[-10:])
+    first = starts[-1]
+    for earlier in reversed(starts[:-1]):
+        between = " ".join(lines[earlier:first])
+        if "The above exception was the direct cause" in between or "During handling of the above" in between:
+            first = earlier
+        else:
+            break
+    shown = lines[first : _raised(lines) + _LINES_AFTER_RAISE]
+    if len(shown) <= _LINES:
+        return tuple(shown)
+    half = _LINES // 2  # where it began and what it came to: what is in between tells least
+    return (*shown[:half], "...", *shown[1 - half :])
+
+
+def _raised(lines: Sequence[str]) -> int:
+    """Where the error of the last traceback stands: behind its frames, which are indented."""
+    start = max((number for number, line in enumerate(lines) if _TRACEBACK in line), default=len(lines))
+    behind = (number for number in range(start + 1, len(lines)) if lines[number] and not lines[number][0].isspace())
+    return next(behind, len(lines))
+
+
+def _message(lines: Sequence[str]) -> str:
+    """What a traceback ends in: the first line of the error, whose text may have more. Without one, the last line."""
+    at = _raised(lines)
+    return lines[at] if at < len(lines) else next((text.strip() for text in reversed(lines) if text.strip()), "")
+
+
+def _ended_by_others(end: RankEnd) -> bool:
+    """Ended because another rank had failed, or the job was ended: Slurm and torchrun kill no rank unwarned."""
+    number = -end.status if end.status < 0 else end.status - 128
+    if number == signal.SIGKILL:
+        return bool(end.signals) and not end.out_of_memory
+    return number == signal.SIGTERM
+
+
+def _stopped(record: JobRecord) -> FailureReason:
+    if record.state == "PREEMPTED":
+        return FailureReason(
+            "cancelled", "the job was preempted by one of a higher partition", fix="submit it with --requeue"
+        )
+    return FailureReason("cancelled", "the job was cancelled")
+
+
+def _time_limit(record: JobRecord, ends: Sequence[RankEnd]) -> FailureReason:
+    warned = any(name in ("SIGUSR1", "SIGUSR2") for end in ends for name in end.signals)
+    after = "; it was warned before, and did not ask to be queued again" if warned else ""
+    return FailureReason(
+        "time limit",
+        f"the job reached its time limit of {record.time_limit}{after}",
+        fix="give it more with --time, or save and exit at the warning signal so that it goes on in another turn",
+    )
+
+
+def _node_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
+    named = next((match[1] for text in reversed(batch) if (match := _NODE.search(text))), "")
+    node = named.strip(".,:*'\"") or record.nodes
+    return FailureReason(
+        "node failure",
+        f"a node of the job failed: {node or 'Slurm does not say which'}",
+        node=node,
+        fix="`shoal status` shows the node; with --requeue the job starts again on others",
+    )
+
+
+def _out_of_memory(
+    record: JobRecord,
+    ends: Sequence[RankEnd],
+    lines: Sequence[LogLine],
+    batch: Sequence[str],
+    first: RankEnd | None,
+) -> FailureReason | None:
+    killed = next((end for end in sorted(ends, key=lambda end: end.end) if end.out_of_memory), None)
+    if killed is not None:
+        return FailureReason(
+            "out of memory",
+            f"rank {killed.rank} on {killed.node} was killed: the memory was used up",
+            killed.rank,
+            killed.node,
+            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
+        )
+    if first is not None:
+        printed = last_traceback(_rank_lines(first, lines))
+        message = next((text for text in reversed(printed) if _OUT_OF_MEMORY.search(text)), "")
+        if message:
+            where = "on its GPU" if "CUDA" in message or "OutOfMemoryError" in message else "on the node"
+            return FailureReason(
+                "out of memory",
+                f"rank {first.rank} on {first.node} ran out of memory {where}: {message.strip()[:200]}",
+                first.rank,
+                first.node,
+                printed,
+                "use a smaller batch, activation checkpointing or fsdp",
+            )
+    if record.state == "OUT_OF_MEMORY" or any(_SLURM_OOM.search(text) for text in batch):
+        dead = next((end for end in ends if end.status in (-9, 137)), None)
+        who = f"rank {dead.rank} on {dead.node}" if dead else "a process of the job"
+        return FailureReason(
+            "out of memory",
+            f"{who} was killed: the job's memory was used up",
+            dead.rank if dead else None,
+            dead.node if dead else record.nodes,
+            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
+        )
+    return None
+
+
+def _unfinished() -> FailureReason:
+    return FailureReason(
+        "checkpoint",
+        "it was stopped before its end, saved its work, and was not queued again",
+        fix="run it again with the same directory for its checkpoints: it goes on from there; without --no-requeue it "
+        "does so by itself",
+    )
+
+
+def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> FailureReason:
+    """The end of the training, or all of a turn. On a full disk the logs may have ended before."""
+    cause = next((match[1] for line in reversed(lines) if (match := _UNSAVED.search(line.text))), "")
+    return FailureReason(
+        "checkpoint",
+        "its last state could not be saved" + (f": {cause[:300]}" if cause else ""),
+        first.rank if first else None,
+        first.node if first else "",
+        fix="solve that, and run it again with the same directory for its checkpoints: it goes on from the newest",
+    )
+
+
+def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
+    own = _rank_lines(first, lines)
+    printed = last_traceback(own)
+    last = _message(own)
+    who = f"rank {first.rank} on {first.node}"
+    if any(_RENDEZVOUS.search(text) for text in printed):
+        text = f"the ranks did not find each other; {who} gave up first: {last[:300]}"
+        fix = "the ranks' output says which are missing; can the nodes reach each other on every port?"
+        return FailureReason("rendezvous", text, first.rank, first.node, printed, fix)
+    if first.status == 127 and last.startswith("shoal: cannot start"):
+        fix = _NSYS_FIX if last.startswith("shoal: cannot start nsys") else _START_FIX
+        return FailureReason("start", f"{who}: {last.removeprefix('shoal: ')}", first.rank, first.node, fix=fix)
+    if last.endswith(("No module named kernprof", "No module named line_profiler")):
+        text = f"{who} could not be profiled: {last}"
+        return FailureReason("start", text, first.rank, first.node, fix=_LINE_FIX)
+    fix = _WAITED_FIX if any(_WAITED.search(text) for text in printed) else _fix(last)
+    if first.status < 0:
+        if first.status == -signal.SIGKILL:
+            fix = f"Slurm did not do that: `shoal ssh {first.node} journalctl -k` tells if memory ran out"
+        return FailureReason(
+            "script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed, fix
+        )
+    message = f": {last[:300]}" if last else ""
+    text = f"{who} failed first, with exit status {first.status}{message}"
+    return FailureReason("script", text, first.rank, first.node, printed, fix)
+
+
+def _rank_lines(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
+    """What a rank printed, without its name, which torch puts before each line of a traceback."""
+    return [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == end.rank]
+
+
+def _fix(message: str) -> str:
+    if message.startswith("ModuleNotFoundError:"):
+        return _MODULE_FIX
+    return _WORKER_FIX if _DEAD_WORKER.search(message) else ""
+
+
+_MODULE_FIX = (
+    "the Python of the job does not have it. A package: name it in an environment of the file, then `shoal env build` "
+    "and `shoal run --env NAME`. Your own: is it in the working tree?"
+)
+_WAITED_FIX = (
+    "it waited for another rank, which hangs, is slow, or took another way: `shoal logs` shows what each did last. "
+    "Where one rank works long while the others wait: init(collective_timeout=SECONDS)"
+)
+_WORKER_FIX = (
+    "the signal that asked the job to stop ended its data workers first: DataLoader(worker_init_fn=worker_signals)"
+)
+_START_FIX = "name a program that the nodes have: --python /path/to/python"
+_NSYS_FIX = "install NVIDIA Nsight Systems on the nodes, or leave out --profile"
+_LINE_FIX = "install line_profiler for the Python of the job, or leave out --profile"
+
+
+def _never_started(record: JobRecord, batch: Sequence[str]) -> FailureReason:
+    if unreached := next((text for text in reversed(batch) if text.startswith(_UNREACHED)), ""):
+        text = f"no rank of the job has started: {unreached.removeprefix('shoal: ')}"
+        fix = "let the nodes reach each other on all ports"
+        return FailureReason("rendezvous", text, node=record.batch_host, fix=fix)
+    output = tuple(text for text in batch if text.strip())[-10:]
+    code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
+    if not output:
+        why = f" ({record.reason})" if record.reason else ""
+        return FailureReason(
+            "unknown", f"no rank of the job has started; it ended with {code}{why}", node=record.batch_host
+        )
+    first = next((text for text in output if "error:" in text), output[-1])
+    text = f"no rank of the job has started: {first.strip()[:300]}"
+    return FailureReason(
+        "start", text, node=record.batch_host, details=output, fix=_START_FIX if "execve" in text else ""
+    )
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

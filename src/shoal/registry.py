@@ -1,0 +1,57 @@
+"""Finds a class by name: in a table of those that ship with Shoal, or by the entry points of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ProviderError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+def find(name: str, table: Mapping[str, str], group: str) -> Any:
+    """The class of that name; None where there is none. Raises ProviderError for a package that is broken."""
+    if name in table:
+        module, _, attribute = table[name].partition(":")
+        return getattr(import_module(module), attribute)
+    for entry in _installed(group):
+        if entry.name == name:
+            try:
+                return entry.load()
+            except Exception as error:  # a foreign package may fail in any way
+                raise _broken(name, error, entry.value) from error
+    return None
+
+
+def make(name: str, table: Mapping[str, str], group: str, *arguments: object) -> Any:
+    """An instance of the class of that name. Raises ProviderError with the known names."""
+    cls = find(name, table, group)
+    if cls is None:
+        known = ", ".join(names(table, group))
+        raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")
+    try:
+        return cls(*arguments)
+    except ProviderError:
+        raise
+    except Exception as error:
+        if name in table:
+            raise  # our own bug
+        raise _broken(name, error, f"{cls.__module__}:{cls.__qualname__}") from error
+
+
+def names(table: Mapping[str, str], group: str) -> list[str]:
+    """Every name that `find` knows."""
+    return sorted({*table, *(entry.name for entry in _installed(group))})
+
+
+def _installed(group: str) -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # slow to import, and so is scanning all packages
+
+    return entry_points(group=group)
+
+
+def _broken(name: str, error: Exception, place: str) -> ProviderError:
+    return ProviderError(f"cannot load provider {name}: {error}", hint=f"correct or remove {place}")

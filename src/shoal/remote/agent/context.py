@@ -1,0 +1,107 @@
+"""What one check or apply knows, and which restarts its changes have made due."""
+
+from __future__ import annotations
+
+import os
+
+from shoal.remote.agent.connection import Item, OperatorConnection
+from shoal.remote.agent.fast_stdlib import dumps, loads
+from shoal.remote.agent.file_io import read_text, write_atomic
+from shoal.remote.agent.running import run
+
+TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
+if TYPE_CHECKING:
+    from typing import Callable
+
+
+class ItemChange:
+    """What has to be done about an item."""
+
+    def __init__(self, action: str, diff: str = "") -> None:
+        self.action = action
+        self.diff = diff
+
+
+class ConvergeContext:
+    """What one check or apply knows: its items, whether it is a dry run, what is due, and who listens."""
+
+    def __init__(
+        self, connection: OperatorConnection, state: str, items: list[Item], dry: bool, source: Callable[[str], str]
+    ) -> None:
+        """`source` gives the text of one of the program's own files, by the name of its module."""
+        self.connection = connection
+        self.state = state
+        self.items = items
+        self.dry = dry
+        self.source = source
+        self.key = ""
+        self.due = read_due(state)
+        self.noted: set[str] = set()  # what this very run made due
+        self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
+        self.defer = False
+        self.reload_units = False
+        self._units: dict[str, dict[str, str]] = {}
+
+    def report(self, text: str) -> None:
+        self.connection.send({"event": "progress", "key": self.key, "text": text})
+
+    def unit(self, name: str) -> dict[str, str]:
+        """systemd's view of a service; one call answers for every service of the document."""
+        if name not in self._units:
+            names = [item["name"] for item in self.items if item["kind"] == "service"]
+            self.units([name, *names, *(key[8:] for key in self.due if key.startswith("service "))])
+        return self._units[name]
+
+    def units(self, names: list[str]) -> dict[str, dict[str, str]]:
+        """The same of several services."""
+        self._units.update(show_units([name for name in dict.fromkeys(names) if name not in self._units]))
+        return {name: self._units[name] for name in names}
+
+    def reuse_units(self, other: ConvergeContext) -> None:
+        """Take systemd's answers from what was asked a moment ago: asking again costs as much as all the rest."""
+        self._units = dict(other._units)
+
+    def invalidate_units(self) -> None:
+        self._units = {}
+
+
+def read_due(state: str) -> dict[str, str]:
+    """Restarts and commands that a killed run left undone: `service NAME` or `command NAME`, with the reason."""
+    try:
+        due: dict[str, str] = loads(read_text(state + "/pending-restarts") or "{}")
+    except ValueError:
+        return {}
+    return due
+
+
+def record_due(context: ConvergeContext, due: dict[str, str]) -> None:
+    context.noted.update(due)
+    new = {key: reason for key, reason in due.items() if key not in context.due}
+    if new:
+        context.due.update(new)
+        _write_due(context)
+
+
+def clear_due(context: ConvergeContext, key: str) -> None:
+    if context.due.pop(key, None) is not None:
+        _write_due(context)
+
+
+def _write_due(context: ConvergeContext) -> None:
+    if not context.dry:
+        data = dumps(context.due).encode()
+        write_atomic(context.state + "/pending-restarts", data, 0o600, os.geteuid(), os.getegid())
+
+
+def has_systemd() -> bool:
+    return os.path.isdir("/run/systemd/system")
+
+
+def show_units(names: list[str]) -> dict[str, dict[str, str]]:
+    if not names or not has_systemd():
+        return {name: {} for name in names}
+    properties = "Id,Type,LoadState,ActiveState,UnitFileState,NeedDaemonReload,ConditionResult,Result,MainPID"
+    _, text = run(["systemctl", "show", "-p", properties, "--", *names], timeout=30.0)
+    # In the order asked: an alias answers with another Id.
+    answers = [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
+    return {name: answers[i] if i < len(answers) else {} for i, name in enumerate(names)}

@@ -1,0 +1,197 @@
+"""Going through a document: compare each item, change what differs, then do what is still due."""
+
+from __future__ import annotations
+
+import time
+
+from shoal.remote.agent.accounts import check_group, check_user, make_group, make_user
+from shoal.remote.agent.connection import OPERATOR_LEFT, Item
+from shoal.remote.agent.context import ConvergeContext, ItemChange, clear_due, has_systemd, record_due
+from shoal.remote.agent.failure import Failure, explain
+from shoal.remote.agent.files import (
+    check_block,
+    check_device_rule,
+    check_directory,
+    check_file,
+    check_link,
+    check_secret,
+    make_block,
+    make_device_rule,
+    make_directory,
+    make_file,
+    make_link,
+    make_secret,
+)
+from shoal.remote.agent.mounts import check_mount, make_mount
+from shoal.remote.agent.packages import check_packages, make_packages
+from shoal.remote.agent.running import last_lines, run
+from shoal.remote.agent.services import (
+    check_service,
+    due_reason,
+    is_active,
+    make_service,
+    restore_files_on_failure,
+    start_again,
+)
+
+TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
+if TYPE_CHECKING:
+    from typing import Callable, Iterator
+
+
+def check_command(item: Item, context: ConvergeContext) -> ItemChange | None:
+    reason = context.due.get(item["key"], "")
+    if item["on_change"] and not reason:
+        return None
+    # In a dry run the guard would look at what is about to change.
+    foreseen = context.dry and item["key"] in context.noted
+    if not foreseen and guard_passes(item):
+        return None
+    return ItemChange(f"run {item['name']}" + (f" ({reason})" if reason else ""))
+
+
+def make_command(item: Item, context: ConvergeContext) -> str:
+    context.report(item["name"])  # some take minutes
+    for attempt in range(item["retries"] + 1):
+        if attempt:
+            context.report(f"{item['name']} failed; trying again ({attempt} of {item['retries']})")
+            time.sleep(2.0)
+            if guard_passes(item):  # the service that the guard asks may just have started
+                break
+        status, text = run(item["argv"], stdin=item["stdin"].encode(), timeout=item["timeout"])
+        if status == 0:
+            break
+    else:
+        why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
+        raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())
+    clear_due(context, item["key"])
+    return ""
+
+
+def guard_passes(item: Item) -> bool:
+    """Whether the command's guard reports that there is nothing to do."""
+    return bool(item["unless"]) and run(item["unless"], timeout=30.0)[0] == 0
+
+
+KINDS = {
+    "packages": (check_packages, make_packages),
+    "file": (check_file, make_file),
+    "secret": (check_secret, make_secret),
+    "link": (check_link, make_link),
+    "directory": (check_directory, make_directory),
+    "group": (check_group, make_group),
+    "user": (check_user, make_user),
+    "service": (check_service, make_service),
+    "block": (check_block, make_block),
+    "mount": (check_mount, make_mount),
+    "device_rule": (check_device_rule, make_device_rule),
+    "command": (check_command, make_command),
+}
+
+
+def converge(context: ConvergeContext) -> None:
+    """Go through the items in order, then through what is still due. After a failed item the rest is skipped."""
+    counts = {"change": 0, "changed": 0, "failed": 0}
+    stop = ""
+
+    def report(index: int, item: Item, result: Item) -> None:
+        status = result["status"]
+        if status in counts:
+            counts[status] += 1
+        context.connection.send(
+            {"event": "item", "index": index, "key": item["key"], "action": "", "diff": "", **result}
+        )
+
+    for index, item in enumerate(context.items):
+        if not stop and not context.dry and not context.connection.is_open():
+            stop = OPERATOR_LEFT
+        if stop:
+            report(index, item, {"status": "skipped", "detail": stop})
+            continue
+        result = converge_item(item, context)
+        report(index, item, result)
+        if result["status"] == "failed" and not context.dry:
+            stop = f"after the failure of {item['key']}"
+    if not stop:
+        for item, step in leftovers(context):
+            report(-1, item, step(item, context))
+        if context.reload_units and has_systemd():
+            run(["systemctl", "daemon-reload"])
+    changed = counts["change"] + counts["changed"]
+    context.connection.send({"event": "done", "changed": changed, "failed": counts["failed"]})
+
+
+def converge_item(item: Item, context: ConvergeContext) -> Item:
+    context.key = item["key"]
+    return as_result(lambda: _converge_item(item, context), item)
+
+
+def _converge_item(item: Item, context: ConvergeContext) -> Item:
+    if item["kind"] not in KINDS:
+        raise Failure(f"this agent knows no items of kind {item['kind']}")
+    check, make = KINDS[item["kind"]]
+    change = check(item, context)
+    if change is None:
+        if item["kind"] == "command":
+            clear_due(context, item["key"])
+        return {"status": "ok"}
+    reason = f"{item['key']} changes"
+    keys = ["service " + name for name in item.get("restarts", ())] + list(item.get("reloads", ()))
+    record_due(context, {key: reason for key in keys})
+    done = {"action": change.action, "diff": change.diff}
+    if not context.dry:
+        return {"status": "changed", "detail": make(item, context), **done}
+    if item["kind"] in ("service", "command"):
+        clear_due(context, item["key"])
+    return {"status": "change", **done}
+
+
+def as_result(step: Callable[[], Item], item: Item) -> Item:
+    """A step's result. Any exception in it becomes a failed item with what was found."""
+    try:
+        return step()
+    except Failure as failure:
+        return {"status": "failed", "detail": str(failure), "fix": failure.fix or item.get("fix", "")}
+    except OSError as error:
+        return {"status": "failed", "detail": explain(error, item.get("path", "/"), item["key"])}
+    except Exception as error:
+        # The message is left out: it could quote a secret.
+        return {"status": "failed", "detail": f"the agent met {type(error).__name__} at {_place_of(error)}"}
+
+
+def _place_of(error: Exception) -> str:
+    """File and line of the program where something went wrong."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+
+
+def leftovers(context: ConvergeContext) -> Iterator[tuple[Item, Callable[[Item, ConvergeContext], Item]]]:
+    """What is due and was not reached in the document's order: an item to report, and the step that does it.
+
+    What an earlier run left due and this document does not name stays due: it belongs to another document.
+    """
+    named = {item["key"]: item for item in context.items}
+    for key in list(context.due):
+        kind, _, name = key.partition(" ")
+        if kind == "command" and key in named:
+            yield named[key], converge_item
+        elif kind == "start" or (kind == "service" and not context.defer and (key in named or key in context.noted)):
+            if is_active(name, context) or kind == "start":
+                yield named.get("service " + name) or {"key": "service " + name, "name": name}, restart
+            else:
+                clear_due(context, key)
+
+
+def restart(item: Item, context: ConvergeContext) -> Item:
+    """Restart a service, regardless of the rest of the document."""
+    context.key, name = item["key"], item["name"]
+    done = {"action": f"restart {name} ({due_reason(name, context)})"}
+    if context.dry:
+        return {"status": "change", **done}
+
+    def step() -> Item:
+        return {"status": "changed", "detail": restore_files_on_failure(start_again, item, context), **done}
+
+    return as_result(step, item)

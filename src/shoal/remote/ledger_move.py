@@ -1,0 +1,90 @@
+"""Moves the ledger from the old controller to the new one.
+
+`shoal up` runs this program on both hosts while neither runs the rental service.
+
+    ledger_move.py give LEDGER SINCE                      prints {"ledger": "…", "since": 1763200000}
+    ledger_move.py take LEDGER SINCE SUCCEEDED < that     makes the service here the leader
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sqlite3
+import sys
+import tempfile
+import time
+import zlib
+from contextlib import closing
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    verb, ledger, since, *succeeded = argv[1], *map(Path, argv[2:])
+    if verb == "give":
+        print(json.dumps({"ledger": export_ledger(ledger), "since": in_charge_since(since)}))
+        return 0
+    moved = json.loads(sys.stdin.read())
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    if moved["ledger"]:
+        import_ledger(ledger, zlib.decompress(base64.b64decode(moved["ledger"])))
+    since.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    since.write_text(f"{max(int(time.time()), moved['since'] + 1, in_charge_since(since) + 1)}\n")
+    for path in succeeded:
+        path.unlink(missing_ok=True)
+    return 0
+
+
+def export_ledger(ledger: Path) -> str:
+    """The whole ledger as text; empty where there is none."""
+    if not ledger.exists():
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "ledger.db"
+        with closing(sqlite3.connect(ledger)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        return base64.b64encode(zlib.compress(copy.read_bytes())).decode()
+
+
+def import_ledger(ledger: Path, content: bytes) -> None:
+    """Put it in place; where this host has one of its own, from when it was the controller before, both become one."""
+    fresh = ledger.with_suffix(".carried")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if ledger.exists():
+        merge(ledger, fresh)
+        fresh.unlink()
+    else:
+        fresh.replace(ledger)
+
+
+def merge(ledger: Path, carried: Path) -> None:
+    """What the carried one knows of a machine is newer. It may be of another version: what both have counts."""
+    with closing(sqlite3.connect(ledger, isolation_level=None)) as database:
+        database.execute("ATTACH ? AS carried", (str(carried),))
+        names = sorted(columns(database, "main") & columns(database, "carried"))
+        changed = ", ".join(f"{name} = excluded.{name}" for name in names if name != "token")
+        database.execute(
+            f"INSERT INTO main.rentals ({', '.join(names)}) SELECT {', '.join(names)} FROM carried.rentals WHERE true"
+            f" ON CONFLICT (token) DO UPDATE SET {changed}"
+        )
+
+
+def columns(database: sqlite3.Connection, schema: str) -> set[str]:
+    return {row[1] for row in database.execute(f"PRAGMA {schema}.table_info(rentals)")}
+
+
+def in_charge_since(path: Path) -> int:
+    """Since when the service on this host is in charge; 0 where nothing says so."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,119 @@
+"""Starts the ranks of a node, by itself or by torchrun, and passes signals on to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from .processes import STOP_SIGNALS, note_warning, registered
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
+    from types import FrameType
+    from typing import Callable
+
+REPORT_AFTER_S = 8.0
+"""As long as `shoal.train.init` waits before it explains."""
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds that a host may take to answer."""
+
+
+def spawn(count: int, command: list[str]) -> int:
+    """Start the ranks of this node, wait for all; the first that fails ends the others."""
+    node, nodes = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"])
+    children: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.returncode is None:
+                child.send_signal(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    for local in range(count):
+        own = dict(os.environ, RANK=str(node * count + local), LOCAL_RANK=str(local), WORLD_SIZE=str(nodes * count))
+        own.update(LOCAL_WORLD_SIZE=str(count), GROUP_RANK=str(node), NODE_RANK=str(node), SHOAL_SPAWN="1")
+        line = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank", "--rank-from", "RANK", "--"]
+        children.append(subprocess.Popen(line + command, env=own))
+    worst = 0
+    running = list(children)
+    while running:
+        time.sleep(0.05)
+        for child in [child for child in running if child.poll() is not None]:
+            running.remove(child)
+            if child.returncode and not worst:
+                worst = child.returncode if child.returncode > 0 else 128 - child.returncode
+                for other in running:
+                    other.terminate()
+    return worst
+
+
+def agent(command: list[str]) -> int:
+    """Start torchrun deaf to the stop signals and pass these on to the ranks, which it starts out of our sight."""
+    directory = os.environ["SHOAL_JOB_DIR"]
+    first = os.environ.get("SLURM_NODEID", "0") == "0"
+    # What differs from node to node. torchrun reads any of its options from a variable with PET_ before its name.
+    os.environ["PET_RDZV_CONF"] = "is_host=%s" % ("true" if first else "false")
+    os.environ["PET_LOCAL_ADDR"] = os.environ.get("SLURMD_NODENAME", "")
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        note_warning(number)
+        for pid in registered(directory):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    child = subprocess.Popen(command, preexec_fn=_ignore_stop_signals)
+    if not first:
+        watch_rendezvous(lambda: bool(registered(directory)))
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def watch_rendezvous(joined: Callable[[], bool]) -> None:
+    """Report why torchrun on this node cannot reach the one on the first node: torchrun itself is silent for a minute.
+
+    `joined` says whether it has started its ranks.
+    """
+    threading.Thread(target=_watch_rendezvous, args=(joined,), daemon=True).start()
+
+
+def _watch_rendezvous(joined: Callable[[], bool], silence: float = REPORT_AFTER_S) -> None:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    time.sleep(silence)
+    while not joined():
+        why = connection_problem(address, port)
+        if why is None:
+            return
+        if why:
+            node = os.environ.get("SLURMD_NODENAME", "this node")
+            text = "shoal: torchrun on %s does not reach the one on the first node, at %s port %d: %s\n"
+            sys.stderr.write(text % (node, address, port, why))
+            return
+        time.sleep(ANSWER_TIMEOUT_S)
+
+
+def connection_problem(address: str, port: int) -> str | None:
+    """Why the port does not answer; None when it does. Empty while it may still open: torch takes long to load."""
+    try:
+        socket.create_connection((address, port), timeout=ANSWER_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return ""
+    except socket.timeout:
+        return "no answer within %g s; a firewall between the nodes is the usual cause" % ANSWER_TIMEOUT_S
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -1,0 +1,237 @@
+"""One rank of a job: a process of the user's script.
+
+Below $SHOAL_JOB_DIR a rank leaves `rank-R.N.node`, where N counts the job's restarts, `rank-R.N.log`, and when it ends
+`rank-R.N.end`. With $SHOAL_PROFILE its profiler leaves `profile/rank-R.N.*` there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+
+from .processes import STOP_SIGNALS, note_warning, out_of_memory_kills, register
+from .tree import own_directory, working_tree
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
+    from types import FrameType
+
+LONGEST_LINE = 16 * 1024
+
+
+class Rank:
+    """One process of the user's script."""
+
+    def __init__(self, rank: int, command: list[str]) -> None:
+        self.rank = rank
+        self.command = command
+        self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.directory = os.environ["SHOAL_JOB_DIR"]
+        self.name = os.path.join(self.directory, "rank-%d.%d" % (rank, self.restart))
+        self.traces = os.path.join(self.directory, "profile", "rank-%d.%d" % (rank, self.restart))
+        self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        self.echo = os.environ.get("SHOAL_ECHO") == "1"
+        self.log = -1
+        self.partial = b""
+        self.signals: list[int] = []
+        self.unsent: list[int] = []
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        try:
+            own_directory(self.directory, os.environ.get("SHOAL_SUBMISSION", ""))
+            with contextlib.suppress(OSError), open(self.name + ".node", "w") as file:
+                file.write(self.node + "\n")
+            self.log = os.open(self.name + ".log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            # Without a log; the batch script's output has it, and `shoal logs` reads that too.
+            where = os.fsdecode(error.filename or self.directory)
+            sys.stderr.write("shoal: error: cannot use %s: %s\n" % (where, error.strerror))
+            return 127
+        torch_variables(self.rank)
+        wake_r, wake_w = os.pipe()
+        os.set_blocking(wake_w, False)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._pass_on)
+        start, before = time.time(), out_of_memory_kills()
+        try:
+            os.chdir(working_tree(self.directory))
+            out_r, out_w = os.pipe()
+            command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces, self.name + ".pid")
+            child = self.child = subprocess.Popen(
+                command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_ignore_warning_signals
+            )
+        except OSError as error:
+            self._say("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
+            self._ended(start, 127, False)
+            return 127
+        os.close(out_w)
+        for early in self.signals:  # those that came before there was a child
+            self._send(early)
+        with register(self.directory):
+            self._copy(child, out_r, wake_r)
+            status = child.wait()
+        with contextlib.suppress(OSError):
+            os.unlink(self.name + ".pid")
+        if self.partial:
+            self._line(time.time(), self.partial)
+        self._tell_traces(status)
+        self._ended(start, status, status == -signal.SIGKILL and out_of_memory_kills() > before)
+        if status == int(os.environ.get("SHOAL_EXIT_REQUEUE", "-1")):
+            # Slurm and torchrun take any other status than 0 for a failure and would end the other ranks at once.
+            with open(os.path.join(self.directory, "requeue.%d" % self.restart), "w") as note:
+                note.write("%d\n" % self.rank)
+            return 0
+        return status if status >= 0 else 128 - status
+
+    def _copy(self, child: subprocess.Popen[bytes], out: int, wake: int) -> None:
+        """Copy what the child prints into the log until it has ended. What it left running may hold the pipe open."""
+        os.set_blocking(out, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            selector.register(wake, selectors.EVENT_READ)
+            until = 0.0
+            while True:
+                ended = child.poll() is not None
+                if ended and not until:
+                    until = time.monotonic() + 1
+                for key, _ in selector.select(0 if ended else 0.2 if self.unsent else None):
+                    if key.fd == wake:
+                        os.read(wake, 4096)
+                    elif not self._read(out):
+                        selector.unregister(out)
+                for number in [] if ended else [self.unsent.pop(0) for _ in list(self.unsent)]:
+                    self._send(number)
+                if ended and (not self._read(out) or time.monotonic() > until):
+                    return
+
+    def _read(self, out: int) -> bool:
+        try:
+            data = os.read(out, 65536)
+        except BlockingIOError:
+            return False
+        now = time.time()
+        lines = (self.partial + data).split(b"\n")
+        self.partial = lines.pop()
+        for line in lines:
+            self._line(now, line)
+        if len(self.partial) > LONGEST_LINE:
+            self._line(now, self.partial)
+            self.partial = b""
+        return bool(data)
+
+    def _line(self, now: float, text: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk does not stop training
+            os.write(self.log, b"%.6f %s\n" % (now, text))
+        if self.echo:
+            with contextlib.suppress(OSError):
+                os.write(1, text + b"\n")
+
+    def _say(self, text: str) -> None:
+        self._line(time.time(), ("shoal: " + text).encode())
+
+    def _tell_traces(self, status: int) -> None:
+        kind = os.environ.get("SHOAL_PROFILE")
+        place, start = os.path.split(self.traces)
+        if kind == "line" and os.path.exists(self.traces + ".lprof"):
+            # Here, where the script is: its lines are in the report, and a person can read it anywhere.
+            with contextlib.suppress(OSError, subprocess.SubprocessError), open(self.traces + ".txt", "w") as report:
+                line = [self.command[0], "-m", "line_profiler", self.traces + ".lprof"]
+                subprocess.run(line, stdout=report, stdin=subprocess.DEVNULL, timeout=60, check=False)
+        with contextlib.suppress(OSError):
+            left = [name for name in sorted(os.listdir(place)) if name.startswith(start + ".")] if kind else []
+            for name in left:
+                self._say("--profile %s: %s:%s/%s" % (kind, self.node, place, name))
+            if kind and not left and status == 0:
+                self._say("--profile %s left nothing" % kind)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        note_warning(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        if self.child is None or self.child.returncode is not None:
+            return
+        if os.environ.get("SHOAL_PROFILE") != "nsys":
+            self.child.send_signal(number)
+            return
+        # nsys keeps signals to itself, and starts the script in a session of its own.
+        try:
+            with open(self.name + ".pid") as file:
+                script = int(file.read())
+        except (OSError, ValueError):
+            self.unsent.append(number)  # until there is one
+            return
+        with contextlib.suppress(OSError):
+            os.kill(script, number)
+
+    def _ended(self, start: float, status: int, out_of_memory: bool) -> None:
+        record = {
+            "rank": self.rank,
+            "node": self.node,
+            "restart": self.restart,
+            "start": start,
+            "end": time.time(),
+            "status": status,
+            "out_of_memory": out_of_memory,
+            "signals": [signal.Signals(number).name for number in self.signals],
+        }
+        import json  # not before the script has started: the person waits for that
+
+        with contextlib.suppress(OSError), open(self.name + ".end", "w") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _ignore_warning_signals() -> None:
+    """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
+    """The command with a profiler around it, which leaves files whose names begin with `traces`.
+
+    Where the profiler starts the script out of our sight, the script's process id is left in the file `pid`.
+    """
+    if not kind:
+        return command
+    os.makedirs(os.path.dirname(traces), exist_ok=True)
+    if kind == "nsys":
+        place, name = os.path.split(traces)
+        restart = name.rpartition(".")[2]
+        output = os.path.join(place, "rank-%q{RANK}." + restart)  # nsys puts the variable in
+        # What the GPUs do. Samples of the CPUs would make gigabytes of the imports alone.
+        options = ["--trace=cuda,nvtx,cudnn,cublas", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+        known = ["sh", "-c", 'echo $$ > "$0.new" && mv "$0.new" "$0" && exec "$@"', pid]
+        return ["nsys", "profile", *options, "--output=" + output, *known, *command]
+    python, script = command[0], command[1:]
+    if kind == "line":
+        # Every function of the script, not only those that are marked for it.
+        options = ["--line-by-line", "--prof-mod", script[0], "--outfile", traces + ".lprof"]
+        return [python, "-m", "kernprof", *options, *script]
+    return [python, "-m", "shoal.train.profile", *script]
+
+
+def torch_variables(rank: int) -> None:
+    """What torch reads from the environment, where the launcher has not set it."""
+    given = os.environ
+    nodes = int(given.get("SLURM_NNODES", "1"))
+    world = int(given.get("SLURM_NTASKS", "1"))
+    wanted = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": given.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": world // nodes,
+        "GROUP_RANK": given.get("SLURM_NODEID", "0"),
+        "NODE_RANK": given.get("SLURM_NODEID", "0"),
+    }
+    for name, value in wanted.items():
+        given.setdefault(name, str(value))

@@ -1,0 +1,305 @@
+"""Assembles the cluster from the spec, the facts and the current configuration. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from shoal.agent.facts import NO_FACTS, Facts
+from shoal.network.addresses import lan_addresses
+from shoal.network.firewall import open_commands
+from shoal.network.links import LINKS, SWITCH_PREFIX
+from shoal.network.links import switches as switches_by_links
+from shoal.network.tailscale import tailscale_addresses
+from shoal.network.tunnel import LOOPBACK, choose_ports, needs_tunnel
+from shoal.network.wireguard import assign_addresses
+from shoal.roles.cluster import Cluster, choose_ids
+from shoal.roles.containers import separate_containers, tunnels
+from shoal.roles.current_conf import Confinement, CurrentConf, confinement, limit_confinement
+from shoal.roles.host_address import address_findings, can_listen_at_one_address
+from shoal.roles.plugins import all_have_pmix, supports_spanning
+from shoal.roles.rented import (
+    addressed_rentals,
+    power_saving,
+    present_rentals,
+    rented_containers,
+    rented_findings,
+    rented_nodes,
+    suspend_time,
+)
+from shoal.slurm.accounting import enforcement
+from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
+from shoal.slurm.model import AccountingConf, ClusterConf, Node, NodeGpu, PartitionConf, Switch
+from shoal.slurm.parsed_conf import parse_conf
+from shoal.slurm.preemption import contract_violations
+from shoal.slurm.versions import Version, packaged_version
+from shoal.spec.finding import Finding
+from shoal.spec.member import Member
+from shoal.spec.members import members as members_of
+from shoal.spec.members import partitions as partitions_of
+from shoal.spec.members import rented_members
+from shoal.spec.model import Spec
+
+SLURM_PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+FIREWALLD = "firewalld"
+
+
+def assemble(
+    spec: Spec,
+    facts: Mapping[str, Facts],
+    reached: Mapping[str, str],
+    before: CurrentConf | None = None,
+    leaving: Iterable[str] = (),
+) -> Cluster:
+    """Combine spec and facts.
+
+    `before` is the current configuration: a host that does not answer keeps its place in it, and so does a node that is
+    `leaving`, until its jobs have ended.
+    """
+    before = before or CurrentConf()
+    leaving = tuple(name for name in leaving if name in before.nodes)
+    always = members_of(spec)
+    members = (*always, *present_rentals(spec, facts))
+    tunneled = _tunneled_members(spec, members, facts, before)
+    rented_boxes = rented_containers(spec)
+    known_ports = {name: node.port for name, node in before.nodes.items() if node.port}
+    ports = choose_ports((*(name for name in tunneled if name not in rented_boxes), *rented_boxes), known_ports)
+    outside = tuple(m for m in members if m.name not in tunneled)
+    meshed = tuple(name for name in leaving if not before.nodes[name].port)
+    awaited = tuple(name for name in addressed_rentals(spec, facts, before) if name not in rented_boxes)
+    addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *awaited))
+    versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
+    permanent = tuple(m for m in outside if not m.rented)
+    # A machine that is not rented yet has no facts: it counts as one like the permanent ones.
+    computes = [m.name for m in permanent if "compute" in m.roles] or [always[0].name]
+    nodes = [
+        node
+        for m in always
+        if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes, ports.get(m.name))) is not None
+    ]
+    controller = members[0]
+    confined = _confinement(computes, facts, versions, before, meshed)
+    rented = [
+        replace(n, address=LOOPBACK, port=ports[n.name]) if n.name in rented_boxes else n for n in rented_nodes(spec)
+    ]
+    all_nodes = (*nodes, *rented, *(before.nodes[name] for name in leaving))
+    all_members = (*always, *rented_members(spec))
+    conf = ClusterConf(
+        name=spec.cluster,
+        controller=controller.name,
+        controller_address=addresses.get(controller.name, ""),
+        controller_hostname=facts[controller.name].hostname if controller.name in facts else None,
+        versions=tuple(versions[m.name] for m in always if m.name in versions),
+        nodes=all_nodes,
+        partitions=_partitions(spec, all_members, all_nodes, before, leaving),
+        switches=_switches(all_members, (node.name for node in all_nodes), before, facts),
+        options={key: str(value) for key, value in spec.slurm.options.items()},
+        proctrack_cgroup=confined.tracked,
+        constrain_cores=confined.cores,
+        constrain_devices=confined.devices,
+        constrain_memory=confined.memory,
+        cgroup_plugin=confined.plugin,
+        pmix=_pmix(always, facts, versions, before),
+        spanning=supports_spanning(spec, facts.get(controller.name), versions.get(controller.name)),
+        one_address=not rented_boxes
+        and can_listen_at_one_address(spec.network.kind, permanent, facts, addresses, before),
+        accounting=_accounting(spec, controller, addresses),
+        auth=spec.auth,
+        power=power_saving(spec),
+    )
+    return Cluster(
+        spec=spec,
+        members=members,
+        facts=facts,
+        addresses=addresses,
+        versions=versions,
+        ids=choose_ids(controller.name, facts),
+        conf=conf,
+        findings=(
+            *_other_firewalls(spec, facts, addresses),
+            *_contract_findings(conf),
+            *rented_findings(spec),
+            *address_findings(spec.network.kind, permanent, facts, addresses),
+        ),
+        tunnels=tunnels(
+            spec, {n: facts[n] for n in tunneled if n in facts}, ports, addresses, controller.name, conf.one_address
+        ),
+    )
+
+
+def slurm_version(facts: Facts) -> Version | None:
+    """The Slurm a host has, or the one its package manager would install."""
+    for choice in ("installed", "candidate"):
+        for name in SLURM_PACKAGES:
+            package = facts.packages.get(name)
+            text = package and getattr(package, choice)
+            if text:
+                try:
+                    return Version.parse(text)
+                except ValueError:
+                    continue  # a package of that name that is not Slurm's
+    return packaged_version(facts.os_id, facts.os_version or facts.os_codename)
+
+
+def _tunneled_members(
+    spec: Spec, members: tuple[Member, ...], facts: Mapping[str, Facts], before: CurrentConf
+) -> tuple[str, ...]:
+    """The containers behind a tunnel. One that does not answer keeps its former state."""
+    return tuple(
+        member.name
+        for member in members[1:]
+        if "compute" in member.roles
+        and (
+            needs_tunnel(spec.network.kind, facts[member.name])
+            if member.name in facts
+            else member.name in before.nodes and before.nodes[member.name].port is not None
+        )
+    )
+
+
+def _addresses(
+    spec: Spec,
+    members: tuple[Member, ...],
+    facts: Mapping[str, Facts],
+    reached: Mapping[str, str],
+    before: CurrentConf,
+    leaving: tuple[str, ...],
+) -> dict[str, str]:
+    names = (*(m.name for m in members), *leaving)
+    if spec.network.kind == "wireguard":
+        return assign_addresses(spec.network.subnet, names, before.addresses)
+    answered = {m.name: facts[m.name] for m in members if m.name in facts}
+    chosen = tailscale_addresses(answered) if spec.network.kind == "tailscale" else lan_addresses(answered, reached)
+    for name in names:
+        if name not in chosen and name in before.addresses:
+            chosen[name] = before.addresses[name]
+        elif name not in chosen and name in before.nodes and not before.nodes[name].cloud:
+            chosen[name] = before.nodes[name].address  # the address of a rented node is only a name
+    return {name: chosen[name] for name in names if chosen.get(name)}
+
+
+def _confinement(
+    computes: list[str],
+    facts: Mapping[str, Facts],
+    versions: Mapping[str, Version],
+    before: CurrentConf,
+    leaving: tuple[str, ...],
+) -> Confinement:
+    answered = [facts[name] for name in computes if name in facts]
+    possible = confinement(answered, versions.values())
+    if before.confinement is None or (len(answered) == len(computes) and not leaving):
+        return possible
+    return limit_confinement(possible, before.confinement) if answered else before.confinement
+
+
+def _switches(
+    members: tuple[Member, ...], nodes: Iterable[str], before: CurrentConf, facts: Mapping[str, Facts]
+) -> tuple[Switch, ...]:
+    """One switch for each site where there are several, so that no job spans two; else by the measured links."""
+    nodes = tuple(nodes)
+    sites = {name: site for name, site in before.sites.items() if not site.startswith(SWITCH_PREFIX)}
+    sites |= {member.name: member.shape.site for member in members}
+    # A leaving node without a recorded site was in a cluster with one site.
+    places = {node: sites.get(node, members[0].shape.site) for node in nodes}
+    if len({*places.values()}) < 2:
+        places = switches_by_links(facts.get(members[0].name, NO_FACTS).text(LINKS), nodes)
+    by_place: dict[str, list[str]] = {}
+    for node, place in places.items():
+        by_place.setdefault(place, []).append(node)
+    return tuple(Switch(place, tuple(names)) for place, names in sorted(by_place.items())) if len(by_place) > 1 else ()
+
+
+def _accounting(spec: Spec, controller: Member, addresses: Mapping[str, str]) -> AccountingConf | None:
+    if spec.accounting is None:
+        return None
+    host = spec.accounting.host or controller.name
+    return AccountingConf(addresses.get(host, host), enforcement(spec.accounting))
+
+
+def _pmix(
+    members: tuple[Member, ...], facts: Mapping[str, Facts], versions: Mapping[str, Version], before: CurrentConf
+) -> bool:
+    answered = {member.name: facts[member.name] for member in members if member.name in facts}
+    silent = [member.name for member in members if member.name not in facts and member.name in before.addresses]
+    return (before.pmix or not silent) and all_have_pmix(answered, versions, before.addresses, before.pmix)
+
+
+def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[str, str]) -> Iterator[Finding]:
+    """Hosts with another firewall that blocks Slurm's ports: our own rules do not open them there."""
+    udp = spec.network.port if spec.network.kind == "wireguard" else None
+    for name, fact in facts.items() if spec.firewall else ():
+        other = FIREWALLD if fact.is_active(FIREWALLD) else fact.firewall
+        if other:
+            yield Finding(
+                "warning",
+                "another firewall may block Slurm's ports",
+                other,
+                f"run `{open_commands(other, addresses.values(), PORTS, udp)}` on it, and set `firewall: false`: then "
+                "that firewall guards the ports",
+                host=name,
+            )
+
+
+def _contract_findings(conf: ClusterConf) -> Iterator[Finding]:
+    """The user's options that leave jobs too little time to save their work."""
+    for violation in (
+        contract_violations(parse_conf(slurm_settings(conf)).settings) if conf.versions and conf.options else ()
+    ):
+        yield violation.finding(conf.options, conf.controller)
+
+
+def _node(
+    member: Member,
+    facts: Mapping[str, Facts],
+    addresses: Mapping[str, str],
+    known: Mapping[str, Node],
+    port: int | None,
+) -> Node | None:
+    if member.name not in facts:
+        return known.get(member.name)
+    fact = facts[member.name]
+    return Node(
+        name=member.name,
+        hostname=fact.hostname,
+        address=LOOPBACK if port else addresses.get(member.name, member.name),
+        port=port,
+        cpus=fact.cpu.cpus,
+        sockets=fact.cpu.sockets,
+        cores_per_socket=fact.cpu.cores_per_socket,
+        threads_per_core=fact.cpu.threads_per_core,
+        memory_mb=fact.memory_mb,
+        gpus=tuple(NodeGpu(type=gpu_type(gpu.name), device=gpu.device) for gpu in fact.gpus),
+        features=(member.nodeset, *member.features),
+        weight=member.weight,
+    )
+
+
+def _partitions(
+    spec: Spec, members: tuple[Member, ...], nodes: tuple[Node, ...], before: CurrentConf, leaving: tuple[str, ...]
+) -> tuple[PartitionConf, ...]:
+    present = {node.name for node in nodes}.difference(leaving)
+    lines: list[PartitionConf] = []
+    specified = partitions_of(spec)
+    # Leaving containers were in a partition that the spec does not name: they count as members of the default one.
+    separate = {name for name in leaving if not specified.keys() & before.partitions.get(name, ())}
+    for name, partition in specified.items():
+        names = (
+            *(m.name for m in members if m.nodeset in partition.nodesets and m.name in present),
+            *(node for node in leaving if name in before.partitions.get(node, ())),
+            *(node for node in leaving if node in separate and before.nodes[node].port and partition.default),
+        )
+        lines.append(
+            PartitionConf(
+                name=name,
+                nodes=names,
+                default=partition.default,
+                max_time=partition.max_time,
+                default_time=partition.default_time,
+                max_nodes=partition.max_nodes,
+                priority=partition.priority,
+                grace=partition.grace,
+                preemptable=partition.preemptable,
+                suspend_time=suspend_time(spec, name),
+            )
+        )
+    return separate_containers(lines, nodes)

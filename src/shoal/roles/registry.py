@@ -1,0 +1,98 @@
+"""All components of a cluster beside Slurm, in the order in which they come up within a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from shoal.agent.document import Document
+from shoal.agent.facts import Facts
+from shoal.network.tunnel import needs_tunnel
+from shoal.roles.accounting import AccountingComponent
+from shoal.roles.auth import AuthComponent
+from shoal.roles.clock import ClockComponent
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Component, FileQuery, SharedSecret
+from shoal.roles.compute import LinksComponent
+from shoal.roles.containers import ContainersComponent
+from shoal.roles.controller import NodeResumeComponent
+from shoal.roles.elastic import ElasticComponent
+from shoal.roles.environments import EnvironmentsComponent
+from shoal.roles.storage import StorageComponent
+from shoal.roles.tailscale import TailscaleComponent
+from shoal.roles.tracking import TrackingComponent
+from shoal.roles.users import UsersComponent
+from shoal.roles.wireguard import WireGuardComponent
+from shoal.spec.finding import Finding
+from shoal.spec.member import Member
+from shoal.spec.model import Spec
+
+COMPONENTS: tuple[Component, ...] = (
+    WireGuardComponent(),
+    TailscaleComponent(),
+    LinksComponent(),
+    StorageComponent(),
+    UsersComponent(),
+    EnvironmentsComponent(),
+    ClockComponent(),
+    TrackingComponent(),
+    AuthComponent(),
+    AccountingComponent(),
+    ElasticComponent(),
+    ContainersComponent(),
+    NodeResumeComponent(),
+)
+
+
+def components_of(spec: Spec, facts: Facts | None) -> tuple[Component, ...]:
+    """The components that a host has."""
+    if facts is None or not needs_tunnel(spec.network.kind, facts):
+        return COMPONENTS
+    return tuple(component for component in COMPONENTS if component.in_containers)
+
+
+def component_packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:
+    return _unique(component.packages(spec, member, facts) for component in components_of(spec, facts))
+
+
+def component_ports(spec: Spec, member: Member) -> tuple[str, ...]:
+    return _unique(component.ports(spec, member) for component in COMPONENTS)
+
+
+def component_filesystems(spec: Spec) -> tuple[str, ...]:
+    return _unique(component.filesystems(spec) for component in COMPONENTS)
+
+
+def component_services() -> tuple[str, ...]:
+    return _unique(component.services for component in COMPONENTS)
+
+
+def component_files(spec: Spec) -> dict[str, FileQuery]:
+    return {path: query for c in COMPONENTS for path, query in {**c.files, **c.fact_files(spec)}.items()}
+
+
+def shared_secrets(spec: Spec) -> dict[str, SharedSecret]:
+    return {name: secret for component in COMPONENTS for name, secret in component.shared_secrets(spec).items()}
+
+
+def user_secrets(spec: Spec) -> dict[str, str]:
+    return {name: reference for component in COMPONENTS for name, reference in component.user_secrets(spec).items()}
+
+
+def preparation(spec: Spec, member: Member, facts: Facts, everyone: Mapping[str, Facts] | None = None) -> Document:
+    """What the host must be before the cluster can be assembled, because of itself and of the other hosts."""
+    components, everyone = components_of(spec, facts), everyone or {member.name: facts}
+    own = [item for component in components for item in component.prepare(spec, member, facts)]
+    return (*own, *(item for component in components for item in component.prepare_among(spec, member, everyone)))
+
+
+def component_findings(cluster: Cluster) -> tuple[Finding, ...]:
+    """The findings of all components, each asked about the hosts that have it."""
+    whole = {name: facts for name, facts in cluster.facts.items() if name not in cluster.tunnels}
+    others = replace(cluster, facts=whole)
+    clusters = ((component, cluster if component.in_containers else others) for component in COMPONENTS)
+    return tuple(finding for component, its_cluster in clusters for finding in component.findings(its_cluster))
+
+
+def _unique(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for group in groups for name in group))

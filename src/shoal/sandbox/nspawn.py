@@ -1,0 +1,228 @@
+"""One sandbox host under systemd-nspawn: start, state, stop.
+
+Its root is an overlay of three layers: the image (shared, never written), `seed` (what makes this host itself: name,
+keys, GPUs) and `upper` (what it writes). The overlay is mounted in a mount namespace of the host's own, so when its
+processes end, however they end, no mount is left.
+"""
+
+# Files here are small and local: reading one takes less time than a thread would.
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.hosts.api import Target
+from shoal.hosts.provider import Instance
+from shoal.sandbox.cgroups import HostCgroups, hierarchies, is_v2_only
+from shoal.sandbox.images import remove_tree
+from shoal.sandbox.layout import HostRecord, Layout
+from shoal.sandbox.network import outer_address
+from shoal.sandbox.programs import last_lines
+from shoal.sandbox.seed import write_file, write_resolver
+
+BOOT_TIMEOUT_S = 120.0
+ENTER = """\
+set -eu
+while read -r group; do echo 0 > "$group/cgroup.procs"; done < "$1"
+shift
+exec "$@"
+"""
+"""Enters the host's cgroups before anything else, so that all that follows can be found and ended there."""
+
+LAUNCH = """\
+set -eu
+umask 022
+home=$1 lower=$2 cgroup2=$3 cpus=$4
+shift 4
+enter() { while read -r group; do echo 0 > "$group$1/cgroup.procs"; done < "$home/groups2"; }
+writable=$home
+if [ -e "$home/disk.img" ]; then
+    mount -o loop "$home/disk.img" "$home/disk"
+    writable=$home/disk
+fi
+mkdir -p "$writable/upper" "$writable/work"
+rm -rf "$writable/work/work/incompat"
+mount -t overlay -o "lowerdir=$lower,upperdir=$writable/upper,workdir=$writable/work,volatile" shoal "$home/root"
+cd /
+enter /launcher
+status=133
+while [ "$status" = 133 ]; do
+    status=0
+    if [ "$cgroup2" = yes ]; then
+        fresh='umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec "$@"'
+        (enter ""; exec unshare --mount --propagation private sh -c "$fresh" sh taskset --cpu-list "$cpus" "$@")
+    else
+        (enter ""; exec taskset --cpu-list "$cpus" "$@")
+    fi || status=$?
+done
+exit "$status"
+"""
+"""Runs as the host's parent: mounts its root and starts it, again after each reboot (nspawn's status 133)."""
+
+NOT_IN_CONTAINERS = (
+    *("audit_control", "dac_read_search", "ipc_owner", "lease", "linux_immutable", "mknod", "net_broadcast"),
+    *("sys_admin", "sys_boot", "sys_nice", "sys_ptrace", "sys_resource", "sys_tty_config"),
+)
+"""Capabilities that nspawn leaves to root and Docker drops by default."""
+
+CONTAINER = f"""\
+given=/etc/shoal-sandbox.d/meminfo
+[ ! -e $given ] || mount --bind -o ro $given /proc/meminfo
+rm -rf /dev/net
+mkdir -p /run/sshd
+exec setpriv --inh-caps -all --bounding-set {",".join(f"-{name}" for name in NOT_IN_CONTAINERS)} \\
+    sh -c '/usr/sbin/sshd -D -e & wait'
+"""
+"""A container's first process: it gives up what it may not do, starts the SSH server, and takes care of orphans."""
+
+
+def group(layout: Layout, name: str) -> HostCgroups:
+    """The cgroups that hold the host's processes."""
+    return HostCgroups(layout.namespace(name), hierarchies())
+
+
+def instance(layout: Layout, host: HostRecord) -> Instance:
+    """The host as the rest of Shoal sees it."""
+    address, port = (outer_address(layout), host.outer_port) if host.shape.container else (host.address, 22)
+    target = Target(
+        name=host.name, address=address, port=port, user="root", identity=layout.identity, host_key=host.host_key
+    )
+    return Instance(name=host.name, state=state(layout, host.name), target=target, shape=host.shape)
+
+
+def state(layout: Layout, name: str) -> str:
+    """`running`, `starting`, `stopped` or `frozen`."""
+    cgroups = group(layout, name)
+    if not cgroups.alive:
+        return "stopped"
+    if cgroups.frozen:
+        return "frozen"
+    return "running" if is_ready(layout, name) else "starting"
+
+
+def is_ready(layout: Layout, name: str) -> bool:
+    """Whether SSH has answered since the host was last started from outside."""
+    return (layout.host_dir(name) / "ready").exists()
+
+
+def cpus_of(host: HostRecord) -> list[int]:
+    """The machine's CPUs that the host may use: as many as its shape says, spread over the hosts."""
+    there = sorted(os.sched_getaffinity(0))
+    count = min(host.shape.cpus or len(there), len(there))
+    return sorted(there[(host.index * count + step) % len(there)] for step in range(count))
+
+
+async def start(layout: Layout, host: HostRecord) -> None:
+    """Start the host and return at once. It lives on when this process ends."""
+    home = layout.host_dir(host.name)
+    (home / "ready").unlink(missing_ok=True)
+    write_resolver(home / "seed")
+    cgroups = group(layout, host.name)
+    cgroups.make(cpus_of(host), host.shape.memory_mb, controllers=host.shape.cgroups)
+    # In cgroup v2 a group with groups below it holds no process: nspawn makes two below, the launcher gets a third.
+    unified = [path for path in cgroups.paths if path == cgroups.roots.get("unified", Path()) / cgroups.name]
+    for path in unified:
+        (path / "launcher").mkdir(exist_ok=True)
+    write_file(home / "groups", "".join(f"{path}\n" for path in cgroups.paths).encode(), 0o644)
+    write_file(home / "groups2", "".join(f"{path}\n" for path in unified).encode(), 0o644)
+    write_file(home / "launch", LAUNCH.encode(), 0o644)
+    fresh = host.shape.image != "debian12" and not is_v2_only(cgroups.roots)
+    arguments = [
+        "sh", "-c", ENTER, "sh", str(home / "groups"),
+        "setsid", "--fork", "unshare", "--mount", "--propagation", "private",
+        "sh", str(home / "launch"), str(home), f"{home / 'seed'}:{host.image}", "yes" if fresh else "no",
+        ",".join(str(cpu) for cpu in cpus_of(host)), *_nspawn(layout, host),
+    ]  # fmt: skip
+    # "network": the host may change its own network's kernel settings; "1" (all of /sys) is what cgroups take.
+    writable = "1" if host.shape.cgroups else "no" if host.shape.container else "network"
+    # Without its own locks: a killed nspawn would leave their files behind. We hold the cluster's lock.
+    env = {**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": writable, "SYSTEMD_NSPAWN_LOCK": "0"}
+    with (home / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env
+        )
+        await process.wait()
+
+
+async def wait_for_ssh(layout: Layout, host: HostRecord) -> None:
+    """Wait until the host's SSH server answers. Raises ProviderError when the host ends, and on timeout."""
+    log, cgroups = layout.host_dir(host.name) / "log", group(layout, host.name)
+    clock = asyncio.get_running_loop().time
+    end = clock() + BOOT_TIMEOUT_S
+    while clock() < end:
+        if await ssh_answers(host.address):
+            write_file(layout.host_dir(host.name) / "ready", b"", 0o644)
+            return
+        if not cgroups.alive:
+            output = last_lines(log.read_text(errors="replace"))
+            raise ProviderError(f"host {host.name} ended during boot: {output}", hint=f"its console log is {log}")
+        await asyncio.sleep(0.1)
+    raise ProviderError(
+        f"SSH does not answer on host {host.name} ({host.address}) {BOOT_TIMEOUT_S:.0f} s after its start",
+        hint=f"its console log is {log}",
+    )
+
+
+async def ssh_answers(address: str) -> bool:
+    """Whether an SSH server answers there."""
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(address, 22)
+            try:
+                return (await reader.read(4)) == b"SSH-"
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+async def stop(layout: Layout, name: str) -> None:
+    """Kill the host's processes: a sandbox host needs no orderly shutdown."""
+    cgroups = group(layout, name)
+    while not cgroups.remove():  # a process of a killed `create` may still be on its way in
+        await cgroups.kill()
+    # Where /run is on a disk, systemd-nspawn does not remove this directory itself.
+    await remove_tree(Path("/run/systemd/nspawn/propagate", layout.namespace(name)))
+
+
+def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
+    return _container(layout, host) if host.shape.container else _whole_machine(layout, host)
+
+
+def _whole_machine(layout: Layout, host: HostRecord) -> list[str]:
+    home = layout.host_dir(host.name)
+    devices = [path for path in (Path("/dev/net/tun"), Path("/dev/fuse")) if path.exists()]
+    binds = [f"--bind={path}" for path in devices]
+    binds += _gpu_binds(home)
+    # One directory that all hosts of the cluster have in common, as a lab has a file server.
+    layout.shared.mkdir(mode=0o1777, exist_ok=True)
+    layout.shared.chmod(0o1777)
+    binds.append(f"--bind={layout.shared}:/shared")
+    return [
+        *_same_for_all(layout, host), "--boot", "--capability=all", "--console=read-only",
+        # nfs-ganesha needs the first, Slurm the second to confine devices on cgroup v2. nspawn blocks both by default:
+        # together with all capabilities they allow an escape from the container.
+        "--system-call-filter=open_by_handle_at bpf", *binds,
+    ]  # fmt: skip
+
+
+def _container(layout: Layout, host: HostRecord) -> list[str]:
+    """As a provider of containers runs one: no init system, what a container may do by default, no device but GPUs."""
+    home = layout.host_dir(host.name)
+    return [*_same_for_all(layout, host), "--console=pipe", *_gpu_binds(home), "/bin/sh", "-c", CONTAINER]
+
+
+def _same_for_all(layout: Layout, host: HostRecord) -> list[str]:
+    return [
+        "systemd-nspawn", "--quiet", "--register=no", "--keep-unit",
+        f"--directory={layout.host_dir(host.name) / 'root'}",
+        f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
+        f"--network-namespace-path=/run/netns/{layout.namespace(host.name)}",
+        "--resolv-conf=off", "--timezone=off", "--link-journal=no",
+    ]  # fmt: skip
+
+
+def _gpu_binds(home: Path) -> list[str]:
+    return [f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())]

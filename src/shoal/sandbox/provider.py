@@ -1,0 +1,246 @@
+"""The sandbox as a provider: it makes, removes and breaks hosts on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.hosts.provider import Capability, Instance, Progress, Request
+from shoal.sandbox import checks, images, network, nspawn, seed
+from shoal.sandbox.cgroups import groups_named, hierarchies
+from shoal.sandbox.layout import HostRecord, Layout, Site, cache_dir, site_of
+from shoal.spec.finding import Finding
+
+MAX_SHOWN_FAILURES = 3
+"""An error shows the causes of this many hosts; others usually fail for the same cause."""
+FILLER = "var/tmp/shoal-filler"
+SHUTDOWN_TIMEOUT_S = 120.0
+
+
+class SandboxProvider:
+    """Real Debian hosts under systemd-nspawn."""
+
+    capabilities = frozenset({Capability.VM, Capability.SITES, Capability.FAULTS})
+
+    def __init__(self, cache: Path | None = None) -> None:
+        self.cache = cache or cache_dir()
+        self.faults = SandboxFaults(self.cache)
+
+    def check(self, requests: Sequence[Request]) -> list[Finding]:
+        return checks.find_problems(self.cache, requests, checks.MachineFacts.observe(self.cache))
+
+    async def instances(self, cluster: str) -> list[Instance]:
+        layout = Layout(self.cache, cluster)
+        try:
+            # A simulated cloud owns its machines; only `destroy` removes them.
+            return [nspawn.instance(layout, host) for host in layout.hosts().values() if not host.renter]
+        except PermissionError as error:
+            raise ProviderError(f"cannot read {error.filename}: {error.strerror}", hint="run it with sudo") from None
+
+    async def create(self, cluster: str, requests: Sequence[Request], progress: Progress) -> list[Instance]:
+        _raise_errors(self.check(requests))
+        layout = Layout(self.cache, cluster)
+        needed = sorted({request.shape.image for request in requests})
+        built = {image: await images.ensure(self.cache, image, progress) for image in needed}
+        async with layout.locked():
+            sites = await network.ensure_sites(layout, (site_of(request.shape) for request in requests))
+            hosts = await self._lay_out(layout, sites, built, requests, progress)
+            if any(host.shape.container for host in hosts):
+                await network.open_ports(layout, sites)
+            await self._start(layout, sites, hosts, progress)
+        return [nspawn.instance(layout, host) for host in hosts]
+
+    async def delete(self, cluster: str, names: Sequence[str], progress: Progress) -> None:
+        layout = Layout(self.cache, cluster)
+        if not layout.dir.exists():
+            return
+        async with layout.locked():
+            hosts = layout.hosts()
+            for count, name in enumerate(names):
+                progress(f"removing host {name}", count / len(names))
+                await nspawn.stop(layout, name)
+                if name in hosts:
+                    await network.unplug(layout, hosts[name])
+                await images.remove_tree(layout.host_dir(name))
+        progress("hosts removed", 1.0)
+
+    async def destroy(self, cluster: str, progress: Progress) -> None:
+        layout = Layout(self.cache, cluster)
+        if os.geteuid() != 0:
+            raise ProviderError("removing sandbox hosts needs root", hint="run the command with sudo")
+        async with layout.locked():
+            progress("stopping hosts", 0.0)
+            groups = groups_named(layout.prefix, hierarchies())
+            await asyncio.gather(*(nspawn.stop(layout, group.name.removeprefix(layout.prefix)) for group in groups))
+            progress("removing the network", 0.4)
+            await network.remove_all(layout)
+            progress("removing files", 0.7)
+            await images.remove_tree(layout.dir)
+            with contextlib.suppress(OSError):  # other clusters exist, or one is being made
+                layout.dir.parent.rmdir()
+        progress("sandbox removed", 1.0)
+
+    async def _lay_out(
+        self,
+        layout: Layout,
+        sites: dict[str, Site],
+        built: dict[str, Path],
+        requests: Sequence[Request],
+        progress: Progress,
+    ) -> list[HostRecord]:
+        """The record of every host that is asked for; those that have none yet are made."""
+        authorized = seed.ensure_identity(layout)
+        known = layout.hosts()
+        for count, request in enumerate(requests):
+            if request.name in known:
+                if request.shape != known[request.name].shape:
+                    progress(f"host {request.name} keeps the shape it was made with; remove it to change that", 0.0)
+                continue
+            progress(f"making host {request.name}", count / len(requests))
+            image = built[request.shape.image]
+            record = network.new_host(request.name, request.shape, image, sites, known.values())
+            known[request.name] = await seed.lay_out(layout, record, authorized)
+        return [known[request.name] for request in requests]
+
+    async def _start(self, layout: Layout, sites: dict[str, Site], hosts: list[HostRecord], progress: Progress) -> None:
+        """Start what is stopped, a few at a time, and wait for SSH on whatever has not answered yet."""
+        at_once = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        waiting = [host for host in hosts if _needs_start(layout, host) or not nspawn.is_ready(layout, host.name)]
+        done = 0
+
+        async def bring_up(host: HostRecord) -> None:
+            nonlocal done
+            async with at_once:
+                if _needs_start(layout, host):
+                    await nspawn.stop(layout, host.name)
+                    await network.plug_in(layout, host, sites[host.site])
+                    await nspawn.start(layout, host)
+                await nspawn.wait_for_ssh(layout, host)
+            done += 1
+            progress(f"host {host.name} is up", done / len(waiting))
+
+        outcomes = await asyncio.gather(*(bring_up(host) for host in waiting), return_exceptions=True)
+        failed: dict[str, str] = {}
+        for host, outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, ProviderError):
+                failed[host.name] = outcome.message
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        if failed:
+            causes = list(failed.values())
+            more = len(causes) - MAX_SHOWN_FAILURES
+            shown = [*causes[:MAX_SHOWN_FAILURES], *([f"and {more} more"] if more > 0 else [])]
+            raise ProviderError(
+                f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join(shown),
+                hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again",
+                hosts=failed,
+            )
+
+
+def _needs_start(layout: Layout, host: HostRecord) -> bool:
+    return nspawn.state(layout, host.name) == "stopped"
+
+
+def _raise_errors(findings: list[Finding]) -> None:
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        raise ProviderError(
+            "the sandbox cannot make these hosts: " + "; ".join(str(finding) for finding in errors),
+            hint=errors[0].fix,
+        )
+
+
+class SandboxFaults:
+    """Implements `shoal.hosts.provider.Faults` for the sandbox."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    async def cut(self, cluster: str, host: str) -> None:
+        layout, record = self._find(cluster, host)
+        await network.set_cable(layout, record, connected=False)
+
+    async def heal(self, cluster: str, host: str) -> None:
+        layout, record = self._find(cluster, host)
+        await network.set_cable(layout, record, connected=True)
+
+    async def freeze(self, cluster: str, host: str) -> None:
+        layout, record = self._running(cluster, host)
+        await nspawn.group(layout, record.name).freeze()
+
+    async def thaw(self, cluster: str, host: str) -> None:
+        layout, record = self._running(cluster, host)
+        nspawn.group(layout, record.name).thaw()
+
+    async def kill(self, cluster: str, host: str) -> None:
+        layout, record = self._find(cluster, host)
+        await nspawn.stop(layout, record.name)
+
+    async def reboot(self, cluster: str, host: str) -> None:
+        layout, record = self._running(cluster, host)
+        if record.shape.container:
+            raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
+        before = self._leader(layout, record)
+        os.kill(before, signal.SIGRTMIN + 5)  # systemd reboots on it
+        group = nspawn.group(layout, record.name)
+        try:
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                while group.leader() in (before, None):  # noqa: ASYNC110 - a reboot has no event to wait for
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise ProviderError(
+                f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s", hint="kill it and create it again"
+            ) from None
+        await nspawn.wait_for_ssh(layout, record)
+
+    async def fill_disk(self, cluster: str, host: str) -> None:
+        layout, record = self._running(cluster, host)
+        if not record.shape.disk_mb:
+            raise ProviderError(
+                f"cannot fill the disk of host {host}: it shares this machine's",
+                hint="ask for one with `disk_mb`",
+            )
+        await asyncio.to_thread(_fill, self._filler(layout, record))
+
+    async def empty_disk(self, cluster: str, host: str) -> None:
+        layout, record = self._running(cluster, host)
+        self._filler(layout, record).unlink(missing_ok=True)
+
+    def _find(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
+        layout = Layout(self._cache, cluster)
+        record = layout.hosts().get(host)
+        if record is None:
+            known = ", ".join(layout.hosts()) or "none"
+            raise ProviderError(f"sandbox cluster {cluster} has no host {host}", hint=f"its hosts are: {known}")
+        return layout, record
+
+    def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
+        layout, record = self._find(cluster, host)
+        if nspawn.state(layout, host) == "stopped":
+            raise ProviderError(f"host {host} of sandbox cluster {cluster} is stopped", hint="start it with `shoal up`")
+        return layout, record
+
+    def _leader(self, layout: Layout, record: HostRecord) -> int:
+        leader = nspawn.group(layout, record.name).leader()
+        if leader is None:
+            raise ProviderError(f"host {record.name} is still starting", hint="try again in a few seconds")
+        return leader
+
+    def _filler(self, layout: Layout, record: HostRecord) -> Path:
+        """A file on the host's disk, reached through its PID 1's root."""
+        return Path(f"/proc/{self._leader(layout, record)}/root", FILLER)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as sink:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while sink.write(b"\0" * size):
+                    pass
+            except OSError:
+                continue

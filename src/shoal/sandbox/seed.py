@@ -1,0 +1,154 @@
+"""What makes a sandbox host itself: its name, keys, memory, GPUs and disk, laid out before it first starts."""
+
+# Files here are small and local: reading one takes less time than a thread would.
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import asyncssh
+
+from shoal.remote import nvidia_smi
+from shoal.sandbox.images import remove_tree
+from shoal.sandbox.layout import HostRecord, Layout
+from shoal.sandbox.programs import call
+from shoal.spec.member import Shape
+
+GPU_MEMORY_MB = 16384
+NULL_DEVICE = os.makedev(1, 3)
+DISTINCT_DEVICES = (os.makedev(1, 7), os.makedev(1, 5), os.makedev(1, 8), *(os.makedev(4, n) for n in range(20, 64)))
+"""full, zero, random, then terminals: for hosts with cgroups, whose Slurm forbids a job the device numbers of other
+jobs' GPUs. Were they all null devices, it would lose its own GPU and /dev/null with them."""
+
+
+def ensure_identity(layout: Layout) -> str:
+    """The cluster's key pair, made once; returns the public half."""
+    public = layout.identity.with_suffix(".pub")
+    if not public.exists():
+        key = asyncssh.generate_private_key("ssh-ed25519", comment=f"shoal {layout.cluster}")
+        write_file(layout.identity, key.export_private_key(), 0o600)
+        write_file(public, key.export_public_key(), 0o644)
+    return public.read_text()
+
+
+async def lay_out(
+    layout: Layout, host: HostRecord, authorized: str, more: Mapping[str, tuple[bytes, int]] | None = None
+) -> HostRecord:
+    """Write the host's seed layer and disk, then its record. Until the record is there, the host does not exist.
+
+    `more` is what else the layer holds: paths with their contents and modes.
+    """
+    home = layout.host_dir(host.name)
+    await remove_tree(home)
+    for name in ("seed", "root", "disk"):
+        (home / name).mkdir(parents=True)
+    key = asyncssh.generate_private_key("ssh-ed25519", comment=host.name)
+    public = key.export_public_key().decode().strip()
+    seed = _Seed(home / "seed", Path(host.image))
+    seed.write("etc/ssh/ssh_host_ed25519_key", key.export_private_key(), 0o600)
+    seed.write("etc/ssh/ssh_host_ed25519_key.pub", f"{public}\n".encode())
+    seed.write("etc/ssh/authorized_keys", authorized.encode())
+    seed.write("etc/hostname", f"{host.name}\n".encode())
+    seed.write("etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n".encode())
+    own = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
+    # Or it would turn away everybody but root for a moment after its SSH server answers: "System is booting up".
+    seed.write("etc/tmpfiles.d/systemd-nologin.conf", b"")
+    seed.write("etc/machine-id", f"{own}\n".encode(), 0o444)
+    if host.shape.memory_mb:
+        seed.write("etc/shoal-sandbox.d/meminfo", render_meminfo(host.shape.memory_mb).encode())
+    if host.shape.cgroups:
+        seed.write("etc/shoal-sandbox.d/cgroups", b"yes\n")
+    if host.shape.gpus:
+        seed.write("etc/shoal-gpus", render_gpus(layout, host).encode())
+        seed.write("usr/bin/nvidia-smi", Path(nvidia_smi.__file__).read_bytes(), 0o755)
+    for name, (data, mode) in (more or {}).items():
+        seed.write(name, data, mode)
+    _make_gpu_devices(home / "devices", host.shape)
+    if host.shape.disk_mb:
+        await _make_disk(home / "disk.img", host.shape.disk_mb)
+    made = replace(host, host_key=public)
+    layout.save_host(made)
+    return made
+
+
+def render_meminfo(memory_mb: int) -> str:
+    """/proc/meminfo of a machine with so much memory, nearly all of it free."""
+    total = memory_mb * 1024
+    free = total * 9 // 10
+    figures = {"MemTotal": total, "MemFree": free, "MemAvailable": free, "Buffers": 0, "Cached": 0, "SwapCached": 0}
+    figures |= {"Active": 0, "Inactive": 0, "SwapTotal": 0, "SwapFree": 0, "Shmem": 0, "Slab": 0, "SReclaimable": 0}
+    return "".join(f"{name + ':':<15}{value:>9} kB\n" for name, value in figures.items())
+
+
+def render_gpus(layout: Layout, host: HostRecord) -> str:
+    """/etc/shoal-gpus: what the host's nvidia-smi answers from. A host's GPUs keep their UUIDs."""
+    lines = []
+    for index in range(host.shape.gpus):
+        digest = hashlib.sha256(f"{layout.id}/{layout.cluster}/{host.name}/{index}".encode()).hexdigest()
+        uuid = "-".join((digest[:8], digest[8:12], digest[12:16], digest[16:20], digest[20:32]))
+        lines.append(f"{index}, GPU-{uuid}, Simulated GPU, {GPU_MEMORY_MB}\n")
+    return "".join(lines)
+
+
+def write_resolver(seed: Path) -> None:
+    """Give the host the machine's name servers; a local stub would be the host's own loopback."""
+    candidates = (Path("/run/systemd/resolve/resolv.conf"), Path("/etc/resolv.conf"))
+    texts = [path.read_text() for path in candidates if path.exists()]
+    usable = [text for text in texts if "nameserver" in text and "nameserver 127." not in text]
+    write_file(seed / "etc/resolv.conf", (usable or texts or [""])[0].encode(), 0o644)
+
+
+def write_file(path: Path, data: bytes, mode: int) -> None:
+    """Write a file that never has another mode than this one."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(handle, "wb") as sink:
+        os.fchmod(handle, mode)
+        sink.write(data)
+
+
+class _Seed:
+    """Writes into a layer above an image. A directory takes the owner and mode it has in the image."""
+
+    def __init__(self, top: Path, image: Path) -> None:
+        self.top = top
+        self.image = image
+        self._like(top, image)
+
+    def write(self, name: str, data: bytes, mode: int = 0o644) -> None:
+        path = self.top
+        for part in Path(name).parts[:-1]:
+            path = path / part
+            if not path.exists():
+                path.mkdir()
+                self._like(path, self.image / path.relative_to(self.top))
+        write_file(self.top / name, data, mode)
+
+    def _like(self, path: Path, model: Path) -> None:
+        if model.exists():
+            found = model.stat()
+            path.chmod(stat.S_IMODE(found.st_mode))
+            os.chown(path, found.st_uid, found.st_gid)
+
+
+def _make_gpu_devices(where: Path, shape: Shape) -> None:
+    where.mkdir()
+    devices = {f"nvidia{index}": NULL_DEVICE for index in range(shape.gpus)}
+    if shape.cgroups:
+        devices |= dict(zip(devices, DISTINCT_DEVICES, strict=False))
+    if shape.gpus:
+        devices["nvidiactl"] = NULL_DEVICE
+    for name, device in devices.items():
+        os.mknod(where / name, 0o666 | stat.S_IFCHR, device)
+        (where / name).chmod(0o666)
+
+
+async def _make_disk(path: Path, size_mb: int) -> None:
+    with path.open("wb") as sink:
+        sink.truncate(size_mb << 20)
+    await call("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1", path)

@@ -1,0 +1,177 @@
+"""Rules between accounts at providers, rented nodesets, partitions and the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shoal.spec.finding import Path, Problem, nearest, show
+from shoal.spec.hosts import NodeSet, NodeSets
+from shoal.spec.network import Network
+from shoal.spec.partitions import Partition, show_time
+from shoal.spec.rental import DEFAULT_IDLE_TIME, KINDS, LIFETIME, SANDBOX, Budget, OfferChoice, ProviderAccount, kinds
+from shoal.spec.values import minutes, seconds
+
+Accounts = Mapping[str, ProviderAccount | None]
+"""None stands for an entry of the file that is not an account."""
+
+RENTAL_FIELDS = (
+    *("max", "type", "region", "zone", "market", "idle", "lifetime", "max_price", "offers", "prefer", "budget"),
+)
+"""The fields that only a rented nodeset has."""
+_LIMITS = ("per_hour", "per_day", "per_month")
+
+
+def rental_problems(
+    accounts: Accounts, nodesets: NodeSets, partitions: Mapping[str, Partition | None], budget: Budget | None
+) -> Iterator[Problem]:
+    """Every rule about rented machines that does not hold."""
+    readable = {name: nodeset for name, nodeset in nodesets.items() if nodeset is not None}
+    yield from _account_problems(accounts, readable)
+    for name, nodeset in readable.items():
+        yield from _nodeset_problems(("nodesets", name), nodeset, accounts)
+        yield from _budget_problems(("nodesets", name, "budget"), nodeset.budget)
+    yield from _budget_problems(("budget",), budget)
+    rentals = {name: nodeset for name, nodeset in readable.items() if nodeset.is_rental}
+    if budget is not None and not rentals:
+        yield Problem(("budget",), "nothing is rented", "", "delete it, or give a nodeset a provider", "warning")
+    yield from _lifetime_problems(rentals, partitions)
+
+
+def hub_problems(network: Network, controller: str | None, nodesets: NodeSets) -> Iterator[Problem]:
+    """The controller admits rented nodes, so the way to them goes through it."""
+    rents = any(nodeset is not None and nodeset.is_rental for nodeset in nodesets.values())
+    if rents and controller is not None and network.hub not in (None, controller):
+        fix = "delete it: the way to rented nodes goes through the controller"
+        yield Problem(("network", "hub"), "not the controller, and nodes are rented", show(network.hub), fix)
+
+
+def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> Iterator[Problem]:
+    """An account names its provider and its credentials, and some nodeset uses it."""
+    used = {account for nodeset in nodesets.values() for _, account in _named_accounts((), nodeset)}
+    offers = [offer for nodeset in nodesets.values() for offer in nodeset.offers]
+    # A name that is unknown or invalid may mean any of the accounts.
+    all_known = used <= {*accounts} and not any(offer is None or "provider" in offer.invalid for offer in offers)
+    for name, account in accounts.items():
+        if account is None:
+            continue
+        path: Path = ("providers", name)
+        kind = account.kind or name
+        if not account.is_set("kind") and name not in kinds():
+            yield Problem(path, "missing key `kind`", "", f"say which provider it is: {', '.join(KINDS)}")
+        elif kind not in KINDS and kind in kinds() and not account.is_set("package"):
+            fix = "name the package that has this kind, for the controller: `package: shoal-mine>=1`"
+            yield Problem(path, "missing key `package`", "", fix)
+        kind = "" if "kind" in account.invalid else kind
+        if kind == SANDBOX and not account.is_set("url"):
+            yield Problem(path, "missing key `url`", "", "give the address of your `shoal simulate sandbox` server")
+        if kind in KINDS and kind != SANDBOX and not account.is_set("key"):
+            yield Problem(path, "missing key `key`", "", "say where the API key is: env:NAME or file:PATH")
+        if kind == "gcp" and not account.is_set("project"):
+            yield Problem(path, "missing key `project`", "", "name the project that pays")
+        if name not in used and all_known:
+            yield Problem(path, "no nodeset rents from it", "", "name it in one, or delete it", "warning")
+
+
+def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Iterator[Problem]:
+    if nodeset.is_set("hosts") or not nodeset.is_rental:
+        for key in RENTAL_FIELDS:
+            if nodeset.is_set(key):
+                fix = "delete it, or say `max` and a provider in place of hosts that are always there"
+                yield Problem((*path, key), f"`{key}` where nothing is rented", "", fix)
+        return
+    if "provider" in nodeset.invalid or nodeset.provider not in (None, *KINDS, *accounts):
+        yield from _offer_problems(path, nodeset, accounts)  # it may not be meant as a rented nodeset
+        return
+    if nodeset.is_set("count") and nodeset.is_set("max"):
+        yield Problem((*path, "count"), "both `count` and `max`", "", "keep `max`: rented nodes come and go")
+    elif nodeset.is_set("count"):
+        yield Problem((*path, "count"), "`count` where nodes are rented", "", "call it `max`: rented nodes come and go")
+    elif not nodeset.is_set("max"):
+        yield Problem(path, "missing key `max`", "", "say how many nodes it may have: `max: 4`")
+    for key in ("image", "cgroups"):
+        if nodeset.is_set(key):
+            yield Problem((*path, key), f"`{key}` where nodes are rented", "", "delete it: the provider's type decides")
+    if nodeset.is_set("offers"):
+        for key in OfferChoice.model_fields:
+            if nodeset.is_set(key):
+                yield Problem((*path, key), f"both `{key}` and `offers`", "", "write it into the offers")
+    elif not nodeset.is_set("type"):
+        what = "neither `type` nor `offers`" if nodeset.is_set("provider") else "neither `provider` nor `offers`"
+        yield Problem(path, what, "", "say what to rent: `provider: lambda` with `type: gpu_1x_a10`")
+    yield from _offer_problems(path, nodeset, accounts)
+
+
+def _offer_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Iterator[Problem]:
+    """Every offer names an account of the file and a type; none is there twice."""
+    for place, account in _named_accounts(path, nodeset):
+        if account in accounts:
+            continue
+        if account in KINDS:
+            sample = "{url: http://...}" if account == SANDBOX else "{key: env:NAME}"
+            fix = f"add `providers: {{{account}: {sample}}}`"
+            yield Problem(place, "no account at this provider", show(account), fix)
+        else:
+            fix = nearest(account, list(dict.fromkeys((*accounts, *KINDS))))
+            yield Problem(place, "unknown provider", show(account), fix)
+    seen: list[OfferChoice] = []
+    for index, offer in enumerate(nodeset.offers):
+        if offer is None:
+            continue
+        place = (*path, "offers", index)
+        if not offer.is_set("type"):
+            yield Problem(place, "missing key `type`", "", "say what to rent there: `type: gpu_1x_a10`")
+        if offer in seen and not offer.invalid:
+            yield Problem(place, "the same offer twice", "", "delete one")
+        seen.append(offer)
+
+
+def _budget_problems(path: Path, budget: Budget | None) -> Iterator[Problem]:
+    """A budget has a limit, and a day's is not above a month's."""
+    if budget is None:
+        return
+    if not any(budget.is_set(key) for key in _LIMITS):
+        yield Problem(path, "a budget without a limit", "", f"give one of {', '.join(_LIMITS)}")
+    day, month = budget.per_day, budget.per_month
+    if day is not None and month is not None and day > month:
+        yield Problem((*path, "per_day"), "more than `per_month`", f"{day:.10g}", f"give at most {month:.10g}")
+    if budget.is_set("after") and budget.then != "end":
+        yield Problem((*path, "after"), "`after` where nothing is ended", "", "say `then: end`, or delete it")
+    elif budget.then == "end" and [key for key in _LIMITS if budget.is_set(key)] == ["per_hour"]:
+        fix = "give per_day or per_month too: only what is spent can be used up"
+        yield Problem((*path, "then"), "an hour's limit alone ends nothing", "", fix, "warning")
+
+
+def _lifetime_problems(rentals: Mapping[str, NodeSet], partitions: Mapping[str, Partition | None]) -> Iterator[Problem]:
+    """A node waits for jobs for less than its lifetime, and jobs do not outlive their nodes."""
+    lifetimes = {
+        name: seconds(nodeset.lifetime or LIFETIME)
+        for name, nodeset in rentals.items()
+        if "lifetime" not in nodeset.invalid
+    }
+    for name, nodeset in rentals.items():
+        if (
+            name in lifetimes
+            and "idle" not in nodeset.invalid
+            and seconds(nodeset.idle or DEFAULT_IDLE_TIME) >= lifetimes[name]
+        ):
+            yield Problem(("nodesets", name, "idle"), "not less than `lifetime`", "", "give less")
+    for name, partition in partitions.items():
+        if partition is None or partition.max_time is None:
+            continue
+        for nodeset_name in partition.nodesets or ():
+            if 60 * minutes(partition.max_time) > lifetimes.get(nodeset_name, float("inf")):
+                what = f"a job may run for longer than a node of `{nodeset_name}` is kept"
+                fix = f"give at most its `lifetime`, or raise that: nodesets.{nodeset_name}.lifetime"
+                place = ("partitions", name, "max_time")
+                yield Problem(place, what, show_time(partition.max_time), fix, "warning")
+
+
+def _named_accounts(path: Path, nodeset: NodeSet) -> Iterator[tuple[Path, str]]:
+    """The accounts that a rented nodeset names, each with its place."""
+    if not nodeset.is_rental:
+        return
+    for index, offer in enumerate(nodeset.offers):
+        if offer is not None and offer.provider is not None:
+            yield (*path, "offers", index, "provider"), offer.provider
+    if not nodeset.is_set("offers") and nodeset.provider is not None:
+        yield (*path, "provider"), nodeset.provider

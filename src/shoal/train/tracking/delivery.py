@@ -1,0 +1,339 @@
+"""Delivers records from the spools to the server, in batches and from a background thread: each record exactly once.
+
+A batch whose answer was lost is sent again, byte for byte. MLflow stores metrics in a table whose primary key is the
+whole row (key, timestamp, step, value, run), and ignores rows it has; a record has its timestamp from the start.
+Parameters, tags, the status and artifacts replace themselves. So a record counts as delivered only when the server has
+acknowledged it, and sending it twice does not duplicate it. (MLflow's deprecated file store does append duplicates.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.train.tracking.mlflow_client import (
+    MlflowClient,
+    RemoteRun,
+    RequestRejected,
+    RunName,
+    ServerUnavailable,
+    delete_duplicates,
+    find_run,
+    is_deleted,
+)
+from shoal.train.tracking.spool import DeliveryPosition, Record, Spool, read_position, read_spool, write_position
+
+BATCH_ITEMS, BATCH_NAMES, BATCH_BYTES = 1000, 100, 500_000
+"""MLflow's limits per request: 1000 entries, of them 100 parameters and 100 tags, and 1 MB in all."""
+KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 8000
+
+log = logging.getLogger("shoal.train")
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One entry of a request: a metric, a parameter, a tag, the run's status or an artifact."""
+
+    kind: str
+    value: dict[str, Any]
+    size: int
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.kind, str(self.value.get("key"))
+
+
+class Delivery:
+    """Sends the records of spools to one run on one server. For use by one thread."""
+
+    def __init__(self, server: MlflowClient, name: RunName, spools: Iterable[Path], *, create: bool) -> None:
+        self.server = server
+        self._name = name
+        self._create = create
+        self.spools = tuple(spools)
+        self._run: RemoteRun | None = None
+        self.acknowledged: dict[Path, int] = {}
+
+    def deliver(self) -> bool:
+        """Send the next batch of every spool; True if there may be more. ServerUnavailable if one of them must wait."""
+        run = self._run = self._run or find_run(self.server, self._name, create=self._create)
+        more, failure = False, None
+        for spool in self.spools:
+            try:
+                more = self._deliver_spool(spool, run) or more
+            except ServerUnavailable as error:  # a full artifact store does not delay metrics
+                failure = failure or error
+        if failure:
+            raise failure
+        return more
+
+    def _deliver_spool(self, spool: Path, run: RemoteRun) -> bool:
+        with _spool_lock(spool) as locked:
+            if not locked:
+                raise ServerUnavailable(f"another process is sending {spool.name}")
+            sent = read_position(spool, run.id)
+            self.acknowledged[spool] = sent.offset
+            end, items = _next_items(spool, sent.offset)
+            if end == sent.offset:
+                return False
+            for request in _requests(items):
+                self._send(spool, run, request)
+            write_position(spool, DeliveryPosition(end, run.id))
+            self.acknowledged[spool] = end
+            return True
+
+    def _send(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
+        try:
+            self._put(spool, run, items)
+        except RequestRejected as error:
+            self._check_run_exists(run)
+            if len(items) > 1:  # one bad entry fails the whole request: bisect, and send the rest
+                self._send(spool, run, items[: len(items) // 2])
+                self._send(spool, run, items[len(items) // 2 :])
+            elif items[0].kind == "param":  # parameters are immutable in MLflow, and a restart may have changed it
+                self._send(spool, run, [_tag("param." + items[0].value["key"], items[0].value["value"])])
+            else:
+                _save_rejected(spool, items[0], error)
+
+    def _put(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
+        if items[0].kind == "status":
+            self.server.post("runs/update", {"run_id": run.id, **items[0].value})
+            self._delete_duplicates(run)
+        elif items[0].kind == "artifact":
+            self._upload(spool, run, items[0].value)
+        else:
+            kinds = {"metrics": "metric", "params": "param", "tags": "tag"}
+            entries = {name: [item.value for item in items if item.kind == kind] for name, kind in kinds.items()}
+            self.server.post("runs/log-batch", {"run_id": run.id, **entries})
+
+    def _delete_duplicates(self, run: RemoteRun) -> None:
+        """At the start and end of a job: delete runs that a lost answer duplicated."""
+        if self._create:
+            with contextlib.suppress(RequestRejected):
+                delete_duplicates(self.server, self._name, run)
+
+    def _upload(self, spool: Path, run: RemoteRun, artifact: dict[str, Any]) -> None:
+        if run.artifacts is None:
+            raise RequestRejected("NO_ARTIFACT_PROXY", "the server was started without --serve-artifacts")
+        try:
+            data = (spool.parent / artifact["file"]).read_bytes()
+        except OSError as error:
+            raise RequestRejected("UNREADABLE", str(error)) from None
+        self.server.upload(f"{run.artifacts}/{artifact['path']}", data)
+
+    def _check_run_exists(self, run: RemoteRun) -> None:
+        """Raise ServerUnavailable if the request failed because the run no longer exists."""
+        try:
+            deleted = is_deleted(self.server, run)
+        except RequestRejected as error:
+            self._run = None  # a new run receives the whole spool
+            raise ServerUnavailable(str(error)) from None
+        if deleted:
+            self._run = None
+            raise ServerUnavailable(
+                f"the run {run.id} was deleted: `mlflow runs restore --run-id {run.id}` brings it back"
+            )
+
+
+@contextlib.contextmanager
+def _spool_lock(spool: Path) -> Iterator[bool]:
+    """Whether no other process sends this spool now: the job, or the `send` command."""
+    try:
+        file = os.open(spool.with_name(spool.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass  # no locks on this file system; sending twice is harmless
+        yield True
+    finally:
+        os.close(file)
+
+
+def _next_items(spool: Path, offset: int) -> tuple[int, list[LogEntry]]:
+    """The entries of the next records, enough for a request, and where those records end."""
+    items: list[LogEntry] = []
+    for end, record in read_spool(spool, offset):
+        items += _items(record or {})
+        offset = end
+        if len(items) >= BATCH_ITEMS:
+            break
+    return offset, items
+
+
+def _items(record: Record) -> Iterator[LogEntry]:
+    for key, value in record.get("metrics", {}).items():
+        metric = {"key": key[:KEY_LENGTH], "value": value, "timestamp": record["t"], "step": record.get("step", 0)}
+        yield LogEntry("metric", metric, len(key) + 100)
+    for key, value in record.get("params", {}).items():
+        param = {"key": key[:KEY_LENGTH], "value": value[:PARAM_LENGTH]}
+        yield LogEntry("param", param, len(json.dumps(param)))
+    for key, value in record.get("tags", {}).items():
+        yield _tag(key, value)
+    if "status" in record:
+        ended = {} if record["status"] in ("RUNNING", "SCHEDULED") else {"end_time": record["t"]}
+        yield LogEntry("status", {"status": record["status"], **ended}, 100)
+    if "artifact" in record:
+        yield LogEntry("artifact", record["artifact"], 0)
+
+
+def _tag(key: str, value: str) -> LogEntry:
+    tag = {"key": key[:KEY_LENGTH], "value": value[:TAG_LENGTH]}
+    return LogEntry("tag", tag, len(json.dumps(tag)))
+
+
+def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
+    """Entries in order, in groups within MLflow's limits: no name twice, status and artifacts on their own."""
+    group: list[LogEntry] = []
+    names: set[tuple[str, str]] = set()
+    size = 0
+    for item in items:
+        named = item.kind in ("param", "tag")
+        single = item.kind in ("status", "artifact")
+        full = len(group) >= BATCH_ITEMS or size + item.size > BATCH_BYTES
+        clash = named and (item.name in names or len(names) >= BATCH_NAMES)
+        if group and (single or full or clash):
+            yield group
+            group, names, size = [], set(), 0
+        if single:
+            yield [item]
+            continue
+        group.append(item)
+        size += item.size
+        if named:
+            names.add(item.name)
+    if group:
+        yield group
+
+
+def _save_rejected(spool: Path, item: LogEntry, error: RequestRejected) -> None:
+    """Write a rejected entry and the server's answer to a file beside the spool."""
+    place = spool.with_name(spool.name + ".rejected")
+    log.error("tracking: the server rejected %s %s; it is kept in %s", item.kind, error, place)
+    with contextlib.suppress(OSError), place.open("a") as file:
+        line = {"kind": item.kind, "entry": item.value, "answer": str(error), "time": time.time()}
+        file.write(json.dumps(line) + "\n")
+
+
+DELIVERY_PERIOD_S = 2.0
+"""How long records are collected before they are sent."""
+SYNC_PERIOD_S = 5.0
+MAX_PAUSE_S = 60.0
+
+
+class DeliveryThread:
+    """Syncs spools to disk and delivers them until stopped. Errors are logged once a minute and never raised."""
+
+    def __init__(self, spools: Sequence[Spool], delivery: Delivery | None, period: float = DELIVERY_PERIOD_S) -> None:
+        self._spools = tuple(spools)
+        self._delivery = delivery
+        self._period = period
+        self._wake = threading.Event()
+        self._done = threading.Condition()
+        self._rounds_begun = self._rounds_ended = 0
+        self._stopping = False
+        self._failures = 0
+        self._next_try = 0.0
+        self._next_sync = time.monotonic() + SYNC_PERIOD_S
+        self._last_logged = (0.0, "")
+        self._thread = threading.Thread(target=self._loop, name="shoal-tracking", daemon=True)
+        self._thread.start()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all records are on disk and delivered, up to `timeout` seconds. True if they are."""
+        sizes = {spool.path: _size(spool.path) for spool in self._spools}
+        deadline = time.monotonic() + timeout
+        with self._done:
+            begun = self._rounds_begun
+            self._next_try = self._next_sync = 0.0
+            self._wake.set()
+            # A round that has begun may miss the last record: wait for one that begins now.
+            while not (self._rounds_ended > begun and (self._delivered(sizes) or self._failures)):
+                if not self._thread.is_alive() or not self._done.wait(max(0.0, deadline - time.monotonic())):
+                    break
+        return self._delivered(sizes)
+
+    def stop(self, timeout: float) -> bool:
+        """Flush, and end the thread. If it hangs in a request, it ends with the process."""
+        done = self.flush(timeout)
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(0.2)
+        return done
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _delivered(self, sizes: dict[Path, int]) -> bool:
+        if self._delivery is None:
+            return True
+        return all(self._delivery.acknowledged.get(path, 0) >= size for path, size in sizes.items())
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            self._rounds_begun += 1
+            self._sync()
+            more = self._deliver()
+            with self._done:
+                self._rounds_ended = self._rounds_begun
+                self._done.notify_all()
+            if not more:
+                self._wake.wait(self._period)
+
+    def _sync(self) -> None:
+        if time.monotonic() >= self._next_sync:
+            self._next_sync = time.monotonic() + SYNC_PERIOD_S
+            for spool in self._spools:
+                spool.sync()
+
+    def _deliver(self) -> bool:
+        if self._delivery is None or time.monotonic() < self._next_try:
+            return False
+        try:
+            more = self._delivery.deliver()
+        except Exception as error:  # no error of a server or disk may stop training
+            self._failures += 1
+            self._next_try = time.monotonic() + retry_pause(self._failures, random.random)
+            self._log_failure(
+                str(error) if isinstance(error, ServerUnavailable) else f"{type(error).__name__}: {error}"
+            )
+            return False
+        if self._failures:
+            log.warning("tracking: %s accepts records again", self._delivery.server.uri)
+        self._failures, self._last_logged = 0, (0.0, "")
+        return more
+
+    def _log_failure(self, text: str) -> None:
+        when, what = self._last_logged
+        if text != what or time.monotonic() - when > 60:
+            self._last_logged = (time.monotonic(), text)
+            log.warning("tracking: %s; records stay on disk, training continues", text)
+
+
+def retry_pause(failures: int, random_fraction: Callable[[], float]) -> float:
+    """The pause after this many failures: exponential, with jitter between jobs."""
+    return float(min(MAX_PAUSE_S, 2.0 ** min(failures - 1, 10)) * (0.5 + random_fraction() / 2))
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0

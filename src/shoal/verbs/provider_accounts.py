@@ -1,0 +1,94 @@
+"""The provider accounts of a spec with their keys, and one question to all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import ProviderLogin, RentalProvider
+from shoal.errors import ProviderError, ShoalError, UsageError
+from shoal.spec.members import provider_accounts as accounts_of
+from shoal.spec.model import Spec
+from shoal.spec.rental import account_settings
+from shoal.spec.values import resolve_secret
+
+PROVIDER_TIMEOUT_S = 90.0
+"""For one question, however many pages the answer has."""
+
+T = TypeVar("T")
+Open = Callable[[ProviderLogin], RentalProvider]
+"""Opens the client of a provider account."""
+
+
+@dataclass(frozen=True)
+class OpenAccounts:
+    """The provider accounts of a cluster that can be used, and why others cannot."""
+
+    usable: tuple[ProviderLogin, ...]
+    failures: Mapping[str, ShoalError] = field(default_factory=dict)
+    """By provider account: why its key cannot be read."""
+
+
+def open_accounts(spec: Spec, chosen: Iterable[str] = ()) -> OpenAccounts:
+    """The provider accounts of a spec, or those chosen by name or kind. A missing key affects only its account."""
+    named = accounts_of(spec)
+    if not named:
+        raise UsageError(
+            f"cluster {spec.cluster} has no provider account",
+            hint="add one to the file, as in `providers: {lambda: {key: env:LAMBDA_API_KEY}}`",
+        )
+    selected = tuple(chosen)
+    for name in selected:
+        if name not in named and name not in {account.kind for account in named.values()}:
+            hint = f"use one of {', '.join(named)}"
+            raise UsageError(f"cluster {spec.cluster} has no provider account {name}", hint=hint)
+    usable: list[ProviderLogin] = []
+    failures: dict[str, ShoalError] = {}
+    for name, account in named.items():
+        kind = account.kind or name
+        if selected and name not in selected and kind not in selected:
+            continue
+        try:
+            secret = resolve_secret(account.key, f"providers.{name}.key").decode() if account.key else ""
+        except (ShoalError, UnicodeDecodeError) as error:
+            unreadable = UsageError(f"providers.{name}.key is not text", hint="put the key into it")
+            failures[name] = error if isinstance(error, ShoalError) else unreadable
+            continue
+        usable.append(ProviderLogin(name, kind, secret, account.url or "", account_settings(account)))
+    return OpenAccounts(tuple(usable), failures)
+
+
+async def ask_all(
+    accounts: OpenAccounts,
+    question: Callable[[ProviderLogin, RentalProvider], Awaitable[T]],
+    opened: Open = rental_provider,
+    timeout: float = PROVIDER_TIMEOUT_S,
+) -> tuple[dict[str, T], dict[str, ShoalError]]:
+    """The answers of all provider accounts, asked concurrently, and the errors of those that gave none."""
+
+    async def ask(account: ProviderLogin) -> T | ShoalError:
+        try:
+            client = opened(account)
+            try:
+                return await asyncio.wait_for(question(account, client), timeout)
+            finally:
+                await client.close()
+        except TimeoutError:
+            return ProviderError(f"{account.name} does not answer within {timeout:.0f} s", hint="try again later")
+        except ShoalError as error:
+            return error
+        except Exception as error:  # a bug in one client must not affect the others
+            return ProviderError(f"{account.name}: its client failed: {type(error).__name__}", hint="report this bug")
+
+    results = await asyncio.gather(*(ask(account) for account in accounts.usable))
+    answers: dict[str, T] = {}
+    failures = dict(accounts.failures)
+    for account, answer in zip(accounts.usable, results, strict=True):
+        if isinstance(answer, ShoalError):
+            failures[account.name] = answer
+        else:
+            answers[account.name] = answer
+    return answers, failures

@@ -1,0 +1,235 @@
+"""Rented machines as the controller knows them: its ledger, and the status and control of shoal-elastic.
+
+The ledger is read with a program of our own: it must also be readable while the service is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from shoal.cloud.rental import LIVE, Rental
+from shoal.cloud.service.ledger import LEDGER
+from shoal.cloud.status_file import STATUS, read_status
+from shoal.errors import ShoalError
+from shoal.hosts.api import Host, Process
+from shoal.remote import program_text
+from shoal.remote.ledger_rows import SERVICE
+from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
+from shoal.spec.members import rented_sets
+from shoal.spec.model import Spec
+from shoal.verbs.context import Context
+
+T = TypeVar("T")
+
+LEDGER_TIMEOUT_S = 120.0
+STATUS_TIMEOUT_S = 30.0
+SYSTEMCTL_TIMEOUT_S = 120.0
+STALE_STATUS_S = 180.0
+"""A service whose status is older than this does not run, or hangs."""
+WATCH_TIMEOUT_S = 7200
+"""How long the controller waits for a disconnected operator before it starts the service again."""
+NOT_LOADED = 5
+"""Exit status of systemctl for a service that does not exist."""
+PROGRAM = ("env", "python3", "-c")
+
+NO_RESTART = b"stay\n"
+RESTART = 'echo watching; word=$(timeout "$1" head -n 1); test "$word" = stay || exec systemctl start "$2"'
+"""Starts the service again when the connection ends before `stay` was sent."""
+TOUCH = 'test ! -d "${1%/*}" || touch "$1"'
+"""A host without the directory has no service that could add nodes."""
+
+
+@dataclass(frozen=True)
+class LedgerRental(Rental):
+    """A rental in the ledger whose machine exists, or may exist."""
+
+    age: float = 0.0
+    """Seconds since the provider should list the machine; 0 where it should exist: a list that lacks it may lag."""
+    of_now: bool = False
+    """Ordered by the running service, with the provider accounts that it has."""
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the provider has confirmed that it made the machine, and not that it deleted it."""
+        return self.live and bool(self.id) and not self.age
+
+
+async def ledger_rentals(context: Context) -> tuple[LedgerRental, ...] | None:
+    """The rentals in the ledger. None where they are unknown: no controller, no ledger."""
+    try:
+        async with await context.connections([context.controller]) as fleet:
+            return await read_ledger(await fleet.host(context.controller.name))
+    except ShoalError:
+        return None
+
+
+async def read_ledger(host: Host) -> tuple[LedgerRental, ...] | None:
+    """The same for a host that may no longer be the controller. Raises HostError where it does not answer."""
+    return await _run_ledger_program(host, {})
+
+
+async def record_ended(context: Context, ended: Iterable[tuple[Rental, float]]) -> None:
+    """Record in the ledger that machines are gone, each with the seconds since.
+
+    Where this fails the service finds out by itself, as long as it has their provider account.
+    """
+    gone = {rental.token: (rental.state, ago) for rental, ago in ended if rental.state in LIVE}
+    if not gone:
+        return
+    with contextlib.suppress(ShoalError):
+        async with await context.connections([context.controller]) as fleet:
+            await _run_ledger_program(await fleet.host(context.controller.name), gone)
+
+
+async def _run_ledger_program(host: Host, ended: Mapping[str, Sequence[object]]) -> tuple[LedgerRental, ...] | None:
+    command = (*PROGRAM, program_text("ledger_rows"), str(LEDGER), str(STATUS))
+    result = await host.run(command, stdin=json.dumps({"ended": ended}).encode(), timeout=LEDGER_TIMEOUT_S)
+    try:
+        return tuple(LedgerRental(**row) for row in json.loads(result.text)["machines"]) if result.status == 0 else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class RentedNode:
+    """A machine that is rented now for a node. A node has two while one leaves and another replaces it."""
+
+    name: str
+    """The node's."""
+    state: str
+    """As in the ledger: `intended`, `made`, `joined` or `releasing`."""
+    account: str
+    type: str
+    place: str
+    market: str
+    usd_hour: float | None
+    since: float
+
+
+_FIELDS = [field.name for field in fields(RentedNode) if field.name != "name"]
+
+
+@dataclass(frozen=True)
+class RentedView:
+    """The last status of shoal-elastic, for `shoal status`."""
+
+    problem: str = ""
+    """Why nothing is known, or nothing is done."""
+    accounts: Mapping[str, str] = field(default_factory=dict)
+    """The provider accounts that do not answer, each with the error."""
+    nodes: tuple[RentedNode, ...] = ()
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """Why jobs wait for nodes, by job."""
+
+    @property
+    def usd_hour(self) -> float:
+        """What all machines together cost an hour, as far as prices are known."""
+        return sum(node.usd_hour or 0.0 for node in self.nodes)
+
+
+async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] = time.time) -> RentedView | None:
+    """Read the status that the service wrote. None where the spec rents nothing."""
+    if not rented_sets(spec):
+        return None
+    result = await controller.run(("cat", str(STATUS)), timeout=STATUS_TIMEOUT_S)
+    if result.status != 0:
+        return RentedView("shoal-elastic has written no status yet; run `shoal up`")
+    try:
+        last = read_status(result.text)
+        rows = last.machines.values()
+        nodes = tuple(RentedNode(row["node"], **{key: row[key] for key in _FIELDS}) for row in rows)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return RentedView(f"{STATUS} is not a status of shoal-elastic; run `shoal up`")
+    problem, age = last.problem, clock() - last.at
+    if age > STALE_STATUS_S:
+        problem = f"shoal-elastic has written no status for {age / 60:.0f} minutes; run `shoal up`"
+    return RentedView(problem, {name: text for name, text in last.accounts.items() if text}, nodes, dict(last.jobs))
+
+
+async def stop_service(host: Host) -> str:
+    """Stop shoal-elastic on a host. Returns the error, if any; a host without the service is fine."""
+    return await _systemctl(host, "stop")
+
+
+async def start_service(host: Host) -> str:
+    """Start it again. Returns the error, if any."""
+    return await _systemctl(host, "start")
+
+
+async def _systemctl(host: Host, verb: str) -> str:
+    try:
+        result = await host.run(("systemctl", verb, SERVICE), timeout=SYSTEMCTL_TIMEOUT_S)
+    except ShoalError as error:
+        return error.message
+    if result.status in (0, NOT_LOADED):
+        return ""
+    return result.error_text.strip() or f"systemctl {verb} ended with status {result.status}"
+
+
+@asynccontextmanager
+async def restart_if_disconnected(host: Host) -> AsyncIterator[bool]:
+    """Have the host start the service itself if we are killed or cut off inside. Yields whether it does so."""
+    try:
+        watch = await host.start(("sh", "-c", RESTART, "sh", str(WATCH_TIMEOUT_S), SERVICE))
+        watches = bool(await watch.readline())
+    except ShoalError:
+        yield False
+        return
+    try:
+        yield watches
+    finally:
+        await run_to_completion(_end_watch(watch))
+
+
+async def _end_watch(watch: Process) -> None:
+    with contextlib.suppress(ShoalError):
+        await watch.write(NO_RESTART)
+        await watch.wait()
+
+
+@asynccontextmanager
+async def hold_joins(host: Host) -> AsyncIterator[None]:
+    """Let no machine become a node meanwhile: it would get keys that are just being replaced. It joins afterwards.
+
+    Raises ShoalError where the host cannot hold them. If we are killed inside, the hold expires after minutes.
+    """
+    await _hold(host)
+    renewing = asyncio.create_task(_renew_hold(host))
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        with contextlib.suppress(ShoalError):
+            await run_to_completion(host.run(("rm", "-f", HOLD), timeout=SYSTEMCTL_TIMEOUT_S))
+
+
+async def _hold(host: Host) -> None:
+    result = await host.run(("sh", "-c", TOUCH, "sh", HOLD), timeout=SYSTEMCTL_TIMEOUT_S)
+    if result.status != 0:
+        raise ShoalError(
+            f"{host.name}: cannot keep new rented nodes from joining: {result.error_text.strip()}",
+            hint="solve that first; nothing was changed",
+        )
+
+
+async def _renew_hold(host: Host) -> None:
+    while True:
+        await asyncio.sleep(HOLD_MAX_AGE_S / 5)
+        with contextlib.suppress(ShoalError):
+            await _hold(host)
+
+
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Finish the work even if we are cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()

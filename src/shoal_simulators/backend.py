@@ -1,0 +1,77 @@
+"""The hosts behind a simulated cloud: real ones, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from shoal_simulators.instances import MachineType, Profile, SimulatedInstance
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """The state of a machine's host, and its addresses."""
+
+    state: Literal["making", "up", "dead", "gone"]
+    host: str = ""
+    """Where SSH answers once it is up."""
+    port: int = 22
+    private_address: str = ""
+
+
+class HostBackend(Protocol):
+    """Makes and removes the hosts of machines. All but `close` return at once; `status` reports progress."""
+
+    def begin(self, machine: SimulatedInstance, type: MachineType, profile: Profile) -> None:
+        """Make a machine."""
+
+    def status(self, id: str) -> HostStatus:
+        """The status of a machine's host; `gone` where it never had one."""
+
+    def end(self, id: str) -> None:
+        """Remove a machine and its files."""
+
+    def kill(self, id: str) -> None:
+        """Power it off at once."""
+
+    def notice(self, id: str, at: float) -> None:
+        """Announce the preemption on the machine, where the cloud does so."""
+
+    def adopt(self, ids: Iterable[str]) -> set[str]:
+        """Which of these still exist from an earlier run. Any other host is removed."""
+
+    async def close(self, keep: bool = False) -> None:
+        """Finish running operations; remove every machine unless `keep`."""
+
+
+class NoHosts:
+    """No hosts: addresses that never answer. For contract tests and benches."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, HostStatus] = {}
+
+    def begin(self, machine: SimulatedInstance, type: MachineType, profile: Profile) -> None:
+        count = len(self._hosts)
+        public, private = f"192.0.2.{1 + count % 254}", f"10.{count >> 16 & 255}.{count >> 8 & 255}.{count & 255}"
+        self._hosts[machine.id] = HostStatus("up", public, 22, private)
+
+    def status(self, id: str) -> HostStatus:
+        return self._hosts.get(id, HostStatus("gone"))
+
+    def end(self, id: str) -> None:
+        self._hosts[id] = HostStatus("gone")
+
+    def kill(self, id: str) -> None:
+        self._hosts[id] = HostStatus("dead")
+
+    def notice(self, id: str, at: float) -> None:
+        pass
+
+    def adopt(self, ids: Iterable[str]) -> set[str]:
+        for id in ids:
+            self._hosts[id] = HostStatus("up", f"192.0.2.{1 + len(self._hosts) % 254}")
+        return set(self._hosts)
+
+    async def close(self, keep: bool = False) -> None:
+        pass

@@ -1,0 +1,325 @@
+"""A simulated Google Compute Engine: bulkInsert with its operations, lists by zone and of all zones, spot, deadlines.
+
+An order that is well formed is answered with an operation at once. The
+operation reports stock and quota when it ends. The same `requestId` brings the same operation.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from shoal.cloud.providers.api import Billing
+from shoal_simulators.gcp_requests import API, TYPES, check, filtered, number, page_of, read_order, shown_type, stamp
+from shoal_simulators.instances import Profile, SimulatedInstance
+from shoal_simulators.market import ApiRejection, Market
+from shoal_simulators.server import RateLimit, Simulator, read_json
+
+POLLS_UNTIL_DONE = 2
+"""Requests after which an operation is done."""
+
+ERRORS = {
+    "auth": (401, "authError", "Request had invalid authentication credentials."),
+    "rate": (403, "rateLimitExceeded", "Quota exceeded for quota group 'default' and limit 'Queries per minute'."),
+    "balance": (403, "BILLING_DISABLED", "This API method requires billing to be enabled."),
+    "error-before-create": (503, "backendError", "Backend Error"),
+    "error-after-create": (503, "backendError", "Backend Error"),
+    "list-fails": (503, "backendError", "Backend Error"),
+    "duplicate-name": (409, "alreadyExists", "The resource '{}' already exists"),
+    "invalid": (400, "invalid", "{}"),
+    "not-found": (404, "notFound", "The resource '{}' was not found"),
+}
+"""Reason -> status, code, message of an immediate error."""
+
+FAILURES = {
+    "stockout": (
+        "ZONE_RESOURCE_POOL_EXHAUSTED",
+        "The zone '{}' does not have enough resources available to fulfill the request. Try a different zone, or try"
+        " again later.",
+    ),
+    "quota": ("QUOTA_EXCEEDED", "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 0.0 globally."),
+}
+"""Reason -> code, message of a failed operation."""
+
+
+@dataclass
+class Operation:
+    """A long-running operation."""
+
+    name: str
+    type: str
+    zone: str
+    began: float
+    polls: int = 0
+    group: str = ""
+    errors: list[dict[str, str]] = field(default_factory=list)
+    target: str = ""
+    counts: Mapping[str, Any] | None = None
+
+
+class GoogleComputeSimulator(Simulator):
+    """The part of the API that rents machines out."""
+
+    kind = "gcp"
+    base = "/compute/v1"
+    profile = Profile(
+        user="ubuntu",
+        boot_seconds=40.0,
+        address_seconds=5.0,
+        stop_seconds=20.0,
+        notice_seconds=30.0,
+        unique_names=True,
+        billing=Billing(step=1, least=60, from_up=True),
+    )
+    types = TYPES
+    creating = rf"POST {base}/projects/[^/]+/zones/[^/]+/instances/bulkInsert"
+    listing = rf"GET {base}/projects/[^/]+/(aggregated|zones/[^/]+)/instances"
+
+    def __init__(self, market: Market) -> None:
+        super().__init__(market)
+        self._operations: dict[str, Operation] = {}
+        self._requests: dict[str, Operation] = {}
+
+    def routes(self) -> list[BaseRoute]:
+        zone = f"{self.base}/projects/{{project}}/zones/{{zone}}"
+        return [
+            Route(f"{self.base}/projects/{{project}}/aggregated/{{what}}", self._aggregated),
+            Route(f"{zone}/instances/{{name}}", self._get, methods=["GET"]),
+            Route(f"{zone}/instances/{{name}}", self._delete, methods=["DELETE"]),
+            Route(f"{zone}/instances/bulkInsert", self._bulk_insert, methods=["POST"]),
+            Route(f"{zone}/operations/{{name}}", self._operation, methods=["GET"]),
+            Route(f"{zone}/operations/{{name}}/wait", self._operation, methods=["POST"]),
+            Route(f"{zone}/{{what}}", self._zonal),
+        ]
+
+    def limits(self) -> list[RateLimit]:
+        # 1500 a minute, with bursts of a few seconds.
+        return [RateLimit(interval=60 / 1500, slack=6.0)]
+
+    def error_response(self, reason: str, detail: str = "") -> Response:
+        status, code, text = ERRORS[reason]
+        message = text.format(detail)
+        domain = "usageLimits" if status == 403 else "global"
+        error = {"message": message, "domain": domain, "reason": code}
+        return JSONResponse({"error": {"code": status, "message": message, "errors": [error]}}, status)
+
+    def metadata(self, request: Request, machine: SimulatedInstance) -> Response | None:
+        if request.headers.get("metadata-flavor") != "Google":
+            return PlainTextResponse("Missing Metadata-Flavor:Google header.", 403)
+        name = request.url.path.removeprefix("/computeMetadata/v1/instance/")
+        values = {"preempted": "TRUE" if machine.preempted else "FALSE", "name": machine.order.name}
+        return PlainTextResponse(values[name]) if name in values else None
+
+    # Orders
+
+    async def _bulk_insert(self, request: Request) -> Response:
+        body, params = await read_json(request), request.path_params
+        zone, asked = params["zone"], request.query_params.get("requestId", "")
+        if asked and asked in self._requests:
+            return self._operation_response(self._requests[asked])
+        check(asked, body)
+        names = list(body["perInstanceProperties"])
+        taken = {machine.order.name for machine in self.market.list_instances() if machine.order.zone == zone}
+        for name in names:
+            if name in taken:
+                raise ApiRejection("duplicate-name", f"projects/{params['project']}/zones/{zone}/instances/{name}")
+        made, failed, lost = self._order_all(names, zone, body["instanceProperties"])
+        operation = self._begin("bulkInsert", zone)
+        self._settle(operation, zone, made, failed, int(body.get("minCount") or len(names)))
+        self._requests[asked or operation.name] = operation
+        if lost:
+            raise ApiRejection("error-after-create")
+        return self._operation_response(operation)
+
+    def _order_all(self, names: list[str], zone: str, asked: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
+        """The machines made, the reasons for those that were not, and whether the response is an error all the same."""
+        made: list[str] = []
+        failed: list[str] = []
+        lost = False
+        for name in names:
+            try:
+                self.market.order(read_order(name, zone, asked), id=name)
+            except ApiRejection as rejected:
+                if rejected.reason == "error-after-create":
+                    lost = True
+                elif rejected.reason in FAILURES:
+                    failed.append(rejected.reason)
+                    continue
+                else:
+                    raise
+            made.append(name)
+            if asked.get("scheduling", {}).get("instanceTerminationAction") != "DELETE":
+                self.market.instances[name].shown_until = math.inf  # preempted, it stays, powered off
+        return made, failed, lost
+
+    def _settle(self, operation: Operation, zone: str, made: list[str], failed: list[str], least: int) -> None:
+        """Below the minimum, delete all; above it, report each failure by its own operation."""
+        errors = [{"code": FAILURES[reason][0], "message": FAILURES[reason][1].format(zone)} for reason in failed]
+        short = len(made) < least
+        for name in made if short else []:
+            self._hide(self.market.delete(name))
+        if short:
+            summary = f"Requested minimum count of {least} VMs could not be created."
+            operation.errors = [{"code": "VM_MIN_COUNT_NOT_REACHED", "message": summary}, *errors[:1]]
+        else:
+            for error in errors:
+                part = self._begin("insert", zone)
+                part.group, part.errors, part.polls = operation.group, [error], POLLS_UNTIL_DONE
+        operation.counts = {
+            f"zones/{zone}": {
+                "targetVmCount": len(made) + len(failed),
+                "createdVmCount": len(made),
+                "deletedVmCount": len(made) if short else 0,
+                "failedToCreateVmCount": len(failed),
+                "status": "DONE",
+            }
+        }
+
+    async def _delete(self, request: Request) -> Response:
+        machine = self._find(request)
+        if machine.live:
+            self.market.delete(machine.id)
+        self._hide(machine)
+        operation = self._begin("delete", machine.order.zone)
+        operation.target = self._link(request, machine)
+        return self._operation_response(operation)
+
+    def _hide(self, machine: SimulatedInstance) -> None:
+        if machine.shown_until == math.inf:
+            machine.shown_until = 0.0
+
+    # Operations
+
+    def _begin(self, type: str, zone: str) -> Operation:
+        name = f"operation-{uuid.uuid4()}"
+        operation = Operation(name, type, zone, self.market.clock(), group=str(uuid.uuid4()))
+        self._operations[name] = operation
+        return operation
+
+    async def _operation(self, request: Request) -> Response:
+        operation = self._operations.get(request.path_params["name"])
+        if operation is None:
+            raise ApiRejection("not-found", request.path_params["name"])
+        operation.polls += 1
+        return self._operation_response(operation)
+
+    def _operation_response(self, operation: Operation) -> Response:
+        return JSONResponse(self._shown_operation(operation))
+
+    def _shown_operation(self, operation: Operation) -> dict[str, Any]:
+        done = operation.polls >= POLLS_UNTIL_DONE
+        shown: dict[str, Any] = {
+            "kind": "compute#operation",
+            "id": number(operation.name),
+            "name": operation.name,
+            "operationType": operation.type,
+            "operationGroupId": operation.group,
+            "zone": f"{API}/projects/p/zones/{operation.zone}",
+            "status": "DONE" if done else "RUNNING" if operation.polls else "PENDING",
+            "progress": 100 if done else 0,
+            "insertTime": stamp(operation.began),
+        }
+        if operation.target:
+            shown["targetLink"] = operation.target
+        if done:
+            shown["endTime"] = stamp(self.market.clock())
+        if done and operation.counts is not None:
+            shown["instancesBulkInsertOperationMetadata"] = {"perLocationStatus": operation.counts}
+        if done and operation.errors:
+            shown |= {"error": {"errors": operation.errors}, "httpErrorStatusCode": 503}
+        return shown
+
+    # Lists
+
+    async def _aggregated(self, request: Request) -> Response:
+        what = request.path_params["what"]
+        rows = self._rows(request, what)
+        shown, token = page_of(request, rows)
+        places = sorted({f"zones/{place}" for type in self.types for place in type.places})
+        empty = {"warning": {"code": "NO_RESULTS_ON_PAGE", "message": "There are no results on this page."}}
+        items: dict[str, Any] = {place: dict(empty) for place in places}
+        for row in shown:
+            place = f"zones/{row['zone'].rpartition('/')[2]}"
+            items.setdefault(place, {}).pop("warning", None)
+            items[place].setdefault(what, []).append(row)
+        return JSONResponse({"kind": "compute#aggregatedList", "items": items} | token)
+
+    async def _zonal(self, request: Request) -> Response:
+        zone = request.path_params["zone"]
+        rows = [row for row in self._rows(request, request.path_params["what"]) if row["zone"].endswith(f"/{zone}")]
+        shown, token = page_of(request, rows)
+        return JSONResponse({"kind": "compute#list", "items": shown} | token)
+
+    async def _get(self, request: Request) -> Response:
+        return JSONResponse(self._shown(request, self._find(request)))
+
+    def _rows(self, request: Request, what: str) -> list[dict[str, Any]]:
+        if what == "instances":
+            rows = [self._shown(request, machine) for machine in self.market.list_instances()]
+        elif what == "machineTypes":
+            rows = [shown_type(type, zone) for type in self.types if "+" not in type.name for zone in type.places]
+        elif what == "operations":
+            rows = [self._shown_operation(operation) for operation in self._operations.values()]
+        else:
+            raise ApiRejection("not-found", what)
+        return filtered(rows, request.query_params.get("filter", ""))
+
+    def _find(self, request: Request) -> SimulatedInstance:
+        """A machine by its name, also while lists do not show it yet."""
+        self.market.update()
+        machine = self.market.instances.get(request.path_params["name"])
+        zone = machine.order.zone if machine else ""
+        gone = machine is not None and machine.phase == "gone" and not machine.shown_until
+        if machine is None or gone or zone != request.path_params["zone"]:
+            raise ApiRejection("not-found", request.path_params["name"])
+        return machine
+
+    def _link(self, request: Request, machine: SimulatedInstance) -> str:
+        zone = f"{API}/projects/{request.path_params['project']}/zones/{machine.order.zone}"
+        return f"{zone}/instances/{machine.order.name}"
+
+    def _shown(self, request: Request, machine: SimulatedInstance) -> dict[str, Any]:
+        order, properties = machine.order, machine.order.marks
+        link = self._link(request, machine)
+        zone = link.rpartition("/instances/")[0]
+        interface: dict[str, Any] = {"name": "nic0", "network": f"{API}/projects/p/global/networks/default"}
+        if machine.host:
+            interface["networkIP"] = machine.private_address or machine.host
+            access = properties.get("networkInterfaces", [{}])[0].get("accessConfigs", [])
+            interface["accessConfigs"] = [
+                {**config, "kind": "compute#accessConfig", "natIP": machine.host} for config in access
+            ]
+        shown = {
+            "kind": "compute#instance",
+            "id": number(machine.id),
+            "name": order.name,
+            "creationTimestamp": stamp(machine.ordered),
+            "status": self._status(machine),
+            "zone": zone,
+            "machineType": f"{zone}/machineTypes/{order.type.partition('+')[0]}",
+            "networkInterfaces": [interface],
+            "selfLink": link,
+        }
+        for echoed in ("labels", "scheduling", "metadata", "tags"):
+            shown[echoed] = properties.get(echoed, {})
+        if "guestAccelerators" in properties:
+            shown["guestAccelerators"] = [
+                {**gpu, "acceleratorType": f"{zone}/acceleratorTypes/{gpu['acceleratorType']}"}
+                for gpu in properties["guestAccelerators"]
+            ]
+        return shown
+
+    def _status(self, machine: SimulatedInstance) -> str:
+        if machine.phase == "pending":
+            half = machine.ordered + machine.boot_seconds / 2
+            return "PROVISIONING" if self.market.clock() < half else "STAGING"
+        if machine.phase in ("error", "gone"):
+            return "TERMINATED"
+        return "STOPPING" if machine.phase == "stopping" or machine.takes_away is not None else "RUNNING"

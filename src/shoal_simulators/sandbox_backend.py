@@ -1,0 +1,378 @@
+"""Real hosts for simulated machines: sandbox hosts on the network of one sandbox cluster.
+
+The cluster's own hosts reach them, but they are not among those; only `shoal down` removes them too. Their first boot
+(user, key, the script of the order) comes from their seed, as from cloud-init: see `first_boot_files`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+from shoal.errors import ProviderError
+from shoal.sandbox import images, network, nspawn, seed
+from shoal.sandbox.layout import OPEN_SITE, HostRecord, Layout, Site, cache_dir, locked, site_of
+from shoal.sandbox.programs import call
+from shoal.sandbox.provider import SandboxProvider
+from shoal.spec.member import Shape
+from shoal_simulators.backend import HostStatus
+from shoal_simulators.instances import MachineType, Profile, SimulatedInstance
+from shoal_simulators.server import METADATA, listen
+
+log = logging.getLogger("shoal_simulators")
+
+MAX_BOOTS = 4
+"""Hosts that boot at a time: enough to load two cores."""
+REMOVE_RETRY_S = 2.0
+NAME_LENGTH = 38
+FIRST_BOOT = """\
+[Unit]
+Description=The login user of this machine, and its key
+Before=ssh.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/usr/local/lib/shoal-first-boot
+"""
+FIRST_BOOT_PROGRAM = """\
+#!/bin/sh
+set -eu
+user=$(cat /etc/shoal-cloud/user)
+id "$user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$user"
+home=$(getent passwd "$user" | cut -d: -f6)
+install -d -m 0700 -o "$user" -g "$user" "$home/.ssh"
+install -m 0600 -o "$user" -g "$user" /etc/shoal-cloud/authorized_keys "$home/.ssh/authorized_keys"
+if [ "$user" != root ]; then
+    echo "$user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/90-cloud
+    chmod 0440 /etc/sudoers.d/90-cloud
+fi
+"""
+USER_DATA = """\
+[Unit]
+Description=The script that this machine was ordered with
+After=network.target ssh.service
+ConditionPathExists=!/var/lib/shoal-user-data-ran
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStartPre=/usr/bin/touch /var/lib/shoal-user-data-ran
+ExecStart=/etc/shoal-cloud/user-data
+"""
+BROKEN_SMI = b"""\
+#!/bin/sh
+echo "Unable to determine the device handle for GPU0000:00:05.0: Unknown Error" >&2
+exit 15
+"""
+NO_DEVICE = os.makedev(240, 0)
+"""A device number without a driver: opening it fails with ENXIO, as for a GPU that fell off its bus."""
+
+
+class SandboxBackend:
+    """Implements `shoal_simulators.backend.HostBackend` with the hosts of a sandbox cluster."""
+
+    def __init__(self, kind: str, cluster: str, *, image: str = "debian12", cache: Path | None = None) -> None:
+        self.kind, self.image = kind, image
+        self.layout = Layout(cache or cache_dir(), cluster)
+        self._provider = SandboxProvider(self.layout.cache)
+        self._status: dict[str, HostStatus] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(MAX_BOOTS)
+        self._locks: dict[str, int] = {}
+        """Locks held until `close`: one process runs a cloud in a cluster."""
+        self._metadata_port = 0
+        """The port of the metadata service; 0 without one."""
+        self.has_state = False
+        """Whether an earlier run left machines or a bill here."""
+
+    @property
+    def store(self) -> Path:
+        """The file with the cloud's state; it is removed with the cluster."""
+        return self.layout.dir / "simulators" / f"{self.kind}.json"
+
+    async def open(self) -> str:
+        """Make the network. Returns this computer's address on it, where the cluster reaches the simulator.
+
+        Raises ProviderError while another process runs this cloud.
+        """
+        images.require(self.image)
+        if os.geteuid() != 0:
+            raise ProviderError("sandbox hosts need root", hint="run the command with sudo, or leave --cluster out")
+        async with self.layout.locked():
+            if not self._lock(self.kind):
+                raise ProviderError(
+                    f"another process simulates {self.kind} for cluster {self.layout.cluster}",
+                    hint="use that one, or stop it with Ctrl-C",
+                )
+            self.has_state = self.store.exists()
+            sites = await network.ensure_sites(self.layout, [OPEN_SITE])
+        return network.gateway(sites[OPEN_SITE])
+
+    async def listen_for_metadata(self) -> socket.socket:
+        """A listening socket for the metadata service of this cloud. Raises ProviderError."""
+        listener = listen(network.gateway(self.layout.sites()[OPEN_SITE]), 0)
+        self._metadata_port = listener.getsockname()[1]
+        try:
+            await self._route_metadata()
+        except ProviderError:
+            listener.close()
+            raise
+        return listener
+
+    def begin(self, machine: SimulatedInstance, type: MachineType, profile: Profile) -> None:
+        self._status[machine.id] = HostStatus("making")
+        self._start(machine.id, partial(self._make, machine, type, profile))
+
+    def status(self, id: str) -> HostStatus:
+        status = self._status.get(id, HostStatus("gone"))
+        if status.state == "up" and nspawn.state(self.layout, self.host_name(id)) == "stopped":
+            status = self._status[id] = HostStatus("dead", status.host, status.port, status.private_address)
+        return status
+
+    def end(self, id: str) -> None:
+        self._start(id, partial(self._remove, id))
+
+    def kill(self, id: str) -> None:
+        self._start(id, partial(self._power_off, id))
+
+    def notice(self, id: str, at: float) -> None:
+        log.info("announced the preemption of %s", self.host_name(id))
+
+    def adopt(self, ids: Iterable[str]) -> set[str]:
+        id_by_host = {self.host_name(id): id for id in ids}
+        there = {name: host for name, host in self.layout.hosts().items() if host.renter == self.kind}
+        for name, host in there.items():
+            if name in id_by_host:
+                state = nspawn.state(self.layout, name)
+                self._status[id_by_host[name]] = self._host_status(host, "dead" if state == "stopped" else "up")
+            else:
+                self._start(name, partial(self._provider.delete, self.layout.cluster, [name], _silent))
+        return {id_by_host[name] for name in there if name in id_by_host}
+
+    async def close(self, keep: bool = False) -> None:
+        if not self._locks:
+            return  # not opened, or closed already
+        try:
+            await self._finish(keep)
+        finally:
+            for handle in self._locks.values():
+                os.close(handle)
+            self._locks.clear()
+
+    async def _finish(self, keep: bool) -> None:
+        for task in self._tasks.values():
+            if not keep:
+                task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._metadata_port:
+            self._metadata_port = 0
+            with contextlib.suppress(ProviderError):  # the cluster may be gone
+                await call("nft", "delete", "chain", "ip", self.layout.table, chain_of(self.kind))
+        if keep:
+            return
+        hosts = self.layout.hosts()
+        mine = [name for name, host in hosts.items() if host.renter == self.kind]
+        if set(mine) == set(hosts) and not self._others():
+            await self._provider.destroy(self.layout.cluster, _silent)
+            return
+        await self._provider.delete(self.layout.cluster, mine, _silent)
+        self.store.unlink(missing_ok=True)
+        self._lock_file(self.kind).unlink(missing_ok=True)
+
+    def host_name(self, id: str) -> str:
+        """The name of a machine's host in the sandbox."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.kind}-{id}".lower())[:NAME_LENGTH].strip("-")
+
+    def _others(self) -> bool:
+        """Whether another simulated cloud has machines or state here."""
+        return any(path.stem != self.kind for path in self.store.parent.glob("*"))
+
+    def _lock_file(self, what: str) -> Path:
+        return self.store.with_name(f"{what}.lock")
+
+    def _lock(self, what: str) -> bool:
+        """Take a lock; False if another process has it. The kernel drops it when this process ends."""
+        path = self._lock_file(what)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        self._locks[what] = handle
+        return True
+
+    def _start(self, id: str, work: Callable[[], Awaitable[None]]) -> None:
+        before = self._tasks.get(id)
+        self._tasks[id] = asyncio.create_task(_after(before, work))
+
+    async def _make(self, ordered: SimulatedInstance, type: MachineType, profile: Profile) -> None:
+        try:
+            async with self._room:
+                host = await self._boot(ordered, type, profile)
+                if not ordered.reachable:
+                    return
+                await nspawn.wait_for_ssh(self.layout, host)
+                if host.shape.container and ordered.order.user_data:
+                    await self._run(host, ordered.order.user_data)
+            self._status[ordered.id] = self._host_status(host, "up")
+        except (ProviderError, OSError, asyncssh.Error) as error:
+            log.error("%s: %s", self.host_name(ordered.id), error)
+            self._status[ordered.id] = HostStatus("dead")
+
+    async def _boot(self, ordered: SimulatedInstance, type: MachineType, profile: Profile) -> HostRecord:
+        shape = Shape(
+            image=self.image,
+            cpus=min(type.cpus, os.cpu_count() or 1),
+            memory_mb=type.memory_gb * 1024,
+            gpus=type.gpus,
+            container=profile.container,
+        )
+        built = await images.ensure(self.layout.cache, self.image, _silent)
+        async with self.layout.locked():
+            sites = await network.ensure_sites(self.layout, [OPEN_SITE, site_of(shape)])
+            known = self.layout.hosts().values()
+            record = network.new_host(self.host_name(ordered.id), shape, built, sites, known, self.kind)
+            keys = "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
+            authorized = seed.ensure_identity(self.layout) + (keys if profile.user == "root" else "")
+            host = await seed.lay_out(self.layout, record, authorized, first_boot_files(ordered, profile, shape))
+            if not ordered.gpu_works:
+                break_devices(self.layout.host_dir(host.name) / "devices")
+            if shape.container:
+                await network.open_ports(self.layout, sites)
+            await network.plug_in(self.layout, host, sites[host.site])
+            if not ordered.reachable:
+                await network.set_cable(self.layout, host, connected=False)
+            await self._route_metadata()
+            await nspawn.start(self.layout, host)
+        self._status[ordered.id] = self._host_status(host, "making")
+        return host
+
+    def _host_status(self, host: HostRecord, state: Any) -> HostStatus:
+        if host.shape.container:
+            return HostStatus(state, network.outer_address(self.layout), host.outer_port)
+        return HostStatus(state, host.address, 22, host.address)
+
+    async def _route_metadata(self) -> None:
+        """Route the requests of this cloud's machines to METADATA, and no others, to its port."""
+        site = self.layout.sites().get(OPEN_SITE)  # None once the cluster is gone
+        if site is not None and self._metadata_port:
+            own = [host.address for host in self.layout.hosts().values() if host.renter == self.kind]
+            await call("nft", "-f", "-", stdin=metadata_rules(self.layout, site, self.kind, own, self._metadata_port))
+
+    async def _run(self, host: HostRecord, script: str) -> None:
+        """Start a container's command: it has no init system."""
+        at = self._host_status(host, "making")
+        trusted = asyncssh.import_known_hosts(f"[{at.host}]:{at.port} {host.host_key}\n")
+        async with asyncssh.connect(
+            at.host, at.port, username="root", client_keys=[str(self.layout.identity)], known_hosts=trusted, config=None
+        ) as connection:
+            await connection.run("cat > /run/args && setsid -f sh /run/args > /run/args.log 2>&1", input=script)
+
+    async def _remove(self, id: str) -> None:
+        while True:
+            try:
+                await self._provider.delete(self.layout.cluster, [self.host_name(id)], _silent)
+                async with locked(self.layout.dir):  # another cloud's machine may get its address next
+                    await self._route_metadata()
+                break
+            except (ProviderError, OSError) as error:
+                log.error("cannot remove %s yet: %s", self.host_name(id), error)
+                await asyncio.sleep(REMOVE_RETRY_S)
+        self._status.pop(id, None)
+
+    async def _power_off(self, id: str) -> None:
+        await nspawn.stop(self.layout, self.host_name(id))
+        before = self._status.get(id, HostStatus("gone"))
+        self._status[id] = HostStatus("dead", before.host, before.port, before.private_address)
+
+
+async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> None:
+    """Cancel the running operation on a machine, then start the next."""
+    if before is not None:
+        before.cancel()
+        await asyncio.wait([before])
+        if not before.cancelled() and (error := before.exception()):
+            log.error("the previous operation on a machine failed: %s", error)
+    await work()
+
+
+def metadata_rules(layout: Layout, site: Site, kind: str, machines: Iterable[str], port: int) -> str:
+    """nftables rules, as text: requests of these machines to METADATA go to the cloud's port.
+
+    Each cloud of a cluster has its own chain. Requests of this computer itself are left alone: it may be in a cloud.
+    """
+    asking = ", ".join(sorted(machines))
+    rule = f"ip saddr {{ {asking} }} ip daddr {METADATA} tcp dport 80 dnat to {network.gateway(site)}:{port}"
+    chain = chain_of(kind)
+    return "\n".join(
+        [
+            f"table ip {layout.table} {{",
+            f"    chain {chain} {{",
+            "        type nat hook prerouting priority dstnat; policy accept;",
+            "    }",
+            "}",
+            f"flush chain ip {layout.table} {chain}",
+            *([f'add rule ip {layout.table} {chain} iifname "{layout.bridge(site)}" {rule}'] if asking else ()),
+            "",
+        ]
+    )
+
+
+def chain_of(kind: str) -> str:
+    """The nftables chain of one cloud."""
+    return "cloud_" + re.sub(r"\W", "_", kind)
+
+
+def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape) -> dict[str, tuple[bytes, int]]:
+    """The files that make a host the ordered machine at its first boot."""
+    keys = "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
+    files: dict[str, tuple[bytes, int]] = {}
+    if not ordered.gpu_works and shape.gpus:
+        files["usr/bin/nvidia-smi"] = (BROKEN_SMI, 0o755)
+    if shape.container:
+        return files
+    files |= {
+        "etc/shoal-cloud/user": (f"{profile.user}\n".encode(), 0o644),
+        "etc/shoal-cloud/authorized_keys": (keys.encode(), 0o644),
+        "usr/local/lib/shoal-first-boot": (FIRST_BOOT_PROGRAM.encode(), 0o755),
+        "etc/systemd/system/shoal-first-boot.service": (FIRST_BOOT.encode(), 0o644),
+        "etc/systemd/system/ssh.service.d/cloud.conf": (
+            b"[Unit]\nWants=shoal-first-boot.service\nAfter=shoal-first-boot.service\n",
+            0o644,
+        ),
+    }
+    if ordered.order.user_data:
+        files["etc/shoal-cloud/user-data"] = (ordered.order.user_data.encode(), 0o700)
+        files["etc/systemd/system/shoal-user-data.service"] = (USER_DATA.encode(), 0o644)
+        files["etc/systemd/system/multi-user.target.d/cloud.conf"] = (
+            b"[Unit]\nWants=shoal-user-data.service\n",
+            0o644,
+        )
+    return files
+
+
+def break_devices(where: Path) -> None:
+    """Replace every GPU device of a host by one that cannot be opened."""
+    for path in where.glob("nvidia*"):
+        path.unlink()
+        os.mknod(path, 0o666 | stat.S_IFCHR, NO_DEVICE)
+        path.chmod(0o666)
+
+
+def _silent(what: str, done: float) -> None:
+    """Progress is not shown."""

@@ -1,0 +1,113 @@
+"""A cluster made by an earlier version is taken over by this one: with a rental alive, and jobs that run.
+
+The earlier version comes from the repository's own history, and runs with the packages of this one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import ON_DEBIAN_12, Cluster
+from tests.e2e.simulated import UNFINISHED, Cloud, bill, ended, printed, renting, state, submit
+
+EARLIER = "191c6a8a0635702faf3578578f3c4643b6e30b4b"
+"""The commit before packages, programs and names were arranged anew."""
+ROOT = Path(__file__).parents[2]
+AVAILABLE = subprocess.run(["git", "cat-file", "-e", EARLIER], cwd=ROOT, capture_output=True).returncode == 0
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.timeout(900),
+    ON_DEBIAN_12,
+    pytest.mark.skipif(not AVAILABLE, reason=f"needs commit {EARLIER[:8]} in the clone: git fetch --unshallow"),
+]
+
+NAME = "up-grade"
+KEY = "sk-upgrade-0123456789abcdef"
+SPEC = f"""\
+cluster: {NAME}
+controller: {{provider: sandbox, memory: 1G}}
+providers:
+  acme: {{kind: sandbox, url: "URL-OF-sandbox", key: "env:SANDBOX_KEY"}}
+budget: {{per_hour: 5}}
+accounting: true
+users:
+  ada: {{uid: 2001}}
+nodesets:
+  lab: {{provider: sandbox, count: 1, memory: 1G}}
+  burst: {{provider: acme, type: cpu, max: 2, idle: 10s, cpus: 1, memory: 1G}}
+"""
+WAITS = "srun bash -c 'echo up; until [ -e /shared/go ]; do sleep 0.2; done; echo done'"
+
+
+class EarlierCluster(Cluster):
+    """The same file under the earlier version's command line, until `upgraded` is set."""
+
+    upgraded = False
+
+    def line(self, *arguments: str) -> list[str]:
+        line = super().line(*arguments)
+        return line if self.upgraded else [sys.executable, "-c", START, str(self.file.parent / "earlier"), *line[3:]]
+
+
+START = """\
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+sys.argv[0] = "shoal"
+runpy.run_module("shoal", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EarlierCluster, str]]:
+    directory = tmp_path_factory.mktemp("upgrade")
+    archive = subprocess.run(["git", "archive", EARLIER, "src"], cwd=ROOT, capture_output=True, check=True).stdout
+    earlier = directory / "earlier"
+    earlier.mkdir()
+    subprocess.run(["tar", "-x", "-C", earlier, "--strip-components=1"], input=archive, check=True)
+    with renting(directory, SPEC, Cloud("sandbox", KEY), kind=EarlierCluster) as (made, urls):
+        assert isinstance(made, EarlierCluster)
+        yield made, urls["sandbox"]
+
+
+def test_a_running_cluster_is_taken_over_without_loss(cluster: tuple[EarlierCluster, str]) -> None:
+    made, url = cluster
+    jobs = {node: submit(made, node, WAITS) for node in ("lab1", "burst1")}
+    for node, job in jobs.items():
+        made.wait(f"the job on {node} runs", lambda job=job: printed(made, job) == ["up"], seconds=240)  # type: ignore[misc]
+    ledger = _ledger(made)
+    assert len(ledger) == 1
+
+    made.upgraded = True
+    assert made.json("plan")["loses"] == []
+    assert made.json("up")["whole"]
+    assert made.json("up")["unchanged"], "the second run of the new version has nothing to do"
+    assert _ledger(made) == ledger, "the rental that was alive still is, and no other"
+    assert [machine["ended"] for machine in bill(url)["machines"]] == [None]
+    assert {state(made, job) for job in jobs.values()} == {"RUNNING"}
+
+    made.on("controller", "touch", "/shared/go")
+    for job in jobs.values():
+        made.wait("the job ends", lambda job=job: state(made, job) not in UNFINISHED, seconds=120)  # type: ignore[misc]
+        assert (state(made, job), printed(made, job)) == ("COMPLETED", ["up", "done"])
+    made.wait("the rented machine is released", lambda: ended(url), seconds=240)
+    listed = {job["record"]["id"] for job in made.json("jobs", "--all")["jobs"]}
+    assert set(jobs.values()) <= listed, "jobs of the earlier version are known"
+
+
+def test_a_node_is_rented_anew(cluster: tuple[EarlierCluster, str]) -> None:
+    made, _ = cluster
+    job = submit(made, "burst2", "srun hostname")
+    made.wait("the job ends", lambda: state(made, job) not in UNFINISHED, seconds=240)
+    assert (state(made, job), printed(made, job)) == ("COMPLETED", ["burst2"])
+
+
+def _ledger(cluster: Cluster) -> list[str]:
+    """The live rentals, each with the provider's id of its machine."""
+    ask = "import sqlite3; print(*sqlite3.connect('/var/lib/shoal/elastic/ledger.db').execute(QUERY), sep='\\n')"
+    query = "select id, node, state from rentals where gone_at is null order by id"
+    return cluster.on("controller", "python3", "-c", ask.replace("QUERY", repr(query))).splitlines()

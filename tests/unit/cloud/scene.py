@@ -1,0 +1,196 @@
+"""A cluster with a simulated cloud, a Slurm and a clock of its own: hours of it pass in a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.contract.renters import CASES, PUBLIC_KEY, Case, account
+
+from shoal.cloud.providers import rental_provider
+from shoal.cloud.providers.api import Offer, RentedInstance
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.context import UNFIT_PREFIX, ServiceContext
+from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.service.service import RentalService
+from shoal.spec.rental import Budget, OfferChoice, RentedSet
+from shoal_simulators import find_simulator
+from shoal_simulators.backend import NoHosts
+from shoal_simulators.fake_slurm import FakeClock, FakeJoiner, FakeSlurm
+from shoal_simulators.instances import Fault
+from shoal_simulators.market import Market
+from shoal_simulators.server import SimulatorApp, serve
+
+CLUSTER = "reef"
+NO_PAUSE = {"request_interval": "0", "create_interval": "0"}
+"""A renter waits by a clock on the wall; here the service keeps the pace alone, by the scene's clock."""
+
+PATIENCE = 120.0
+
+
+def choice(case: Case, **more: Any) -> OfferChoice:
+    """A line of a nodeset that asks for what a provider has plenty of."""
+    offer = case.offer
+    known = {"provider": case.kind, "type": offer.type, "region": offer.region, "market": offer.market}
+    return OfferChoice(**{**known, **({"zone": offer.zone} if offer.zone else {}), **more})
+
+
+def rented_set(name: str = "burst", most: int = 8, *offers: OfferChoice, **more: Any) -> RentedSet:
+    made = RentedSet(
+        name=name,
+        offers=offers,
+        prefer="listed",
+        max=most,
+        idle=600,
+        lifetime=86400,
+        max_price=None,
+        budget=None,
+        cpus=None,
+        memory_mb=None,
+        gpus=None,
+        disk_gb=100,
+        features=(),
+        weight=1,
+        site="",
+    )
+    return replace(made, **more)
+
+
+@dataclass
+class Scene:
+    """All of it, and how to let time pass."""
+
+    clock: FakeClock
+    slurm: FakeSlurm
+    joiner: FakeJoiner
+    simulations: Mapping[str, SimulatorApp]
+    context: ServiceContext
+    service: RentalService
+    restart: Callable[[], RentalService]
+    """A new service over the same ledger, as after a kill."""
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.context.ledger
+
+    def market(self, kind: str = "") -> Market:
+        return self.simulations[kind or next(iter(self.simulations))].market
+
+    def fault(self, kind: str, times: int = 1, *, at: str = "", **more: Any) -> None:
+        self.market(at).faults.append(Fault(kind, times, **more))
+
+    def machines(self, kind: str = "") -> list[Any]:
+        """The machines that are paid for now."""
+        self.market(kind).update()
+        return [machine for machine in self.market(kind).instances.values() if machine.live]
+
+    async def step(self) -> None:
+        """Slurm does what is due, then the service."""
+        self.slurm.tick()
+        requests, self.slurm.requests[:] = list(self.slurm.requests), []
+        await self.service.step(requests)
+        await asyncio.sleep(0)
+        self.slurm.tick()
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 7200.0, every: float = 10.0) -> None:
+        """Let time pass until something is so."""
+        end = self.clock.now() + seconds
+        while not condition():
+            assert self.clock.now() < end, f"not within {seconds} s: {self.told()}"
+            await self.step()
+            self.clock.advance(every)
+
+    async def passes(self, seconds: float, every: float = 10.0) -> None:
+        """Let so much time pass."""
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            await self.step()
+            self.clock.advance(every)
+
+    def told(self) -> str:
+        jobs = [(job.id, job.state, job.nodes, job.comment) for job in self.slurm.job_by_id.values()]
+        nodes = [(name, sorted(self.slurm.state(name)), node.reason) for name, node in self.slurm.node_by_name.items()]
+        rentals = [(one.node, one.state, one.account, one.reason) for one in self.ledger.all()]
+        return f"{jobs}\n{nodes}\n{rentals}"
+
+    def rentals(self, state: str = "") -> list[Rental]:
+        return [one for one in self.ledger.all() if state in ("", one.state)]
+
+    def judge(self, machine: RentedInstance) -> str:
+        """What a joiner finds: the machine as the simulated cloud made it."""
+        for simulation in self.simulations.values():
+            if made := simulation.market.instances.get(machine.id):
+                if not made.reachable:
+                    return f"{machine.host} does not answer"
+                return "" if made.gpu_works else f"{UNFIT_PREFIX}CUDA error 802: system not yet initialized"
+        return f"there is no {machine.id}"
+
+
+@asynccontextmanager
+async def scene(
+    tmp_path: Path,
+    *kinds: str,
+    sets: tuple[RentedSet, ...] = (),
+    budget: Budget | None = None,
+    step_wait_s: float = PATIENCE,
+) -> AsyncIterator[Scene]:
+    """A cluster that rents from simulated clouds of these kinds; by default eight nodes of what each has plenty of.
+
+    Its time stands still in a step, so a step waits for every call: a busy computer is no cloud that hangs.
+    """
+    clock = FakeClock()
+    sets = sets or (rented_set("burst", 8, *(choice(CASES[kind]) for kind in kinds)),)
+    nodes = [node for nodeset in sets for node in nodeset.nodes]
+    slurm = FakeSlurm(clock, nodes)
+    slurm.idle_seconds = 60.0
+    joiner = FakeJoiner(slurm)
+    ledger = Ledger.open(tmp_path / "ledger.db")
+    simulations: dict[str, SimulatorApp] = {}
+    urls: dict[str, str] = {}
+    async with AsyncExitStack() as stack:
+        for kind in kinds:
+            made = find_simulator(kind)
+            market = Market(made.profile, made.types, NoHosts(), clock=clock.now)
+            simulations[kind] = SimulatorApp(made(market), limited=False)
+            urls[kind] = await stack.enter_async_context(serve(simulations[kind]))
+        stack.callback(ledger.close)
+
+        def service() -> RentalService:
+            accounts = {
+                kind: AccountClient(
+                    kind,
+                    rental_provider(replace(account(CASES[kind], urls[kind], **NO_PAUSE), name=kind)),
+                    CLUSTER,
+                    ledger,
+                    clock,
+                )
+                for kind in kinds
+            }
+            context = ServiceContext(
+                CLUSTER,
+                {nodeset.name: nodeset for nodeset in sets},
+                accounts,
+                ledger,
+                slurm,
+                joiner,
+                clock,
+                PUBLIC_KEY,
+                budget,
+                step_wait_s=step_wait_s,
+            )
+            made = RentalService(context)
+            stack.push_async_callback(made.close)
+            return made
+
+        first = service()
+        made_scene = Scene(clock, slurm, joiner, simulations, first.context, first, service)
+        joiner.judge = made_scene.judge
+        yield made_scene
+
+
+__all__ = ["CASES", "Offer", "Scene", "choice", "rented_set", "scene"]

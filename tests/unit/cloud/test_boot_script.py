@@ -1,0 +1,76 @@
+"""A machine that nobody comes for ends of its own accord, whoever rents it out."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.contract.renters import CASES, KEY
+from tests.unit.cloud.scene import scene
+
+from shoal.cloud.providers.api import Abilities
+from shoal.cloud.service.boot import boot_script, container_script, machine_script
+from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S
+
+
+def unpacked(text: str) -> str:
+    """A text with all that is in it as base64, however deep."""
+    inner = ""
+    for word in re.findall(r"[A-Za-z0-9+/]{24,}={0,2}", text):
+        try:
+            inner += unpacked(base64.b64decode(word, validate=True).decode())
+        except (binascii.Error, UnicodeDecodeError):
+            continue
+    return text + inner
+
+
+@pytest.mark.parametrize("kind", CASES)
+async def test_every_order_that_reaches_a_provider_tells_the_machine_when_to_end(tmp_path: Path, kind: str) -> None:
+    async with scene(tmp_path, kind) as it:
+        it.slurm.submit("1", 1)
+        await it.until(lambda: bool(it.machines()))
+        abilities = it.context.accounts[kind].abilities
+        sent = unpacked(it.machines()[0].order.user_data)
+        assert boot_script(abilities, 86400) in sent
+        seconds = abilities.boot_seconds + CONTROLLER_TIMEOUT_S
+        assert (f"sleep {seconds}\n" if abilities.container else f"OnBootSec={seconds}\n") in sent
+        assert KEY not in sent and "PRIVATE KEY" not in sent
+
+
+def test_a_machine_that_is_to_live_for_less_than_it_may_boot_ends_sooner() -> None:
+    assert "OnBootSec=4200\n" in boot_script(Abilities(boot_seconds=1800), 600)
+    assert "OnBootSec=5400\n" in boot_script(Abilities(boot_seconds=1800), 0)
+
+
+def test_a_provider_that_runs_nothing_for_us_is_sent_nothing() -> None:
+    assert boot_script(Abilities(boots_with="none"), 600) == ""
+
+
+def test_a_machine_gets_a_timer_that_outlives_its_restarts_and_minds_the_watchdog(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    systemctl.chmod(0o755)
+    script = machine_script(5400, str(tmp_path), "/usr/local/lib/shoal/watchdog", str(systemctl))
+    for _ in range(2):  # as where a provider runs it at every boot
+        subprocess.run(["sh", "-eu"], input=script, text=True, check=True)
+    service, timer = ((tmp_path / f"shoal-unclaimed.{kind}").read_text() for kind in ("service", "timer"))
+    assert "ConditionPathExists=!/usr/local/lib/shoal/watchdog\n" in service
+    assert "ExecStart=systemctl poweroff\n" in service
+    assert "OnBootSec=5400\n" in timer and "WantedBy=timers.target\n" in timer
+    once = ["daemon-reload", "enable shoal-unclaimed.timer", "start --no-block shoal-unclaimed.timer"]
+    assert calls.read_text().splitlines() == once * 2
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_container_ends_where_no_watchdog_came_and_only_there(tmp_path: Path, joined: bool) -> None:
+    watchdog, ended = tmp_path / "watchdog", tmp_path / "ended"
+    if joined:
+        watchdog.touch()
+    script = container_script(0, f"touch {ended}", str(watchdog)) + "wait\n"
+    subprocess.run(["sh", "-eu"], input=script, text=True, check=True, timeout=60)
+    assert ended.exists() is not joined

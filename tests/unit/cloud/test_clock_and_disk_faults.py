@@ -1,0 +1,131 @@
+"""What nobody plans for: clocks that are set back, a full disk, a Slurm that has forgotten its nodes or is away."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from tests.unit.cloud.rentals import rental
+from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
+
+from shoal.cloud.providers.api import RentalOrder
+from shoal.cloud.service.leader import Leadership
+from shoal.cloud.service.scheduling import Clock
+from shoal.errors import LedgerError
+
+HOURS = 8 * 3600.0
+"""A computer whose own clock keeps local time, until it has asked for the right one."""
+
+
+class Ahead:
+    """A clock that is wrong, until it is set."""
+
+    def __init__(self, right: Clock) -> None:
+        self._right = right
+        self.by = HOURS
+
+    def now(self) -> float:
+        return self._right.now() + self.by
+
+
+def ahead(it: Scene) -> Ahead:
+    """The service's clock runs ahead of all others."""
+    wrong = Ahead(it.clock)
+    it.context.clock = wrong
+    for account in it.context.accounts.values():
+        account.clock = wrong
+        account._began = wrong.now()
+    return wrong
+
+
+async def test_what_was_put_off_by_a_clock_that_was_ahead_is_not_put_off_for_hours(tmp_path: Path) -> None:
+    """A block, a node's reason and the pause between two orders all name times that are hours away now."""
+    async with scene(tmp_path, "lambda") as it:
+        clock = ahead(it)
+        it.fault("stockout", 1)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1)
+        assert it.ledger.blocks(clock.now()) != []
+        clock.by = 0.0
+        assert it.ledger.blocks(clock.now()) == []
+        await it.until(lambda: job.state == "COMPLETED" and not it.machines(), seconds=3600)
+
+
+async def test_a_block_after_the_clock_was_set_back_counts_again(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        now = it.clock.now()
+        it.ledger.block("lambda", "", "", "", now + HOURS, "then")
+        it.ledger.block("lambda", "", "", "", now + 60, "now")
+        assert [one.why for one in it.ledger.blocks(now)] == ["now"]
+
+
+async def test_machines_come_and_go_under_a_clock_that_is_set_back_meanwhile(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        clock = ahead(it)
+        job = it.slurm.submit("1", 2, seconds=300)
+        await it.until(lambda: job.state == "RUNNING")
+        clock.by = 0.0
+        await it.until(lambda: job.state == "COMPLETED" and not it.machines(), seconds=1800)
+        await it.until(lambda: not it.ledger.live(), seconds=600)
+        assert job.restarts == 0
+
+
+async def test_an_order_whose_answer_got_lost_before_the_clock_was_set_back_is_settled(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        clock = ahead(it)
+        it.fault("error-before-create", 1)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: bool(it.rentals("intended")))
+        clock.by = 0.0
+        await it.until(lambda: job.state == "COMPLETED", seconds=1800)
+        assert len(it.market().bill()) == 1
+
+
+async def test_on_a_full_disk_nothing_is_ordered_and_once_there_is_room_all_goes_on(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        await it.step()
+        database = it.ledger._database
+        pages = database.execute("PRAGMA page_count").fetchone()[0]
+        database.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(LedgerError, match="full"):  # once the room in its pages is used up
+            for number in range(10_000):
+                with it.ledger._transaction():
+                    it.ledger._insert(rental(f"old{number}", "burst8", state="gone", gone_at=200.0))
+        job = it.slurm.submit("1", 1)
+        for _ in range(20):
+            with contextlib.suppress(LedgerError):
+                await it.step()
+            it.clock.advance(10)
+        assert it.market().bill() == []
+        database.execute("PRAGMA max_page_count = 1000000")
+        await it.until(lambda: job.state == "COMPLETED" and not it.machines())
+        assert len(it.market().bill()) == 1
+
+
+async def test_a_slurm_that_knows_none_of_the_nodes_costs_no_machine_its_job(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        job = it.slurm.submit("1", 2, seconds=5000)
+        await it.until(lambda: job.state == "RUNNING")
+        known, it.slurm.node_by_name = it.slurm.node_by_name, {}
+        for _ in range(60):
+            await it.service.step()
+            it.clock.advance(10)
+        assert len(it.machines()) == 2
+        assert it.service._problem == "slurmctld has none of the rented nodes; run `shoal up`"
+        it.slurm.node_by_name = known
+        await it.until(lambda: job.state == "COMPLETED" and not it.machines())
+        assert job.restarts == 0
+
+
+async def test_machines_of_nobody_go_also_while_slurm_does_not_answer(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        account = it.context.accounts["lambda"]
+        key = await account.provider.ensure_key(CLUSTER, it.context.public_key)
+        order = RentalOrder(CLUSTER, "burst1", Leadership().token(), CASES["lambda"].offer, it.context.public_key, key)
+        assert [made.ok for made in await account.provider.create([order])] == [True]
+        it.slurm.silent = True
+        for _ in range(120):
+            await it.service.step()
+            it.clock.advance(10)
+        assert it.machines() == []

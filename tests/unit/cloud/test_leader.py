@@ -1,0 +1,131 @@
+"""Of two services of one cluster the later one is the leader, and the earlier one changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from tests.unit.cloud.scene import CASES, CLUSTER, Scene, scene
+
+from shoal.cloud.providers.api import RentalOrder
+from shoal.cloud.service.account import AccountClient
+from shoal.cloud.service.leader import Leadership
+from shoal.roles.elastic import TAKE_LEAD
+
+EARLIER, LATER = 0x6A000000, 0x6A000001
+
+
+async def order(it: Scene, since: int, node: str = "burst1") -> str:
+    """A machine that another service has ordered; its id."""
+    account = it.context.accounts["lambda"]
+    case = CASES["lambda"]
+    key = await account.provider.ensure_key(CLUSTER, it.context.public_key)
+    token = Leadership(since).token()
+    [made] = await account.provider.create([RentalOrder(CLUSTER, node, token, case.offer, it.context.public_key, key)])
+    assert made.ok
+    return made.id
+
+
+def in_charge(it: Scene, since: int, mark: Path) -> None:
+    """A service that begins now, over the same ledger."""
+    it.service = it.restart()
+    it.context = it.service.context
+    it.context.leadership = Leadership(since, mark)
+
+
+async def test_who_sees_a_machine_of_a_later_service_orders_and_deletes_nothing_any_more(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        mark = tmp_path / "succeeded"
+        in_charge(it, EARLIER, mark)
+        it.slurm.submit("1", 1, seconds=100_000.0)
+        await it.until(lambda: bool(it.rentals("joined")))
+        [mine] = [machine.id for machine in it.machines()]
+        theirs = await order(it, LATER)
+        await it.until(lambda: bool(it.context.leadership.superseded))
+        it.slurm.submit("2", 1)
+        it.slurm.cancel("1")
+        await it.passes(7200.0)
+        assert {machine.id for machine in it.machines()} == {mine, theirs}
+        assert it.context.leadership.superseded == (
+            f"{theirs} of lambda was rented by a later service of this cluster; this one changes nothing until "
+            "`shoal up` makes it the leader"
+        )
+
+
+async def test_after_a_restart_it_still_touches_nothing_whatever_lists_show_then(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        mark = tmp_path / "succeeded"
+        in_charge(it, EARLIER, mark)
+        await order(it, LATER)
+        await it.step()
+        it.market().instances.clear()
+        in_charge(it, EARLIER, mark)
+        it.slurm.submit("1", 1)
+        await it.passes(600.0)
+        assert it.context.leadership.superseded and it.machines() == [] and it.rentals() == []
+
+
+async def test_the_later_one_gives_back_what_the_earlier_one_rents(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        in_charge(it, LATER, tmp_path / "succeeded")
+        await order(it, EARLIER)
+        await it.until(lambda: not it.machines())
+        assert not it.context.leadership.superseded
+
+
+async def test_machines_of_its_own_are_no_sign_of_another_also_where_the_ledger_is_lost(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        in_charge(it, LATER, tmp_path / "succeeded")
+        await order(it, LATER)
+        it.slurm.submit("1", 1)
+        await it.until(lambda: it.slurm.settled and not it.machines())
+        assert not it.context.leadership.superseded
+
+
+async def test_one_that_was_put_in_charge_again_is_the_later_one(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        in_charge(it, EARLIER, tmp_path / "succeeded")
+        await order(it, LATER)
+        await it.step()
+        assert it.context.leadership.superseded
+        (tmp_path / "succeeded").unlink()
+        in_charge(it, LATER + 1, tmp_path / "succeeded")
+        await it.until(lambda: not it.machines())
+        assert not it.context.leadership.superseded
+
+
+async def test_nothing_is_ordered_before_a_list_has_shown_whether_it_is_for_us_to_order(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", "runpod") as it:
+        in_charge(it, EARLIER, tmp_path / "succeeded")
+        it.fault("list-fails", -1, at="lambda")
+        it.slurm.submit("1", 1, seconds=100_000.0)
+        await it.until(lambda: bool(it.rentals("joined")))
+        assert it.machines("lambda") == [] and len(it.machines("runpod")) == 1
+        assert {one.account for one in it.rentals()} == {"runpod"}
+
+
+def test_every_token_is_another_one_and_tells_the_time_at_its_end() -> None:
+    tokens = {Leadership(LATER).token() for _ in range(100)}
+    assert len(tokens) == 100 and all(token.endswith("x6a000001") and len(token) == 17 for token in tokens)
+
+
+@pytest.mark.parametrize("clock", ["right", "behind"])
+def test_shoal_up_puts_a_service_in_charge_that_is_later_than_all_before_it(clock: str, tmp_path: Path) -> None:
+    since, mark = tmp_path / "since", tmp_path / "succeeded"
+    account = SimpleNamespace(name="lambda", listing=SimpleNamespace(instances={}))
+    later = int(time.time()) + (86400 if clock == "behind" else -86400)
+    account.listing.instances = {Leadership(later).token(): (SimpleNamespace(id="i-1"),)}
+    since.write_text(f"{later - 10}\n")
+    ended = Leadership(later - 10, mark)
+    ended.check([cast(AccountClient, account)], lambda token: False)
+    assert Leadership(later - 10, mark).superseded == ended.superseded != ""
+    began = int(time.time())
+    subprocess.run(["sh", "-c", TAKE_LEAD, "sh", str(since), str(mark)], check=True)
+    assert int(since.read_text()) == later + 1 if clock == "behind" else int(since.read_text()) >= began
+    again = Leadership(int(since.read_text()), mark)
+    again.check([cast(AccountClient, account)], lambda token: False)
+    assert again.superseded == ""

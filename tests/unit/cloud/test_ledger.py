@@ -1,0 +1,529 @@
+"""The ledger keeps what it was told, whole and on the disk, whatever happens to the process that writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.cloud.rentals import A100, H100, rental
+
+from shoal.cloud.providers.api import Billing, FailureKind
+from shoal.cloud.service.ledger import LIVE, SCHEMA, TRANSITIONS, Ledger, OrderBlock
+from shoal.errors import LedgerError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "elastic" / "ledger.db"
+
+
+def test_a_rental_is_read_back_as_it_was_written(path: Path) -> None:
+    whole = rental(jobs=("17", "18_3"), billing=Billing(60, 120, from_up=True))
+    with Ledger.open(path) as ledger:
+        ledger.intend(whole)
+    with Ledger.open(path) as ledger:
+        assert ledger.get("t1") == whole
+        assert ledger.live() == [whole]
+
+
+def test_the_life_of_a_machine_is_kept_with_its_times(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", 30.5, 110.0)
+        ledger.joined("t1", 200.0)
+        ledger.releasing("t1", "idle for 10m", 900.0)
+        ledger.billed("t1", since=120.0, until=901.5)
+        ledger.gone("t1", 930.0)
+        assert ledger.get("t1") == rental(
+            state="gone",
+            id="i-1",
+            usd_hour=30.5,
+            made_at=110.0,
+            joined_at=200.0,
+            released_at=900.0,
+            gone_at=930.0,
+            reason="idle for 10m",
+            billed_from=120.0,
+            billed_until=901.5,
+            prices=((0.0, 30.5),),
+        )
+        assert ledger.live() == []
+
+
+def test_a_price_that_no_answer_tells_is_the_offers(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental(usd_hour=None))
+        ledger.made("t1", "i-1", None, 110.0)
+        assert ledger.get("t1").usd_hour == 31.92
+        ledger.priced("t1", 0.123457, 120.0)
+        assert ledger.get("t1").usd_hour == 0.123457
+
+
+def test_the_first_price_that_is_told_counts_from_the_beginning_and_another_one_from_then_on(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", None, 110.0)
+        for price, at in ((30.0, 120.0), (30.0000001, 130.0), (33.0, 140.0), (33.0, 150.0), (29.5, 160.0)):
+            ledger.priced("t1", price, at)
+        found = ledger.get("t1")
+        assert found.prices == ((0.0, 30.0), (140.0, 33.0), (160.0, 29.5))
+        assert found.usd_hour == 29.5
+
+
+def test_a_ledger_of_an_older_shoal_is_read_as_it_is_and_brought_up_to_date_where_it_is_written(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE rentals DROP COLUMN prices")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    with Ledger.read(path) as ledger:
+        assert ledger.get("t1") == rental()
+    with Ledger.open(path) as ledger:
+        ledger.priced("t1", 30.0, 120.0)
+        assert ledger.get("t1") == rental(usd_hour=30.0, prices=((0.0, 30.0),))
+    with Ledger.open(path) as ledger:
+        assert ledger.get("t1").usd_hour == 30.0
+
+
+def test_a_failed_order_says_what_kind_of_trouble_it_was(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.failed("t1", FailureKind.CAPACITY, "Not enough capacity", 105.0)
+        found = ledger.get("t1")
+        assert (found.state, found.trouble, found.reason, found.live) == (
+            "failed",
+            "capacity",
+            "Not enough capacity",
+            False,
+        )
+        ledger.made("t1", "i-1", None, 110.0)  # it turned up after all
+        assert ledger.get("t1") == rental(state="made", id="i-1", made_at=110.0)
+
+
+def test_a_machine_that_nobody_wants_any_more_is_known_by_its_id_when_it_turns_up(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.releasing("t1", "job 17 was cancelled", 102.0)
+        ledger.made("t1", "i-1", 29.0, 110.0)
+        found = ledger.get("t1")
+        assert (found.state, found.id, found.made_at, found.usd_hour) == ("releasing", "i-1", 110.0, 29.0)
+        assert found.reason == "job 17 was cancelled"
+
+
+def test_a_machine_that_turns_up_again_bills_on(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", None, 110.0)
+        ledger.releasing("t1", "idle", 200.0)
+        ledger.billed("t1", until=201.0)
+        ledger.gone("t1", 230.0)
+        ledger.releasing("t1", "listed again", 300.0)
+        found = ledger.get("t1")
+        assert (found.state, found.gone_at, found.billed_until) == ("releasing", None, None)
+
+
+def test_a_second_machine_of_one_order_is_refused_with_both_names(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", None, 110.0)
+        with pytest.raises(LedgerError) as caught:
+            ledger.made("t1", "i-2", None, 120.0)
+        assert str(caught.value) == (
+            "burst1: lambda has two machines for one order, i-1 and i-2\n  fix: keep i-1 and delete i-2"
+        )
+        assert ledger.get("t1").id == "i-1"
+
+
+def test_the_same_step_twice_changes_nothing(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        ledger.made("t1", "i-1", 30.0, 110.0)
+        ledger.made("t1", "i-1", 99.0, 999.0)
+        ledger.joined("t1", 200.0)
+        ledger.joined("t1", 999.0)
+        ledger.made("t1", "i-1", 99.0, 999.0)
+        ledger.releasing("t1", "idle", 300.0)
+        ledger.releasing("t1", "another reason", 999.0)
+        ledger.gone("t1", 310.0)
+        ledger.gone("t1", 999.0)
+        assert ledger.get("t1") == rental(
+            state="gone",
+            id="i-1",
+            usd_hour=30.0,
+            made_at=110.0,
+            joined_at=200.0,
+            released_at=300.0,
+            gone_at=310.0,
+            reason="idle",
+            prices=((0.0, 30.0),),
+        )
+
+
+def test_a_step_that_cannot_be_is_refused_with_the_state_it_is_in(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        with pytest.raises(LedgerError, match=r"^burst1: rental t1 is intended and cannot become joined$"):
+            ledger.joined("t1", 1.0)
+        with pytest.raises(LedgerError, match=r"^the ledger has no rental nobody$"):
+            ledger.joined("nobody", 1.0)
+        assert ledger.get("t1") == rental()
+
+
+def test_a_gang_is_intended_whole_or_not_at_all(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental("t3"))
+        with pytest.raises(LedgerError, match=r"^burst1: token t3 is already in the ledger$"):
+            ledger.intend(rental("t1"), rental("t2"), rental("t3"))
+        with pytest.raises(LedgerError, match=r"^burst1: a rental starts as intended, not as made$"):
+            ledger.intend(rental("t1"), rental("t2", state="made"))
+        assert [one.token for one in ledger.all()] == ["t3"]
+        ledger.intend(rental("t1"), rental("t2"))
+        assert [one.token for one in ledger.all()] == ["t3", "t1", "t2"]
+
+
+def test_all_since_a_time_has_what_lived_then(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        for token in ("early", "late", "now"):
+            ledger.intend(rental(token))
+            ledger.made(token, f"i-{token}", None, 110.0)
+        ledger.gone("early", 150.0)
+        ledger.gone("late", 250.0)
+        assert [one.token for one in ledger.all(200.0)] == ["late", "now"]
+        assert [one.token for one in ledger.all()] == ["early", "late", "now"]
+
+
+def test_the_rentals_of_a_node_come_newest_first(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental("old", intended_at=100.0))
+        ledger.intend(rental("other", node="burst2", intended_at=150.0))
+        ledger.intend(rental("new", intended_at=200.0))
+        assert [one.token for one in ledger.of_node("burst1")] == ["new", "old"]
+        assert ledger.of_node("burst3") == []
+
+
+def test_no_row_can_be_deleted(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+    with sqlite3.connect(path) as database, pytest.raises(sqlite3.IntegrityError, match="no row of the ledger goes"):
+        database.execute("DELETE FROM rentals")
+    database.close()
+
+
+def test_what_is_blocked_is_forgotten_in_time_or_when_somebody_acts(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.block("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
+        ledger.block("runpod", "", "", "", None, "no money left")
+        first = OrderBlock("lambda", "gpu_8x_h100_sxm5", "us-west-1", "on-demand", 700.0, "out of it")
+        second = OrderBlock("runpod", why="no money left")
+        assert ledger.blocks(699.0) == [first, second]
+        assert ledger.blocks(700.0) == [second]
+        ledger.unblock("lambda")
+        assert ledger.blocks(0.0) == [second]
+        ledger.unblock()
+        assert ledger.blocks(0.0) == []
+
+
+def test_a_longer_block_is_not_shortened(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.block("a", "t", "p", "spot", 1000.0, "long")
+        ledger.block("a", "t", "p", "spot", 500.0, "short")
+        assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", 1000.0, "long")]
+        ledger.block("a", "t", "p", "spot", None, "for good")
+        ledger.block("a", "t", "p", "spot", 2000.0, "again")
+        assert ledger.blocks(0.0) == [OrderBlock("a", "t", "p", "spot", None, "for good")]
+
+
+@pytest.mark.parametrize(
+    ("block", "covers"),
+    [
+        (OrderBlock("gcp"), True),
+        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "on-demand"), True),
+        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1", "on-demand"), True),
+        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-c", "on-demand"), False),
+        (OrderBlock("gcp", "a2-highgpu-1g", "us-central1-b", "spot"), False),
+        (OrderBlock("gcp", "a2-highgpu-8g"), False),
+        (OrderBlock("lambda"), False),
+    ],
+)
+def test_a_block_covers_the_offers_it_names(block: OrderBlock, covers: bool) -> None:
+    assert block.covers(A100) is covers
+
+
+def test_the_last_order_of_an_account_is_remembered_over_a_restart(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        assert ledger.last_rate("lambda") == 0.0
+        ledger.paced("lambda", 120.0)
+        ledger.paced("lambda", 110.0)  # after it, by a clock that was set back
+    with Ledger.open(path) as ledger:
+        assert ledger.last_rate("lambda") == 110.0
+
+
+def test_only_its_owner_can_read_the_file(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        modes = {one.name: one.stat().st_mode & 0o777 for one in path.parent.iterdir()}
+    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_reader_sees_what_is_whole_while_the_service_writes(path: Path) -> None:
+    with Ledger.open(path) as writer:
+        writer.intend(*(rental(f"a{number}") for number in range(4)))
+        counts: list[int] = []
+        stop = threading.Event()
+
+        def look() -> None:
+            with Ledger.read(path) as reader:
+                while not stop.is_set():
+                    counts.append(len(reader.live()))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        for gang in range(20):
+            writer.intend(*(rental(f"{gang}-{number}") for number in range(4)))
+        stop.set()
+        thread.join()
+    assert counts
+    assert all(count % 4 == 0 for count in counts)  # a gang is there whole
+
+
+def test_what_another_process_wrote_is_seen_at_once(path: Path) -> None:
+    with Ledger.open(path) as writer, Ledger.read(path) as reader:
+        assert reader.live() == []
+        writer.intend(rental())
+        assert reader.live() == [rental()]
+        writer.made("t1", "i-1", None, 110.0)
+        assert [one.state for one in reader.live()] == [one.state for one in writer.live()] == ["made"]
+        writer.live().clear()  # what a caller does with its list is its own affair
+        writer.gone("t1", 120.0)
+        assert reader.live() == writer.live() == []
+
+
+def test_a_reader_changes_nothing(path: Path) -> None:
+    with Ledger.open(path) as writer:
+        writer.intend(rental())
+    with Ledger.read(path) as reader:
+        assert reader.live() == [rental()]
+        with pytest.raises(LedgerError, match=r"attempt to write a readonly database"):
+            reader.intend(rental("t2"))
+
+
+def test_a_second_writer_is_told_that_there_is_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ledger.open(path) as first:
+        first.intend(rental())
+        monkeypatch.setattr("shoal.cloud.service.ledger.LOCK_TIMEOUT_S", 0.01)
+        with Ledger.open(path) as second:
+            first._database.execute("BEGIN IMMEDIATE")
+            with pytest.raises(LedgerError) as caught:
+                second.intend(rental("t2"))
+            first._database.execute("ROLLBACK")
+    assert str(caught.value) == (
+        f"another process has locked the ledger {path}\n  fix: only shoal-elastic.service may write it"
+    )
+
+
+def test_a_ledger_that_is_not_there_is_told_to_a_reader(path: Path) -> None:
+    with pytest.raises(LedgerError) as caught:
+        Ledger.read(path)
+    assert str(caught.value) == (
+        f"cannot open the ledger {path}: unable to open database file\n"
+        "  fix: nothing was rented yet; `shoal up` creates it"
+    )
+
+
+def test_a_ledger_of_a_newer_shoal_is_refused_and_left_alone(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+    with sqlite3.connect(path) as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    database.close()
+    before = path.read_bytes()
+    for way in (Ledger.open, Ledger.read):
+        with pytest.raises(LedgerError) as caught:
+            way(path)
+        assert str(caught.value) == (
+            f"the ledger {path} is of a newer Shoal: it has schema {SCHEMA + 1}, this Shoal reads {SCHEMA}\n"
+            "  fix: run `shoal up` with the newer Shoal"
+        )
+    assert path.read_bytes() == before
+
+
+def test_somebody_elses_database_is_refused_and_left_alone(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE theirs (a)")
+    database.close()
+    before = path.read_bytes()
+    for way in (Ledger.open, Ledger.read):
+        with pytest.raises(LedgerError, match=r"is not a Shoal ledger\n  fix: move it away"):
+            way(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["text", "page"])
+def test_a_broken_file_is_refused_with_what_to_do(path: Path, damage: str) -> None:
+    if damage == "text":
+        path.parent.mkdir()
+        path.write_text("this is no database, and long enough to be looked at as one " * 20)
+    else:
+        with Ledger.open(path) as ledger:
+            ledger.intend(*(rental(f"t{number}") for number in range(200)))
+        content = bytearray(path.read_bytes())
+        content[4096 : 2 * 4096] = os.urandom(4096)
+        path.write_bytes(content)
+    with pytest.raises(LedgerError) as caught:
+        Ledger.open(path)
+    assert str(caught.value).startswith(f"cannot use the ledger {path}: ")
+    assert caught.value.hint == ("keep a copy, restore a good one, or move it away; `shoal reap` shows what is rented")
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match=r": Not a directory|: File exists"):
+        Ledger.open(tmp_path / "file" / "ledger.db")
+
+
+def test_a_field_that_a_later_shoal_wrote_into_an_offer_is_passed_over(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.intend(rental())
+        text = ledger._database.execute("SELECT offer FROM rentals").fetchone()[0]
+        ledger._database.execute("UPDATE rentals SET offer = ?", [json.dumps({**json.loads(text), "moon": 1})])
+        assert ledger.get("t1") == rental()
+
+
+# The state machine, by chance.
+
+Call = tuple[str, tuple[Any, ...]]
+CALLS = st.sampled_from(
+    [
+        ("made", ("i-1", None, 2.0)),
+        ("made", ("i-2", 3.5, 3.0)),
+        ("joined", (4.0,)),
+        ("releasing", ("idle", 5.0)),
+        ("gone", (6.0,)),
+        ("failed", (FailureKind.CAPACITY, "none left", 7.0)),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=st.lists(CALLS, max_size=12))
+def test_only_legal_steps_are_taken_and_a_refused_one_leaves_no_trace(
+    calls: list[Call], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with Ledger.open(tmp_path_factory.mktemp("ledger") / "ledger.db") as ledger:
+        ledger.intend(rental())
+        for name, values in calls:
+            before = ledger.get("t1")
+            try:
+                getattr(ledger, name)("t1", *values)
+            except LedgerError:
+                assert ledger.get("t1") == before
+                assert name not in TRANSITIONS[before.state] or (name == "made" and before.id not in ("", values[0]))
+                continue
+            after = ledger.get("t1")
+            if after.state != before.state:
+                assert after.state == name
+                assert name in TRANSITIONS[before.state]
+            assert (after in ledger.live()) == (after.state in LIVE)
+            assert not before.id or after.id == before.id  # a machine once known is never forgotten
+            assert after.offer == H100
+
+
+# Killed at every statement.
+
+CHILD = """
+import os, signal, sqlite3, sys
+from pathlib import Path
+from shoal.cloud.service.ledger import Ledger
+from shoal.cloud.providers.api import FailureKind
+from tests.unit.cloud.rentals import rental
+
+connect = sqlite3.connect
+left = 0
+
+def one_statement(_):
+    global left
+    left -= 1
+    if left <= 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def connected(*args, **values):
+    database = connect(*args, **values)
+    database.set_trace_callback(one_statement)
+    return database
+
+def live(path, pipe):
+    sqlite3.connect = connected
+    told = lambda what: os.write(pipe, what.encode() + b" ")
+    ledger = Ledger.open(path); told("open")
+    ledger.intend(rental("a"), rental("b")); told("intended")
+    ledger.made("a", "i-a", 2.0, 110.0); told("made")
+    ledger.joined("a", 120.0); told("joined")
+    ledger.failed("b", FailureKind.QUOTA, "no", 115.0); told("failed")
+    ledger.block("lambda", "", "", "", None, "quota"); told("blocked")
+    ledger.releasing("a", "idle", 130.0); told("releasing")
+    ledger.gone("a", 140.0); told("gone")
+
+for statement in range(1, 200):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        left = statement
+        live(Path(sys.argv[1]) / f"{statement}.db", writing)
+        os._exit(0)
+    os.close(writing)
+    words = b""
+    while more := os.read(reading, 1000):
+        words += more
+    os.close(reading)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(statement, status, words.decode(), flush=True)
+    if status != -signal.SIGKILL:
+        break
+"""
+STATES = {
+    "": (None, None),
+    "open": (None, None),
+    "intended": ("intended", "intended"),
+    "made": ("made", "intended"),
+    "joined": ("joined", "intended"),
+    "failed": ("joined", "failed"),
+    "blocked": ("joined", "failed"),
+    "releasing": ("releasing", "failed"),
+    "gone": ("gone", "failed"),
+}
+
+
+def test_killed_before_any_statement_it_has_all_that_was_acknowledged_and_nothing_by_halves(path: Path) -> None:
+    path.parent.mkdir()
+    command = [sys.executable, "-c", CHILD, str(path.parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    order = list(STATES)
+    seen: set[str] = set()
+    for line in ended.stdout.splitlines():
+        statement, status, *told = line.split()
+        last = told[-1] if told else ""
+        seen.add(last)
+        with Ledger.open(path.with_name(f"{statement}.db")) as ledger:
+            found = tuple(one.state if one else None for one in (ledger.get("a"), ledger.get("b")))
+            # What came back is done; what was under way is done wholly or not at all.
+            following = order[min(order.index(last) + 1, len(order) - 1)]
+            assert found in (STATES[last], STATES[following]), (statement, last)
+            if order.index(last) >= order.index("blocked"):
+                assert [block.account for block in ledger.blocks(0.0)] == ["lambda"]
+            ledger.intend(replace(rental("after"), node="burst2"))  # and it goes on from there
+    assert status == "0", "the child never came to its end"
+    assert int(statement) > 40
+    assert seen == set(order)

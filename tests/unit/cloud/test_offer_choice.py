@@ -1,0 +1,243 @@
+"""Which offers are tried, in which order, what is remembered of those that were out, and what a job's owner reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.cloud.providers.api import FailureKind, Offer, RequestOutcome, Scope
+from shoal.cloud.rental import OrderBlock
+from shoal.cloud.service.offers import MAX_OFFERS, block_for, candidates, trying_text, why_none
+from shoal.spec.rental import OfferChoice, RentedSet
+
+NOW = 1_763_208_000.0  # 12:00 UTC
+H100 = Offer("lambda", "gpu_8x_h100", "us-west-1", usd_hour=31.92)
+A3 = Offer("gcp", "a3-highgpu-8g", "us-central1", "us-central1-b", usd_hour=87.83)
+SPOT = replace(A3, market="spot", usd_hour=26.0)
+
+
+def choice(provider: str, type: str | None = None, **values: Any) -> OfferChoice:
+    return OfferChoice(provider=provider, type=type, **values)
+
+
+def nodeset(*choices: OfferChoice, prefer: Any = "listed", max_price: float | None = None) -> RentedSet:
+    values: dict[str, Any] = dict.fromkeys(("budget", "cpus", "memory_mb", "gpus"))
+    return RentedSet(
+        "burst", choices, prefer, 8, 600, 86400, max_price, disk_gb=100, features=(), weight=1, site="", **values
+    )
+
+
+LAMBDA, GCP, GCP_SPOT = choice("lambda"), choice("gcp"), choice("gcp", market="spot")
+BOTH = ((LAMBDA, [H100]), (GCP, [A3]), (GCP_SPOT, [SPOT]))
+
+
+def found(*listed: Any, blocks: Any = (), **values: Any) -> list[Offer]:
+    return candidates(nodeset(*(one for one, _ in listed), **values), listed, blocks)
+
+
+def test_offers_are_tried_in_the_order_of_the_file() -> None:
+    assert found(*BOTH) == [H100, A3, SPOT]
+    assert found(*reversed(BOTH)) == [SPOT, A3, H100]
+
+
+def test_or_the_cheapest_first() -> None:
+    assert found(*BOTH, prefer="cheapest") == [SPOT, H100, A3]
+
+
+def test_within_a_line_the_cheapest_place_comes_first_and_one_without_a_price_last() -> None:
+    east, west, south = (replace(H100, region=f"us-{name}-1") for name in ("east", "west", "south"))
+    dear, unknown = replace(east, usd_hour=40.0), replace(south, usd_hour=None)
+    assert found((LAMBDA, [unknown, dear, west])) == [west, dear, unknown]
+    assert found((LAMBDA, [unknown, dear, west]), prefer="cheapest") == [west, dear, unknown]
+
+
+def test_of_equal_prices_the_one_that_is_surely_there_comes_first() -> None:
+    unknown = replace(H100, region="a", available="unknown")
+    low, yes = replace(H100, region="b", available="low"), replace(H100, region="c", available="yes")
+    assert found((LAMBDA, [unknown, low, yes])) == [yes, low, unknown]
+
+
+def test_what_the_provider_has_none_of_is_tried_last_and_only_where_the_file_names_the_place() -> None:
+    out = replace(H100, available="no", usd_hour=1.0)
+    assert found((LAMBDA, [out]), (GCP, [A3])) == [A3]
+    named = choice("lambda", region="us-west-1")
+    assert found((named, [out]), (GCP, [A3]), prefer="cheapest") == [A3, out]
+    assert found((named, [out]), (GCP, [A3])) == [A3, out]
+
+
+def test_an_offer_that_two_lines_name_is_tried_once() -> None:
+    assert found((LAMBDA, [H100]), (choice("lambda", "gpu_8x_h100"), [H100])) == [H100]
+
+
+def test_only_what_the_line_says_is_tried_whatever_the_provider_lists() -> None:
+    other = replace(H100, type="gpu_1x_a10")
+    east = replace(H100, region="us-east-1")
+    line = choice("lambda", "gpu_8x_h100", region="us-west-1")
+    assert found((line, [other, east, H100, replace(H100, market="spot"), A3])) == [H100]
+    assert found((choice("gcp", zone="us-central1-c"), [A3])) == []
+
+
+def test_what_costs_more_than_max_price_is_not_tried_nor_what_has_no_price_then() -> None:
+    assert found(*BOTH, max_price=31.92) == [H100, SPOT]
+    assert found((LAMBDA, [replace(H100, usd_hour=None)]), max_price=100) == []
+
+
+def test_what_is_blocked_is_not_tried() -> None:
+    blocks = [OrderBlock("lambda"), OrderBlock("gcp", "a3-highgpu-8g", "us-central1-b", "spot")]
+    assert found(*BOTH, blocks=blocks) == [A3]
+
+
+def test_at_most_25_offers_are_tried() -> None:
+    assert MAX_OFFERS == 25
+    many = [replace(H100, region=f"region-{number:02}") for number in range(40)]
+    assert found((LAMBDA, many)) == many[:25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scope", "expected"),
+    [
+        (
+            FailureKind.CAPACITY,
+            "offer",
+            OrderBlock(
+                "gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"
+            ),
+        ),
+        (
+            FailureKind.CAPACITY,
+            "zone",
+            OrderBlock(
+                "gcp", A3.type, "us-central1-b", "on-demand", NOW + 600, "gcp us-central1-b out of a3-highgpu-8g"
+            ),
+        ),
+        (
+            FailureKind.CAPACITY,
+            "region",
+            OrderBlock("gcp", A3.type, "us-central1", "on-demand", NOW + 600, "gcp us-central1 out of a3-highgpu-8g"),
+        ),
+        (
+            FailureKind.CAPACITY,
+            "provider",
+            OrderBlock("gcp", A3.type, "", "on-demand", NOW + 600, "gcp out of a3-highgpu-8g"),
+        ),
+        (
+            FailureKind.QUOTA,
+            "region",
+            OrderBlock(
+                *("gcp", A3.type, "us-central1", "", NOW + 3600),
+                "gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up",
+            ),
+        ),
+        (
+            FailureKind.QUOTA,
+            "provider",
+            OrderBlock("gcp", until=NOW + 3600, why="gcp has no more for us: our quota is used up"),
+        ),
+        (
+            FailureKind.BALANCE,
+            "provider",
+            OrderBlock(
+                "gcp", until=NOW + 3600, why="gcp has no money left of ours (top it up; it is tried again every hour)"
+            ),
+        ),
+        (
+            FailureKind.AUTH,
+            "provider",
+            OrderBlock("gcp", why="gcp does not accept our key (replace it, then run `shoal up`)"),
+        ),
+        (
+            FailureKind.INVALID,
+            "offer",
+            OrderBlock(
+                *("gcp", A3.type, "us-central1-b", "on-demand", NOW + 3600),
+                "gcp us-central1-b does not take an order for a3-highgpu-8g: no such image",
+            ),
+        ),
+        (FailureKind.RATE, "provider", None),
+        (FailureKind.TRANSIENT, "offer", None),
+        (FailureKind.AMBIGUOUS, "offer", None),
+    ],
+)
+def test_each_trouble_is_remembered_as_wide_and_as_long_as_it_is_true(
+    kind: FailureKind, scope: Scope, expected: OrderBlock | None
+) -> None:
+    said = "no such image" if kind is FailureKind.INVALID else "their own words"
+    assert block_for(A3, RequestOutcome(failure=kind, scope=scope, message=said), NOW) == expected
+
+
+def test_spot_that_is_out_leaves_the_whole_price_to_be_tried() -> None:
+    out = block_for(SPOT, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
+    assert out is not None
+    assert out.why == "gcp us-central1-b out of a3-highgpu-8g spot"
+    assert out.covers(SPOT) and not out.covers(A3)
+
+
+def test_a_quota_is_the_same_for_both_markets_and_for_all_zones() -> None:
+    full = block_for(SPOT, RequestOutcome(failure=FailureKind.QUOTA, scope="zone"), NOW)
+    assert full is not None
+    assert full.covers(A3) and full.covers(replace(A3, zone="us-central1-c"))
+    assert not full.covers(replace(A3, region="us-east1", zone="us-east1-b"))
+
+
+def test_the_owner_of_a_job_reads_what_was_out_and_what_is_tried_now() -> None:
+    out = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
+    assert out is not None
+    assert trying_text(A3, out.why) == "lambda us-west-1 out of gpu_8x_h100, trying gcp us-central1-b"
+    assert trying_text(SPOT) == "trying gcp us-central1-b spot"
+
+
+def test_when_nothing_is_left_it_says_why_and_when_it_is_tried_again() -> None:
+    first = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
+    second = block_for(A3, RequestOutcome(failure=FailureKind.QUOTA, scope="region"), NOW)
+    assert first is not None and second is not None
+    listed = ((LAMBDA, [H100]), (GCP, [A3]))
+    assert why_none(nodeset(LAMBDA, GCP), listed, [first, second], NOW) == (
+        "lambda us-west-1 out of gpu_8x_h100; gcp us-central1 has no more a3-highgpu-8g for us: our quota is used up;"
+        " next try at 12:10 UTC",
+        NOW + 600,
+    )
+
+
+def test_what_only_a_person_can_mend_has_no_next_try() -> None:
+    closed = block_for(H100, RequestOutcome(failure=FailureKind.AUTH), NOW)
+    assert closed is not None
+    said = ("lambda does not accept our key (replace it, then run `shoal up`)", None)
+    assert why_none(nodeset(LAMBDA), ((LAMBDA, [H100]),), [closed], NOW) == said
+    # Nor is it forgotten where the provider lists nothing, which it does not to a stranger.
+    assert why_none(nodeset(LAMBDA), ((LAMBDA, []),), [closed], NOW) == said
+
+
+def test_a_block_of_another_place_is_no_reason() -> None:
+    line = choice("lambda", "gpu_8x_h100", region="us-east-1")
+    out = block_for(H100, RequestOutcome(failure=FailureKind.CAPACITY), NOW)
+    assert out is not None
+    said, again = why_none(nodeset(line), ((line, []),), [out], NOW)
+    assert said == "lambda us-east-1 gpu_8x_h100 offers nothing now; next try at 12:10 UTC"
+    assert again == NOW + 600
+
+
+@pytest.mark.parametrize(
+    ("offer", "max_price", "said"),
+    [
+        (H100, 20.0, "lambda costs $31.92 an hour, and max_price is $20.00; next try at 12:10 UTC"),
+        (
+            replace(H100, usd_hour=None),
+            20.0,
+            "lambda gives no price, and max_price is $20.00; next try at 12:10 UTC",
+        ),
+        (replace(H100, available="no"), None, "lambda has none left; next try at 12:10 UTC"),
+    ],
+)
+def test_dear_and_empty_are_told_apart(offer: Offer, max_price: float | None, said: str) -> None:
+    assert why_none(nodeset(LAMBDA, max_price=max_price), ((LAMBDA, [offer]),), [], NOW)[0] == said
+
+
+def test_many_reasons_are_cut_short() -> None:
+    lines = [choice("lambda", region=f"us-{number}") for number in range(5)]
+    said, _ = why_none(nodeset(*lines), [(line, []) for line in lines], [], NOW)
+    assert said == (
+        "lambda us-0 offers nothing now; lambda us-1 offers nothing now; lambda us-2 offers nothing now and 2 more;"
+        " next try at 12:10 UTC"
+    )

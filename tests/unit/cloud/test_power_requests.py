@@ -1,0 +1,102 @@
+"""What Slurm's programs leave for the service, and what the service makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cloud.service.slurm_requests import PowerRequest, RequestQueue
+from shoal.remote import power_request as request
+
+RESUME_22 = {"jobs": [{"job_id": 15, "nodes": "cl[1-2]"}], "all_nodes": "cl[1-2]"}
+RESUME_23 = {
+    "all_nodes_resume": "cl[1-2]",
+    "jobs": [{"job_id": 15, "nodes_alloc": "cl[1-3]", "nodes_resume": "cl[1-2]", "features": "", "extra": None}],
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    directory = tmp_path / "requests"
+    directory.mkdir()
+    return directory
+
+
+def ask(place: Path, verb: str, nodes: str, resume_file: Path | None = None) -> int:
+    environ = {"SLURM_RESUME_FILE": str(resume_file)} if resume_file else {}
+    return request.main([f"/usr/lib/shoal/{verb}", nodes], str(place), environ)
+
+
+@pytest.mark.parametrize(
+    ("told", "nodes"), [(RESUME_22, ("cl1", "cl2")), (RESUME_23, ("cl1", "cl2", "cl3"))], ids=["22.05", "23.02"]
+)
+def test_a_request_says_which_job_waits_for_which_nodes(
+    place: Path, tmp_path: Path, told: object, nodes: tuple[str, ...]
+) -> None:
+    file = tmp_path / "resume.json"
+    file.write_text(json.dumps(told))
+    assert ask(place, "resume", "cl[1-2]", file) == 0
+    requests = RequestQueue(place)
+    assert requests.waiting()
+    assert requests.take() == [PowerRequest("resume", ("cl1", "cl2"), (("15", nodes),))]
+    assert not requests.waiting()
+    assert requests.take() == []
+
+
+def test_requests_come_out_in_the_order_they_went_in(place: Path) -> None:
+    for verb in ("resume", "suspend", "resume-fail"):
+        ask(place, verb, "cl1")
+    assert [one.verb for one in RequestQueue(place).take()] == ["resume", "suspend", "resume-fail"]
+
+
+@pytest.mark.parametrize("broken", ["", "no json", "[]", '{"jobs": 5}', '{"jobs": [5]}'])
+def test_a_resume_file_that_cannot_be_read_does_not_lose_the_request(place: Path, tmp_path: Path, broken: str) -> None:
+    file = tmp_path / "resume.json"
+    file.write_text(broken)
+    assert ask(place, "resume", "cl1", file) == 0
+    assert RequestQueue(place).take() == [PowerRequest("resume", ("cl1",))]
+
+
+def test_what_makes_no_sense_is_thrown_away_and_the_rest_is_read(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "0-a").write_text("{")
+    (place / "0-b").write_text(json.dumps({"verb": "burn", "nodes": "cl1", "jobs": []}))
+    (place / "0-c").write_text(json.dumps({"verb": "resume", "nodes": "cl[1", "jobs": []}))
+    (place / "0-d").write_text(json.dumps({"verb": "resume", "nodes": 7, "jobs": []}))
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"verb": "resume", "nodes": "cl7", "jobs": []}))
+    (place / "0-e").symlink_to(secret)
+    ask(place, "suspend", "cl1")
+    assert RequestQueue(place).take() == [PowerRequest("suspend", ("cl1",))]
+    assert caplog.text.count("ignoring request") == 5
+    assert secret.exists()
+    assert not list(place.iterdir())
+
+
+def test_a_note_that_is_still_being_written_is_left_alone(place: Path) -> None:
+    (place / ".123-4").write_text("{")
+    requests = RequestQueue(place)
+    assert not requests.waiting()
+    assert requests.take() == []
+    assert (place / ".123-4").exists()
+
+
+def test_where_there_is_no_directory_nothing_was_asked(tmp_path: Path) -> None:
+    assert not RequestQueue(tmp_path / "none").waiting()
+
+
+def test_the_program_runs_alone_and_tells_how_it_is_used(tmp_path: Path) -> None:
+    program = tmp_path / "resume"
+    program.write_text(Path(request.__file__).read_text())
+    # Nothing but the standard library is there, and none of the user's own.
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(program)], capture_output=True, text=True, timeout=30, env={"PATH": os.defpath}
+    )
+    assert done.returncode == 2
+    assert done.stderr == "usage: resume|suspend|resume-fail HOSTLIST\n"

@@ -1,0 +1,330 @@
+"""Machines that must go: the provider takes them away, or the money is spent. And what the service says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+
+from shoal.cloud.providers.api import FailureKind, RequestOutcome
+from shoal.cloud.rental import Rental
+from shoal.cloud.service.service import RentalService, single_instance
+from shoal.cloud.service.slurm_requests import RequestQueue
+from shoal.cloud.status_file import ServiceStatus, read_status
+from shoal.errors import UsageError
+from shoal.remote import power_request as request
+from shoal.slurm.state import NodeState
+from shoal.spec.rental import Budget
+
+
+async def running(it: Scene, job: str = "1") -> None:
+    await it.until(lambda: it.slurm.job_by_id[job].state == "RUNNING")
+    await it.step()
+
+
+# ---- spot
+
+
+@pytest.mark.parametrize("kind", ["gcp", "sandbox"])  # Google shows a machine as stopping while it still has its notice
+async def test_a_notice_warns_the_job_and_it_goes_on_elsewhere(tmp_path: Path, kind: str) -> None:
+    async with scene(tmp_path, kind) as it:
+        job = it.slurm.submit("1", 2, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        assert "DRAIN" in it.slurm.state("burst1")
+        assert job.state == "RUNNING"  # it has time to save
+        await it.until(lambda: job.restarts == 1, seconds=30, every=1)
+        await running(it)
+        assert job.warned == 1
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        assert it.machines() == []
+
+
+async def test_a_job_that_leaves_by_itself_after_the_warning_frees_the_node_at_once(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        await it.slurm.requeue("1")  # what the training library does when it has saved
+        await it.step()
+        await it.step()
+        assert it.slurm.node_by_name["burst1"].base != "ALLOCATED"
+        assert it.rentals("releasing")
+
+
+async def test_a_job_that_does_not_save_gets_no_signal_and_is_queued_again(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600, saves=False)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.restarts == 1, seconds=120, every=2)
+        assert job.warned == 0
+
+
+async def test_a_service_that_starts_anew_in_the_middle_of_a_notice_goes_on(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        job = it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        it.market().preempt(it.machines()[0].id)
+        await it.until(lambda: job.warned == 1, seconds=70, every=2)
+        it.service = it.restart()
+        await it.until(lambda: job.restarts == 1, seconds=60, every=2)
+        await it.until(lambda: it.slurm.settled and not it.ledger.live())
+        assert job.state == "COMPLETED"
+
+
+# ---- money
+
+
+async def test_a_budget_refuses_what_it_does_not_hold_with_the_reason_on_the_job(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=3.0)) as it:
+        first, second = it.slurm.submit("1", 2, seconds=1200), it.slurm.submit("2", 1)
+        await running(it)
+        assert second.restarts >= 1
+        assert second.comment.startswith("the budget of $3.00 an hour: $2.58 is in use, and gpu_1x_a10 costs $1.29")
+        assert any("the budget of $3.00" in text for text in it.slurm.node_by_name["burst3"].reasons)
+        assert first.restarts == 0
+        await it.until(lambda: second.state == "COMPLETED", seconds=6 * 3600)
+        assert max(_rates(it)) <= 3.0
+
+
+async def test_two_jobs_at_once_do_not_both_get_the_last_of_the_money(tmp_path: Path) -> None:
+    async with scene(tmp_path, "runpod", budget=Budget(per_hour=0.5)) as it:
+        it.slurm.submit("1", 1)
+        it.slurm.submit("2", 1)
+        await it.step()
+        assert len(it.machines()) == 1
+
+
+async def test_a_machine_that_nobody_can_give_back_keeps_no_job_waiting_without_a_word(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
+        leave(it, "an account of before")
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1, seconds=300)
+        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+
+
+async def test_a_job_that_waits_for_the_room_of_a_machine_on_its_way_out_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=1.29)) as it:
+
+        async def refused(machines: Any) -> list[RequestOutcome]:
+            return [RequestOutcome(one.id, FailureKind.TRANSIENT, message="not now") for one in machines]
+
+        monkeypatch.setattr(it.context.accounts["lambda"].provider, "delete", refused)
+        leave(it, "lambda")
+        job = it.slurm.submit("1", 1)
+        await it.step()
+        assert (job.state, job.restarts) == ("CONFIGURING", 0)
+        assert job.comment.startswith("the budget of $1.29 an hour: $1.29 is in use")
+        assert job.comment.endswith("; waiting for i-1 of lambda to end")
+
+
+def leave(it: Scene, account: str) -> None:
+    """The first node had a machine, which is to go."""
+    offer = replace(CASES["lambda"].offer, provider=account, usd_hour=1.29)
+    now = it.clock.now()
+    it.ledger.intend(Rental("t1", "burst1", "burst", account, offer, intended_at=now))
+    it.ledger.made("t1", "i-1", 1.29, now)
+    it.ledger.releasing("t1", "no longer wanted", now)
+
+
+async def test_what_does_not_fit_the_budget_is_looked_for_cheaper(tmp_path: Path) -> None:
+    dear = choice(CASES["lambda"], type="gpu_1x_h100_sxm5")
+    sets = (rented_set("burst", 4, dear, choice(CASES["lambda"])),)
+    async with scene(tmp_path, "lambda", sets=sets, budget=Budget(per_hour=2.0)) as it:
+        it.slurm.submit("1", 1)
+        await running(it)
+        assert [machine.order.type for machine in it.machines()] == ["gpu_1x_a10"]
+
+
+async def test_a_spent_budget_that_says_so_ends_what_runs(tmp_path: Path) -> None:
+    budget = Budget(per_day=2.0, then="end")
+    async with scene(tmp_path, "lambda", budget=budget) as it:
+        job = it.slurm.submit("1", 1, seconds=9 * 3600)
+        await running(it)
+        await it.until(lambda: job.warned == 1, seconds=3 * 3600, every=30)
+        assert "the budget of $2.00 a day is used up" in job.comment
+        await it.until(lambda: it.machines() == [], seconds=900)
+        assert sum(one["usd"] for one in it.market().bill()) <= 2.0
+
+
+async def test_a_spent_budget_may_leave_jobs_some_time_before_they_are_ended(tmp_path: Path) -> None:
+    budget = Budget(per_day=2.0, then="end", after="30m")
+    async with scene(tmp_path, "lambda", budget=budget) as it:
+        job = it.slurm.submit("1", 1, seconds=9 * 3600)
+        await running(it)
+
+        def paid() -> float:
+            return sum(one["usd"] for one in it.market().bill())
+
+        await it.until(lambda: paid() >= 2.0, seconds=3 * 3600, every=30)
+        reached = it.clock.now()
+        assert job.warned == 0
+        await it.until(lambda: job.warned == 1, seconds=3600, every=10)
+        assert "the budget of $2.00 a day is used up for 30m" in job.comment
+        await it.until(lambda: it.machines() == [], seconds=900)
+        assert 1500 < it.clock.now() - reached <= 1800
+        assert paid() <= 2.0 + 1.29 / 2
+
+
+def _rates(it: Scene) -> list[float]:
+    """What was paid an hour, whenever a machine came or went."""
+    bill = it.market().bill()
+    return [
+        sum(one["usd_hour"] for one in bill if one["ordered"] <= at and not (one["ended"] and one["ended"] <= at))
+        for at in [one["ordered"] for one in bill]
+    ]
+
+
+# ---- what it says of itself
+
+
+async def test_the_status_file_says_why_jobs_wait_and_what_each_node_has(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        file = tmp_path / "status.json"
+        it.service = RentalService(it.context, status_file=file)
+        it.fault("stockout", -1)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1)
+        told = read_status(file.read_text())
+        assert told.jobs["1"].startswith("lambda us-west-1 out of gpu_1x_a10")
+        assert told.accounts == {"lambda": ""}
+        it.market().faults.clear()
+        await running(it)
+        told = read_status(file.read_text())
+        [(token, one)] = told.machines.items()
+        assert token == it.rentals("joined")[0].token
+        assert one["node"] == it.rentals("joined")[0].node
+        assert (one["state"], one["place"], one["usd_hour"]) == ("joined", "us-west-1", 1.29)
+        it.fault("list-fails", -1)
+        it.slurm.silent = True
+        await it.service.step()
+        it.clock.advance(100)
+        await it.service.step()
+        told = read_status(file.read_text())
+        assert "Unable to contact slurm controller" in told.problem
+        assert "500" in told.accounts["lambda"]
+
+
+async def test_the_status_file_has_a_machine_that_goes_beside_the_one_in_its_place(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        file = tmp_path / "status.json"
+        it.service = RentalService(it.context, status_file=file)
+        it.slurm.submit("1", 1, seconds=3600)
+        await running(it)
+        [first] = it.rentals("joined")
+        it.context.release(first, "no longer wanted")
+        it.ledger.intend(replace(first, token="t2", state="intended", id=""))
+        await it.service.step()
+        told = read_status(file.read_text()).machines
+        assert [(one["node"], one["state"]) for one in told.values()] == [
+            ("burst1", "releasing"),
+            ("burst1", "intended"),
+        ]
+
+
+async def test_an_account_that_left_the_spec_while_machines_are_there_is_told(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        it.slurm.submit("1", 1, seconds=600)
+        await running(it)
+        file = tmp_path / "status.json"
+        left = RentalService(replace(it.context, accounts={}), status_file=file)
+        await left.step()
+        said = "machines are rented there, but the spec has no such account"
+        assert read_status(file.read_text()).accounts == {"sandbox": said}
+        assert len(it.machines()) == 1
+
+
+def test_a_status_of_a_later_shoal_can_be_read() -> None:
+    assert read_status(json.dumps({"at": 5.0, "weather": "fine"})) == ServiceStatus(5.0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"at": "yesterday"}'])
+def test_what_is_no_status_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_status(text)
+
+
+# ---- how it runs for good
+
+
+async def test_it_runs_until_it_is_told_to_end_and_takes_notes_meanwhile(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        requests = tmp_path / "requests"
+        requests.mkdir()
+        it.ledger.block("sandbox", "", "", "", None, "sandbox has no money of ours left")
+        service = RentalService(it.context, requests=RequestQueue(requests))
+        work = asyncio.create_task(service.run())
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        request.main(["resume", "burst1"], str(requests), {})
+        async with asyncio.timeout(30):
+            while not it.market().bill():  # noqa: ASYNC110 (a new service tries again what was shut for good)
+                await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert not list(requests.iterdir())
+
+
+async def test_a_step_that_fails_does_not_end_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        nodes = it.slurm.nodes
+        broken = [ValueError("a bug"), ValueError("a bug")]
+
+        async def failing() -> list[NodeState]:
+            if broken:
+                raise broken.pop()
+            return await nodes()
+
+        it.slurm.nodes = failing  # type: ignore[method-assign]
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        work = asyncio.create_task(it.service.run())
+        async with asyncio.timeout(30):
+            while not it.market().bill():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert caplog.text.count("a step failed; the next one retries") == 2
+
+
+async def test_it_looks_often_only_while_something_is_awaited(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        assert await it.service.step() == 15.0
+        it.fault("stockout", -1)
+        it.slurm.submit("1", 1)
+        it.slurm.tick()
+        assert await it.service.step() == 1.0
+        assert await it.service.step() == 15.0  # the node is down, and will be for minutes
+        it.clock.advance(590)
+        assert await it.service.step() == 10.0
+        it.market().faults.clear()
+        it.clock.advance(60)
+        await it.step()
+        it.slurm.tick()
+        assert await it.service.step() == 1.0
+        await running(it)
+        assert await it.service.step() == 15.0
+
+
+def test_only_one_service_rents(tmp_path: Path) -> None:
+    lock = tmp_path / "state" / "ledger.lock"
+    with (
+        single_instance(lock),
+        pytest.raises(UsageError, match=r"another process holds .*ledger\.lock\n  fix: shoal-elastic\.service runs"),
+        single_instance(lock),
+    ):
+        pass
+    with single_instance(lock):
+        pass

@@ -1,0 +1,146 @@
+"""The seam to slurmctld: what its commands answer, and what it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.cloud.service.slurm import (
+    JOBS_COMMAND,
+    MARK,
+    LiveSlurm,
+    format_reason,
+    is_down,
+    is_powering_down,
+    is_registered,
+    parse_jobs,
+    retry_time,
+    set_by_slurm,
+    set_by_us,
+    wants_machine,
+)
+from shoal.errors import CommandTimeout, SlurmError
+from shoal.hosts.api import Result
+from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
+from shoal_simulators.fake_host import Call, FakeHost
+
+# As slurmctld 22.05 prints them, at the moments of a node's life.
+ASLEEP = "NodeName=cl1 State=IDLE+CLOUD+POWERED_DOWN"
+WAKING = "NodeName=cl1 State=ALLOCATED+CLOUD+NOT_RESPONDING+POWERING_UP"
+WAKING_FOR_NOBODY = "NodeName=cl1 State=IDLE+CLOUD+NOT_RESPONDING+POWERING_UP"
+REFUSED = (
+    "NodeName=cl1 State=DOWN+CLOUD+NOT_RESPONDING+POWERING_UP"
+    " Reason=shoal: out [again 2026-11-15T14:20:00Z] [root@2026-11-15T14:16:20]"
+)
+TIMED_OUT = (
+    "NodeName=cl1 State=DOWN+CLOUD+POWERED_DOWN+NOT_RESPONDING Reason=ResumeTimeout reached [root@2026-11-15T14:17:28]"
+)
+GOING = "NodeName=cl1 State=IDLE+CLOUD+POWERING_DOWN"
+WORKS = "NodeName=cl1 State=MIXED+CLOUD"
+
+
+def node(text: str) -> NodeState:
+    [found] = parse_nodes(text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "wants", "goes", "down", "used"),
+    [
+        (ASLEEP, False, True, False, False),
+        (WAKING, True, False, False, False),
+        (WAKING_FOR_NOBODY, True, False, False, False),
+        (REFUSED, False, False, True, False),
+        (TIMED_OUT, False, True, True, False),
+        (GOING, False, True, False, False),
+        (WORKS, False, False, False, True),
+    ],
+)
+def test_what_slurm_wants_of_a_node_is_read_from_its_state(
+    text: str, wants: bool, goes: bool, down: bool, used: bool
+) -> None:
+    found = node(text)
+    assert (wants_machine(found), is_powering_down(found), is_down(found), is_registered(found)) == (
+        wants,
+        goes,
+        down,
+        used,
+    )
+
+
+def test_a_reason_of_ours_says_when_the_node_may_be_tried_again() -> None:
+    text = format_reason("lambda us-west-1 out of gpu_1x_a10\n  of\tall\u2009kinds", 1_800_000_000.0)
+    assert text == "shoal: lambda us-west-1 out of gpu_1x_a10 of all kinds [again 2027-01-15T08:00:00Z]"
+    found = node(f"NodeName=cl1 State=DOWN+CLOUD Reason={text} [root@2026-11-15T14:16:20]")
+    assert set_by_us(found)
+    assert retry_time(found) == 1_800_000_000.0
+
+
+def test_a_reason_without_a_time_may_be_tried_at_once() -> None:
+    assert retry_time(NodeState("cl1", ("DOWN",), f"{MARK}something [again soon]")) == 0.0
+
+
+def test_what_slurm_took_out_is_told_from_what_a_person_did() -> None:
+    assert set_by_slurm(node(TIMED_OUT))
+    assert set_by_slurm(NodeState("cl1", ("DOWN",), "Not responding", "slurm"))
+    assert not set_by_slurm(NodeState("cl1", ("DOWN",), "ada looks into it", "root"))
+
+
+def test_jobs_are_read_with_their_nodes_whatever_their_comments_say() -> None:
+    text = (
+        "\x1e17\x1fCONFIGURING\x1fada\x1fburst[1-2]\x1fshoal:abc1/def2\n"
+        "\x1e18_3\x1fPENDING\x1fbob\x1f\x1f(null)\n"
+        "\x1e19\x1fRUNNING\x1fbob\x1fburst3\x1fmine\x1etrouble\x1f[\n"
+    )
+    first, second, third = parse_jobs(text)
+    assert (first.id, first.nodes, first.saves, first.active) == ("17", ("burst1", "burst2"), True, True)
+    assert (second.id, second.nodes, second.saves, second.active) == ("18_3", (), False, False)
+    assert (third.id, third.nodes, third.saves) == ("19", ("burst3",), False)
+
+
+async def test_many_nodes_are_told_in_few_commands() -> None:
+    host = FakeHost("controller", {("scontrol",): b""})
+    await LiveSlurm(host).power_down([f"burst{number}" for number in range(1, 1001)])
+    assert host.argvs == [
+        ("scontrol", "update", "nodename=burst[1-500]", "state=power_down_force"),
+        ("scontrol", "update", "nodename=burst[501-1000]", "state=power_down_force"),
+    ]
+
+
+async def test_each_wish_is_one_command_of_slurms_own() -> None:
+    host = FakeHost("controller", {("scontrol",): b"", ("scancel",): b""})
+    slurm = LiveSlurm(host)
+    await slurm.down(["a1", "a2"], "shoal: x y")
+    await slurm.drain(["a1"], "shoal: z")
+    await slurm.resume(["a1"])
+    await slurm.requeue("17_3")
+    await slurm.warn("17")
+    await slurm.comment("17", "lambda out; trying gcp")
+    assert host.argvs == [
+        ("scontrol", "update", "nodename=a[1-2]", "state=down", "reason=shoal: x y"),
+        ("scontrol", "update", "nodename=a1", "state=drain", "reason=shoal: z"),
+        ("scontrol", "update", "nodename=a1", "state=resume"),
+        ("scontrol", "requeue", "17_3"),
+        ("scancel", "--signal=USR1", "17"),
+        ("scontrol", "update", "jobid=17", "admincomment=lambda out; trying gcp"),
+    ]
+
+
+async def test_what_slurm_says_when_it_minds_is_in_the_error() -> None:
+    answers = {NODES_COMMAND: Result(1, stderr=b"slurm_load_node error: Unable to contact slurm controller\n")}
+    with pytest.raises(SlurmError, match=r"^scontrol -d: slurm_load_node error: Unable to contact slurm controller$"):
+        await LiveSlurm(FakeHost("controller", answers)).nodes()
+    with pytest.raises(SlurmError, match="squeue -h: exit status 3"):
+        await LiveSlurm(FakeHost("controller", {JOBS_COMMAND: Result(3)})).jobs()
+
+
+async def test_a_slurm_that_hangs_is_an_error_of_slurms() -> None:
+    class Hanging(FakeHost):
+        async def run(self, *args: object, **more: object) -> Result:
+            raise CommandTimeout("controller", "scontrol did not end within 60 s")
+
+    with pytest.raises(SlurmError, match="did not end within 60 s"):
+        await LiveSlurm(Hanging("controller", lambda call: _never(call))).nodes()
+
+
+def _never(call: Call) -> bytes:
+    raise AssertionError(call)

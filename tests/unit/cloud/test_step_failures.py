@@ -1,0 +1,310 @@
+"""A step in which something fails: what is to go goes, no step runs beside the next, and nothing ends the service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
+
+from shoal.cloud.providers.api import RequestOutcome
+from shoal.cloud.service.account import LOST_ORDER_SEARCH_S
+from shoal.cloud.service.context import gather_all
+from shoal.cloud.service.service import RentalService
+from shoal.cloud.service.slurm_requests import RequestQueue
+from shoal.cloud.status_file import read_status
+from shoal.roles.elastic import HOLD_MAX_AGE_S
+from shoal.spec.rental import Budget
+
+FIRST = rented_set("first", 4, choice(CASES["lambda"]))
+SECOND = rented_set("second", 4, choice(CASES["runpod"]))
+ALIKE = rented_set("alike", 4, choice(CASES["sandbox"]))
+
+
+async def started(it: Scene) -> None:
+    it.slurm.submit("1", 1, seconds=3600)
+    await it.until(lambda: it.slurm.job_by_id["1"].state == "RUNNING")
+    await it.step()
+
+
+async def test_machines_that_are_to_go_go_although_the_rest_of_the_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        [rental] = it.rentals("joined")
+        it.context.release(rental, "no longer wanted")
+
+        async def broken(*_: Any) -> None:
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(it.service._booter, "step", broken)
+        with pytest.raises(RuntimeError, match="a bug of ours"):
+            await it.step()
+        assert it.machines() == []
+
+
+async def test_a_client_that_fails_in_its_own_way_is_told_of_and_what_it_has_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+
+        async def broken(cluster: str) -> None:
+            raise KeyError("status")
+
+        monkeypatch.setattr(it.context.accounts["sandbox"].provider, "instances", broken)
+        await it.passes(600)
+        assert it.context.accounts["sandbox"].problem == "its client failed: KeyError"
+        assert [one.state for one in it.rentals()] == ["joined"]
+
+
+async def failing(*_: Any) -> Any:
+    raise KeyError("status")
+
+
+@pytest.mark.parametrize("question", ["offers", "ensure_key"])
+async def test_a_client_that_fails_in_its_own_way_keeps_no_later_job_from_another_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, question: str
+) -> None:
+    budget = Budget(per_hour=100.0)
+    async with scene(tmp_path, "lambda", "runpod", sets=(FIRST, SECOND), budget=budget) as it:
+        monkeypatch.setattr(it.context.accounts["lambda"].provider, question, failing)
+        it.slurm.submit("1", 1, among=list(FIRST.nodes))
+        it.slurm.submit("2", 1, among=list(SECOND.nodes))
+        await it.step()
+        assert len(it.machines("runpod")) == 1
+        assert "its client failed: KeyError" in caplog.text
+
+
+async def test_a_job_says_that_its_account_cannot_be_asked_where_the_client_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        monkeypatch.setattr(it.context.accounts["lambda"].provider, "offers", failing)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.restarts == 1, seconds=300)
+        assert job.comment.startswith("lambda does not answer; next try at ")
+
+
+async def test_an_order_in_which_the_client_fails_is_looked_for_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        renter = it.context.accounts["lambda"].provider
+        create = renter.create
+
+        async def broken(orders: Any) -> Any:
+            await create(orders)
+            raise KeyError("instance_ids")
+
+        monkeypatch.setattr(renter, "create", broken)
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.state == "COMPLETED")
+        assert len(it.market().bill()) == 1
+
+
+TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES = "too few", "too many", "without an id", "of another kind"
+
+
+def garbled(outcomes: list[RequestOutcome], how: str) -> Any:
+    """What a client with a bug makes of the right outcomes."""
+    return {
+        TOO_FEW: outcomes[1:],
+        TOO_MANY: [*outcomes, RequestOutcome("i-nobody")],
+        NAMELESS: [replace(one, id="") for one in outcomes],
+        NO_OUTCOMES: [None for _ in outcomes],
+    }[how]
+
+
+@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NAMELESS, NO_OUTCOMES])
+async def test_orders_whose_client_tells_the_wrong_outcomes_are_looked_for_and_nothing_is_made_twice_or_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
+        renter = it.context.accounts["sandbox"].provider
+        create = renter.create
+
+        async def miscounted(orders: Any) -> Any:
+            return garbled(await create(orders), how)
+
+        monkeypatch.setattr(renter, "create", miscounted)
+        jobs = [it.slurm.submit("1", 3, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
+        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
+        await it.until(lambda: not it.ledger.live())
+        assert {one["id"] for one in it.market("sandbox").bill()} == {
+            one.id for one in it.rentals() if one.account == "sandbox"
+        }
+        assert len(it.market("sandbox").bill()) == 3 and it.machines("sandbox") == []
+        assert "could not be served" not in caplog.text
+
+
+@pytest.mark.parametrize("how", [TOO_FEW, TOO_MANY, NO_OUTCOMES])
+async def test_deletes_whose_client_tells_the_wrong_outcomes_are_tried_again_until_no_list_shows_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with scene(tmp_path, "sandbox", "runpod", sets=(ALIKE, SECOND)) as it:
+        renter = it.context.accounts["sandbox"].provider
+        delete = renter.delete
+
+        async def miscounted(machines: Any) -> Any:
+            return garbled(await delete(machines), how)
+
+        monkeypatch.setattr(renter, "delete", miscounted)
+        jobs = [it.slurm.submit("1", 2, among=list(ALIKE.nodes)), it.slurm.submit("2", 1, among=list(SECOND.nodes))]
+        await it.until(lambda: all(job.state == "COMPLETED" for job in jobs) and it.slurm.settled)
+        await it.until(lambda: not it.ledger.live())
+        assert it.machines("sandbox") == [] and it.machines("runpod") == []
+
+
+async def test_a_list_that_is_none_is_an_error_and_no_empty_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+
+        async def nothing(cluster: str) -> Any:
+            return None
+
+        monkeypatch.setattr(it.context.accounts["sandbox"].provider, "instances", nothing)
+        await it.passes(600)
+        assert it.context.accounts["sandbox"].problem == "its client failed: TypeError"
+        assert [one.state for one in it.rentals()] == ["joined"]
+
+
+async def test_a_delete_in_which_the_client_fails_is_told_of_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        [rental] = it.rentals("joined")
+        with monkeypatch.context() as during:
+            during.setattr(it.context.accounts["sandbox"].provider, "delete", failing)
+            it.context.release(rental, "no longer wanted")
+            await it.step()
+        assert f"sandbox: cannot delete {rental.id}: its client failed: KeyError" in caplog.text
+        it.slurm.cancel("1")
+        await it.until(lambda: it.machines() == [], seconds=300)
+
+
+async def test_a_job_that_cannot_be_served_for_a_bug_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    price = CASES["lambda"].offer.usd_hour or 1.29
+    async with scene(tmp_path, "lambda", budget=Budget(per_hour=price)) as it:
+        order = it.service._provisioner._order
+
+        async def broken(group: Any, *rest: Any) -> None:
+            if group.job == "1":
+                raise RuntimeError("a bug of ours")
+            await order(group, *rest)
+
+        monkeypatch.setattr(it.service._provisioner, "_order", broken)
+        it.slurm.submit("1", 1)
+        it.slurm.submit("2", 1)
+        await it.step()
+        assert [one.jobs for one in it.rentals()] == [("2",)], "what the first had reserved is free again"
+        assert "cannot serve job 1; the next step retries" in caplog.text
+        assert "a bug of ours" in caplog.text
+
+
+async def test_the_status_file_is_written_although_the_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        await started(it)
+        file = tmp_path / "status.json"
+        it.service = RentalService(it.context, status_file=file)
+        monkeypatch.setattr(it.service._booter, "step", failing)
+        with pytest.raises(KeyError):
+            await it.step()
+        assert list(read_status(file.read_text()).machines) == [one.token for one in it.rentals("joined")]
+
+
+async def test_one_that_fails_is_told_of_when_all_have_ended() -> None:
+    ended: list[str] = []
+
+    async def fails() -> None:
+        raise ValueError("at once")
+
+    async def takes_longer() -> None:
+        await asyncio.sleep(0.01)
+        ended.append("longer")
+
+    with pytest.raises(ValueError, match="at once"):
+        await gather_all([fails(), takes_longer()])
+    assert ended == ["longer"]
+
+
+async def test_a_lost_order_is_looked_for_from_when_its_answer_was_given_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        it.fault("lagging-list", 1, seconds=60.0)
+        it.fault("error-after-create")
+        account = it.context.accounts["lambda"]
+        order = account.order
+
+        async def slow(orders: Any) -> Any:
+            it.clock.advance(LOST_ORDER_SEARCH_S - 20)
+            return await order(orders)
+
+        monkeypatch.setattr(account, "order", slow)
+        await it.step()
+        it.slurm.submit("1", 1)
+        await it.until(lambda: it.slurm.job_by_id["1"].state == "COMPLETED", seconds=6 * 3600)
+        assert len(it.market().bill()) == 1
+
+
+async def test_a_machine_that_is_taken_away_while_it_boots_is_given_back_at_once(tmp_path: Path) -> None:
+    async with scene(tmp_path, "lambda") as it:
+        it.slurm.submit("1", 1)
+        await it.until(lambda: bool(it.rentals("made")))
+        [first] = it.rentals("made")
+        it.market().preempt(first.id)
+        await it.until(lambda: bool(it.rentals("gone")), seconds=300)
+        assert it.machines() == []
+
+
+def test_a_directory_among_the_requests_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "note").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert RequestQueue(tmp_path).take() == []
+    assert "ignoring request note" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["trap"]
+    assert not RequestQueue(tmp_path).waiting()
+
+
+async def test_while_keys_are_changed_no_machine_becomes_a_node_and_then_it_does(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        hold = it.context.pause_file = tmp_path / "hold"
+        job = it.slurm.submit("1", 1)
+
+        def touched() -> bool:
+            hold.touch()
+            os.utime(hold, (it.clock.now(), it.clock.now()))
+            return bool(it.machines())
+
+        await it.until(touched)
+        for _ in range(15):
+            touched()
+            await it.passes(10)
+        assert it.joiner.joined == [] and [one.state for one in it.rentals()] == ["made"]
+        hold.unlink()
+        await it.until(lambda: job.state == "COMPLETED")
+        assert len(it.market().bill()) == 1
+
+
+async def test_who_changed_keys_and_was_killed_keeps_nobody_waiting_for_long(tmp_path: Path) -> None:
+    async with scene(tmp_path, "sandbox") as it:
+        hold = it.context.pause_file = tmp_path / "hold"
+        hold.touch()
+        os.utime(hold, (it.clock.now(), it.clock.now()))
+        job = it.slurm.submit("1", 1)
+        await it.until(lambda: job.state == "RUNNING", seconds=2 * HOLD_MAX_AGE_S)

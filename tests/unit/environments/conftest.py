@@ -1,0 +1,13 @@
+"""One uv for all tests of environments: to install it takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a host keeps environments of its own."""
+    return tmp_path_factory.mktemp("host") / "local"

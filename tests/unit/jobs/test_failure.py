@@ -1,0 +1,393 @@
+"""Why a job failed, from what was observed: the first rank by time, not those that died after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.contract import EXIT_REQUEUE, EXIT_UNSAVED
+from shoal.jobs.failure import explain_failure, last_traceback
+from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
+from shoal.jobs.record import JobComment, JobRecord, parse_records
+
+CAPTURED = (Path(__file__).parent / "show_job_22.05.txt").read_text()
+FAILED = JobRecord("7", "FAILED", exit_code=143, nodes="fish[1-2]", batch_host="fish1", time_limit="00:01:00")
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "fail.py", line 7, in <module>',
+    "    inner()",
+    "ValueError: bad data in shard 7",
+)
+SRUN = (
+    "srun: error: fish2: task 2: Exited with exit code 1",
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.0",
+    "slurmstepd-fish1: error: *** STEP 7.0 ON fish1 CANCELLED AT 2026-11-15T04:06:23 ***",
+)
+
+
+def printed(rank: int, *lines: str, restart: int = 0, at: float = 1.0) -> list[LogLine]:
+    return [LogLine(at + number / 100, rank, restart, text) for number, text in enumerate(lines)]
+
+
+def ended(rank: int, status: int, at: float, **more: Any) -> RankEnd:
+    return RankEnd(rank, f"fish{rank // 2 + 1}", more.pop("restart", 0), 0.0, at, status, **more)
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "text", "fix"),
+    [
+        (
+            "shoal: cannot start nsys: No such file or directory",
+            127,
+            "rank 0 on fish1: cannot start nsys: No such file or directory",
+            "install NVIDIA Nsight Systems on the nodes, or leave out --profile",
+        ),
+        (
+            "/usr/bin/python3: No module named kernprof",
+            1,
+            "rank 0 on fish1 could not be profiled: /usr/bin/python3: No module named kernprof",
+            "install line_profiler for the Python of the job, or leave out --profile",
+        ),
+    ],
+)
+def test_a_profiler_that_is_not_there_is_told_with_what_to_do(said: str, status: int, text: str, fix: str) -> None:
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(0, said)), (ended(0, status, 1.0),)))
+    assert reason is not None and (reason.kind, reason.text, reason.fix) == ("start", text, fix)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"),
+        (-6, "[rank1]:[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
+    ],
+)
+def test_a_rank_that_waited_in_vain_is_told_to_look_at_the_others(status: int, said: str) -> None:
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(1, said)), (ended(1, status, 1.0), ended(0, 143, 1.1))))
+    assert reason is not None and (reason.kind, reason.rank) == ("script", 1)
+    assert reason.fix.startswith("it waited for another rank, which hangs, is slow, or took another way: `shoal logs`")
+
+
+def test_a_rank_that_was_killed_unwarned_is_the_first_and_one_that_was_killed_after_others_is_not() -> None:
+    reset = "RuntimeError: Connection reset by peer"
+    killed = (ended(0, -9, 1.0), ended(3, 1, 1.1), ended(2, -15, 1.2, signals=("SIGTERM",)))
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(3, reset)), killed))
+    assert reason is not None and reason.text == "rank 0 on fish1 was ended by SIGKILL"
+    assert reason.fix.startswith("Slurm did not do that: `shoal ssh fish1 journalctl -k` tells if memory")
+    late = (ended(0, -9, 1.0, signals=("SIGTERM",)), ended(3, 1, 1.1))  # by clocks that differ
+    reason = explain_failure(FAILED, JobLogs(tuple(printed(3, reset)), late))
+    assert reason is not None and (reason.rank, reset in reason.text) == (3, True)
+
+
+FULL = "the checkpoint of step 90 (end) FAILED: rank 0: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("record", "ends", "lines", "text"),
+    [
+        (
+            JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED),
+            (ended(0, EXIT_UNSAVED, 1.0),),
+            printed(0, f"{FULL} (failure 2 of this process)", "training is done, and its last state ...", "bye"),
+            "its last state could not be saved: rank 0: OSError: [Errno 28] No space left on device",
+        ),
+        # torchrun has a status of its own; on the full disk a rank may not even say how it ended.
+        (FAILED, (ended(0, EXIT_UNSAVED, 1.0),), [], "its last state could not be saved"),
+        (JobRecord("7", "FAILED", exit_code=EXIT_UNSAVED), (), [], "its last state could not be saved"),
+    ],
+)
+def test_an_end_that_could_not_be_saved_is_told_with_what_to_do(
+    record: JobRecord, ends: tuple[RankEnd, ...], lines: list[LogLine], text: str
+) -> None:
+    reason = explain_failure(record, JobLogs(tuple(lines), ends))
+    assert reason is not None and (reason.kind, reason.text) == ("checkpoint", text)
+    assert reason.fix.startswith("solve that, and run it again with the same directory for its checkpoints")
+
+
+def test_a_job_that_stopped_before_its_end_and_was_not_requeued_is_told_how_it_goes_on() -> None:
+    reason = explain_failure(
+        JobRecord("7", "FAILED", exit_code=EXIT_REQUEUE), JobLogs((), (ended(0, EXIT_REQUEUE, 1.0),))
+    )
+    assert reason is not None and reason.text.startswith("it was stopped before its end, saved its work")
+    assert reason.fix.endswith("without --no-requeue it does so by itself")
+
+
+@pytest.mark.parametrize("comment", ["(null)", "mine", "shoal:", "shoal:../x/y"])
+def test_a_comment_that_somebody_else_wrote_is_no_note(comment: str) -> None:
+    [record] = parse_records(f"JobId=7 JobState=RUNNING WorkDir=/jobs Comment={comment}\n")
+    assert (record.note, record.traces) == (None, "")
+
+
+def test_why_a_job_waits_for_rented_nodes_is_read_whole_and_only_while_it_waits() -> None:
+    text = "JobId=7 JobName=AdminComment=x UserId=a(1) JobState={} AdminComment=lambda out of a10, trying gcp Node=\n"
+    assert [record.waits_for for state in ("PENDING", "RUNNING") for record in parse_records(text.format(state))] == [
+        "lambda out of a10, trying gcp",
+        "",
+    ]
+    [last] = parse_records("JobId=7 JobState=PENDING Power= AdminComment=out of a10 \n")
+    assert last.waits_for == "out of a10"
+
+
+def test_what_a_job_uses_is_read_from_its_comment() -> None:
+    [record] = parse_records("JobId=7 JobState=RUNNING WorkDir=/jobs Comment=shoal:c0de/11b/nsys\n")
+    assert record.note == JobComment("c0de", "11b", "nsys") and record.traces == "/jobs/7/profile"
+    assert record.comment == str(record.note)
+
+
+def test_slurms_records_are_read_as_it_writes_them() -> None:
+    records = parse_records(CAPTURED)
+    assert [(r.id, r.number, r.state, r.name, r.restarts) for r in records] == [
+        ("7", "7", "FAILED", "fail", 0),
+        ("10", "10", "COMPLETED", "again", 1),
+        ("12_0", "14", "RUNNING", "slow", 0),
+        ("12_2-3%2", "12", "PENDING", "slow", 0),
+        ("13", "13", "PENDING", "slow", 0),
+        ("16", "16", "RUNNING", "slow", 0),
+    ]
+    failed = records[0]
+    assert (failed.exit_code, failed.exit_signal, failed.reason) == (143, 0, "NonZeroExitCode")
+    assert (failed.nodes, failed.batch_host, failed.node_count) == ("fish[1-2]", "fish1", 2)
+    assert (failed.work_dir, failed.output) == ("/var/lib/shoal/jobs/reef", "/var/lib/shoal/jobs/reef/7.out")
+    assert (records[4].reason, records[4].nodes, records[4].node_count) == ("Dependency", "", 1)
+    assert [r.active for r in records] == [False, False, True, True, True, True]
+    assert [r.failed for r in records] == [True, False, False, False, False, False]
+
+
+def test_a_jobs_name_cannot_pass_for_anything_else() -> None:
+    evil = CAPTURED.splitlines()[0].replace("JobName=fail", "JobName=x JobState=COMPLETED NodeList=evil")
+    [record] = parse_records(evil)
+    assert (record.name, record.state, record.nodes) == ("x JobState=COMPLETED NodeList=evil", "FAILED", "fish[1-2]")
+
+
+def test_a_job_that_did_not_fail_has_no_reason() -> None:
+    assert explain_failure(JobRecord("1", "COMPLETED"), JobLogs()) is None
+    assert explain_failure(JobRecord("1", "RUNNING"), JobLogs()) is None
+
+
+def test_the_traceback_is_that_of_the_first_rank_that_failed() -> None:
+    lines = [
+        *printed(2, "start 2", *TRACEBACK, at=2.0),
+        *printed(0, "Traceback (most recent call last):", "RuntimeError: Connection closed by peer", at=2.5),
+        *printed(BATCH, *SRUN, at=3.0),
+    ]
+    # Rank 1 was ended by srun before rank 0 had noticed, and says so first.
+    ends = (ended(1, -15, 1.9), ended(2, 1, 2.1), ended(0, 1, 2.6), ended(3, 143, 2.7))
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), ends))
+    assert reason is not None
+    assert (reason.kind, reason.rank, reason.node, reason.details) == ("script", 2, "fish2", TRACEBACK)
+    assert reason.text == "rank 2 on fish2 failed first, with exit status 1: ValueError: bad data in shard 7"
+
+
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    lines = printed(
+        0,
+        *TRACEBACK[:3],
+        "shoal.train.errors.BindingError: ranks 0 and 1 are on the same GPU of fish1: GPU-7",
+        "  found: rank  node",
+        "  fix: #SBATCH --gpus-per-node=2 --ntasks-per-node=2",
+    )
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    assert reason is not None and reason.text == (
+        "rank 0 on fish1 failed first, with exit status 1: shoal.train.errors.BindingError: ranks 0 and 1 are on the "
+        "same GPU of fish1: GPU-7"
+    )
+    assert reason.details[-1] == lines[-1].text
+
+
+def test_a_data_worker_that_died_of_the_stop_signal_is_told_with_what_keeps_it_alive() -> None:
+    said = "RuntimeError: DataLoader worker (pid 2656) is killed by signal: Terminated. "
+    lines = printed(0, *(f"[rank0]: {line}" for line in (*TRACEBACK[:3], said)))
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 2.0),)))
+    assert reason is not None and reason.text.endswith(f"exit status 1: {said}")
+    assert reason.fix.endswith("ended its data workers first: DataLoader(worker_init_fn=worker_signals)")
+    assert reason.details == (*TRACEBACK[:3], said), "without torch's word for the rank"
+
+
+def test_a_package_that_the_nodes_do_not_have_is_told_with_what_brings_it_there() -> None:
+    lines = printed(0, "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'")
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 1.0),)))
+    assert reason is not None and "No module named 'torch'" in reason.text
+    assert "`shoal env build` and `shoal run --env NAME`" in reason.fix and "the working tree?" in reason.fix
+
+
+def test_of_a_requeued_job_the_last_turn_counts() -> None:
+    lines = [*printed(0, *TRACEBACK), *printed(0, "OSError: disk full", restart=1, at=9.0)]
+    ends = (ended(0, 1, 1.5), ended(0, 2, 9.5, restart=1))
+    reason = explain_failure(JobRecord("7", "FAILED", restarts=1), JobLogs(tuple(lines), ends))
+    assert reason is not None and reason.details == ("OSError: disk full",)
+
+
+def test_exceptions_raised_from_others_are_shown_with_them() -> None:
+    chain = (
+        *TRACEBACK,
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        *("Traceback (most recent call last):", "RuntimeError: cannot load"),
+    )
+    assert last_traceback(("noise", *chain)) == chain
+    assert last_traceback((*TRACEBACK, "went on", *TRACEBACK)) == TRACEBACK
+    assert last_traceback(("a", "b")) == ("a", "b")
+
+
+def test_of_a_long_traceback_the_middle_is_left_out_and_the_error_told() -> None:
+    frames = [f"  frame {number}" for number in range(100)]
+    lines = printed(0, "before", TRACEBACK[0], *frames, TRACEBACK[-1], *("behind",) * 100)
+    reason = explain_failure(FAILED, JobLogs(tuple(lines), (ended(0, 1, 9.0),)))
+    assert reason is not None and reason.text.endswith("exit status 1: ValueError: bad data in shard 7")
+    assert len(reason.details) == 50 and reason.details[0] == TRACEBACK[0]
+    assert reason.details[24:27] == ("  frame 23", "...", "  frame 92")
+    assert reason.details[33:] == ("  frame 99", TRACEBACK[-1]) + ("behind",) * 15
+
+
+CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+CASES: dict[str, tuple[JobRecord, JobLogs, str, int | None, str]] = {
+    "killed for memory by the kernel": (
+        FAILED,
+        JobLogs((), (ended(1, 1, 5.0), ended(3, -9, 4.0, out_of_memory=True))),
+        "out of memory",
+        3,
+        "rank 3 on fish2 was killed: the memory was used up",
+    ),
+    "no memory on the node": (
+        FAILED,
+        JobLogs(
+            tuple(printed(2, *(f"[rank2]: {line}" for line in (TRACEBACK[0], "MemoryError")))), (ended(2, 1, 2.0),)
+        ),
+        "out of memory",
+        2,
+        "rank 2 on fish2 ran out of memory on the node: MemoryError",
+    ),
+    "no memory on the GPU": (
+        FAILED,
+        JobLogs(tuple(printed(2, TRACEBACK[0], CUDA)), (ended(2, 1, 2.0),)),
+        "out of memory",
+        2,
+        f"rank 2 on fish2 ran out of memory on its GPU: {CUDA}",
+    ),
+    "Slurm says out of memory": (
+        JobRecord("7", "OUT_OF_MEMORY", nodes="fish1"),
+        JobLogs(
+            tuple(printed(BATCH, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")), (ended(1, -9, 2.0),)
+        ),
+        "out of memory",
+        1,
+        "rank 1 on fish1 was killed: the job's memory was used up",
+    ),
+    "time limit after a warning": (
+        JobRecord("7", "TIMEOUT", time_limit="00:01:00"),
+        JobLogs((), (ended(0, -15, 60.0, signals=("SIGUSR1", "SIGTERM")),)),
+        "time limit",
+        None,
+        "the job reached its time limit of 00:01:00; it was warned before, and did not ask to be queued again",
+    ),
+    "node failure": (
+        JobRecord("7", "NODE_FAIL", nodes="fish[1-2]"),
+        JobLogs(
+            tuple(
+                printed(
+                    BATCH,
+                    "srun: error: Node failure on fish2",
+                    "slurmstepd-fish1: error: *** JOB 7 ON fish1 CANCELLED AT 2026-11-15T04:06:23 DUE TO NODE FAILURE,"
+                    " SEE SLURMCTLD LOG FOR DETAILS ***",
+                )
+            )
+        ),
+        "node failure",
+        None,
+        "a node of the job failed: fish2",
+    ),
+    "node failure that Slurm does not name": (
+        JobRecord("7", "NODE_FAIL", nodes="fish2"),
+        JobLogs(),
+        "node failure",
+        None,
+        "a node of the job failed: fish2",
+    ),
+    "rendezvous": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    1, TRACEBACK[0], "torch.distributed.DistNetworkError: The client socket has timed out after 15s"
+                )
+            ),
+            (ended(1, 1, 2.0),),
+        ),
+        "rendezvous",
+        1,
+        "the ranks did not find each other; rank 1 on fish1 gave up first: torch.distributed.DistNetworkError: "
+        "The client socket has timed out after 15s",
+    ),
+    "crash": (
+        FAILED,
+        JobLogs((), (ended(0, -11, 1.0), ended(1, -15, 2.0))),
+        "script",
+        0,
+        "rank 0 on fish1 was ended by SIGSEGV",
+    ),
+    "no such Python": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    BATCH,
+                    "slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
+                    "srun: error: fish1: tasks 0-1: Exited with exit code 2",
+                )
+            )
+        ),
+        "start",
+        None,
+        "no rank of the job has started: slurmstepd-fish1: error: execve(): /nope/python: No such file or directory",
+    ),
+    "no such program in the tree": (
+        FAILED,
+        JobLogs(tuple(printed(0, "shoal: cannot start ./go: [Errno 8] Exec format error")), (ended(0, 127, 1.0),)),
+        "start",
+        0,
+        "rank 0 on fish1: cannot start ./go: [Errno 8] Exec format error",
+    ),
+    "torchrun of one node does not reach the other": (
+        FAILED,
+        JobLogs(
+            tuple(
+                printed(
+                    BATCH,
+                    "shoal: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port 17: no answer",
+                    *(f"  File torch, line {line}" for line in range(60)),
+                    "srun: error: fish2: task 1: Exited with exit code 1",
+                )
+            )
+        ),
+        "rendezvous",
+        None,
+        "no rank of the job has started: torchrun on fish2 does not reach the one on the first node, at 10.0.0.1 port"
+        " 17: no answer",
+    ),
+    "nothing is known": (
+        JobRecord("7", "FAILED", exit_code=2, reason="NonZeroExitCode"),
+        JobLogs(),
+        "unknown",
+        None,
+        "no rank of the job has started; it ended with exit status 2 (NonZeroExitCode)",
+    ),
+    "cancelled": (JobRecord("7", "CANCELLED"), JobLogs(), "cancelled", None, "the job was cancelled"),
+    "preempted": (
+        JobRecord("7", "PREEMPTED"),
+        JobLogs(),
+        "cancelled",
+        None,
+        "the job was preempted by one of a higher partition",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reason_is_worked_out(case: str) -> None:
+    record, logs, kind, rank, text = CASES[case]
+    reason = explain_failure(record, logs)
+    assert reason is not None
+    assert (reason.kind, reason.rank, reason.text) == (kind, rank, text)

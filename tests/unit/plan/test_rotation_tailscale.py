@@ -1,0 +1,92 @@
+"""`shoal keys rotate tailscale` over hosts in memory."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.network.test_tailscale_status import STATUS
+from tests.unit.plan.fake_world import LAB, World, lab
+
+from shoal.agent.facts import Facts
+from shoal.errors import HostError, UsageError
+from shoal.plan.progress import NoProgress
+from shoal.plan.rotations import rotate_tailscale
+from shoal.roles.tailscale import KEY
+from shoal_simulators.fake_host import FakeAgent
+
+TAILNET = LAB + "network: {kind: tailscale, auth_key: env:TS_AUTHKEY}\n"
+
+
+class Telling(FakeAgent):
+    """An agent whose Tailscale says one thing after another; the last one stays."""
+
+    def __init__(self, facts: Facts, answers: list[dict[str, Any]]) -> None:
+        super().__init__(facts)
+        self.answers = answers
+        self.given = b""
+
+    def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        if request["op"] == "facts":
+            now = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            self.facts = replace(self.facts, tailscale=now)
+        for item in request.get("items", ()):
+            if item.get("path") == KEY and "content_b64" in item:
+                self.given = base64.b64decode(item["content_b64"])
+        return super()._answer(request)
+
+
+def tailnet(monkeypatch: pytest.MonkeyPatch, **answers: list[dict[str, Any]]) -> World:
+    """A lab in a tailnet. `answers` are what Tailscale says on a host."""
+    monkeypatch.setenv("TS_AUTHKEY", "tskey-auth-new")
+    world = lab(TAILNET)
+    for name, host in world.hosts.items():
+        agent = Telling(world.agents[name].facts, answers.get(name, [STATUS]))
+        world.agents[name] = agent
+        host.answers = {**host.answers, ("python3",): agent.play}
+    return world
+
+
+async def rotated(world: World) -> dict[str, HostError]:
+    async with world.fleet() as fleet:
+        with NoProgress().phase("keys", 3) as phase:
+            await rotate_tailscale(world.spec, fleet, "c1", ("c1", "n1", "n2"), phase)
+        return fleet.failures
+
+
+async def test_every_host_logs_in_anew_with_the_key_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = tailnet(monkeypatch)
+    assert await rotated(world) == {}
+    for agent in world.agents.values():
+        assert isinstance(agent, Telling)
+        assert agent.given == b"tskey-auth-new"
+        assert "--force-reauth" in agent.items["command join the tailnet"]["argv"]
+
+
+async def test_a_host_that_does_not_come_back_or_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = {**STATUS, "BackendState": "NeedsLogin"}
+    moved = {**STATUS, "TailscaleIPs": ["100.64.0.77"]}
+    world = tailnet(monkeypatch, n1=[STATUS, out], n2=[STATUS, moved])
+    failures = await rotated(world)
+    assert failures["n1"].cause == "is not in the tailnet with its new key: NeedsLogin"
+    assert failures["n2"].cause == "came back into the tailnet as 100.64.0.77; it was 100.64.0.1"
+    assert failures["n2"].hint == "run `shoal up`, which updates the other hosts"
+    assert "c1" not in failures
+
+
+async def test_a_host_whose_tailscale_is_silent_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = tailnet(monkeypatch, n1=[{}], n2=[{"problem": "no daemon"}])
+    failures = await rotated(world)
+    assert failures["n1"].cause == "Tailscale does not answer there: it is not installed"
+    assert failures["n2"].cause == "Tailscale does not answer there: no daemon"
+    assert world.applied() == ["c1"]
+
+
+async def test_a_key_that_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = tailnet(monkeypatch)
+    monkeypatch.delenv("TS_AUTHKEY")
+    with pytest.raises(UsageError, match=r"network\.auth_key is env:TS_AUTHKEY, and TS_AUTHKEY is not set"):
+        await rotated(world)
+    assert world.applied() == []

@@ -1,0 +1,98 @@
+"""New WireGuard keys: seen to work from every host, and nothing of a rotation outlives the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.plan.fake_world import World
+from tests.unit.verbs.test_keys import context_of, mesh
+
+from shoal.errors import ShoalError
+from shoal.hosts.api import Result
+from shoal.network.wireguard import MARK, NEXT_KEY
+from shoal.plan import rotation_wireguard
+from shoal.roles.documents import removal
+from shoal.verbs.keys import rotate
+from shoal_simulators.fake_host import Call, FakeAgent
+
+ON_THE_NETWORK = {"10.77.0.1": "c1", "10.77.0.2": "n1", "10.77.0.3": "n2"}
+
+
+def calls(world: World) -> list[tuple[str, str]]:
+    """Who called whom over the network, in alphabetical order."""
+    return sorted(
+        (name, ON_THE_NETWORK[address])
+        for name, agent in world.agents.items()
+        for request in agent.requests
+        if request["op"] == "reach"
+        for address, _ in request["targets"]
+        if address in ON_THE_NETWORK
+    )
+
+
+async def test_every_pair_is_seen_to_speak_under_the_new_keys_and_one_of_the_two_alone_calls() -> None:
+    world, _ = mesh()
+    await rotate(context_of(world), "wireguard")
+    assert calls(world) == [("c1", "n1"), ("c1", "n2"), ("n1", "n2")]
+
+
+async def test_a_host_that_nobody_can_call_calls_the_others() -> None:
+    world, _ = mesh()
+    at = world.agents["n1"].facts.addresses[0].address
+    for other in ("c1", "n2"):
+        world.agents[other].reach[at] = "silent"
+    await rotate(context_of(world), "wireguard")
+    assert calls(world) == [("c1", "n2"), ("n1", "c1"), ("n1", "n2")]
+
+
+class DeafAtFirst(FakeAgent):
+    """An agent whose host hears nothing over the network when it asks for the first time."""
+
+    def _answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        asked = [one["targets"] for one in self.requests if one["op"] == "reach"]
+        events = super()._answer(request)
+        if request["op"] == "reach" and asked.count(request["targets"]) == 1:
+            over = [address in ON_THE_NETWORK for address, _ in request["targets"]]
+            events[0]["answers"] = ["silent" if found else "open" for found in over]
+        return events
+
+
+async def test_a_pair_that_is_silent_at_first_is_called_again_until_it_speaks() -> None:
+    world, done = mesh()
+    world.agents["n1"] = agent = DeafAtFirst(world.agents["n1"].facts)
+    world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("python3",): agent.play}
+    await rotate(context_of(world), "wireguard")
+    assert calls(world) == [("c1", "n1"), ("c1", "n2"), ("n1", "n2"), ("n1", "n2")]
+    assert done[-1] == ("c1", f"rm -f {MARK}")
+
+
+async def test_a_pair_that_stays_silent_ends_the_rotation_and_the_next_run_finishes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
+    world, done = mesh()
+    world.agents["n1"].reach["10.77.0.3"] = "silent"
+    with pytest.raises(ShoalError) as caught:
+        await rotate(context_of(world), "wireguard")
+    assert str(caught.value) == (
+        "the rotation is not finished: n1: cannot reach n2 with its new key\n  fix: run the same command again"
+    )
+    assert ("c1", f"rm -f {MARK}") not in done
+
+
+async def test_an_interface_that_keeps_its_old_key_ends_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation_wireguard, "HANDSHAKE_TIMEOUT_S", 0)
+    world, _ = mesh()
+    shell = world.hosts["n2"].answers["sh", "-c"]
+
+    def other_key(call: Call) -> Any:
+        return Result(1) if "public-key" in call.argv[2] else shell(call)
+
+    world.hosts["n2"].answers = {**world.hosts["n2"].answers, ("sh", "-c"): other_key}
+    with pytest.raises(ShoalError, match="n2: does not use its new key"):
+        await rotate(context_of(world), "wireguard")
+
+
+def test_a_rotation_that_was_killed_leaves_no_key_and_no_mark_on_a_host_that_goes() -> None:
+    assert {f"file {NEXT_KEY}", f"file {MARK}"} <= {item.key for item in removal()}

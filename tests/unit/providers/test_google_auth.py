@@ -1,0 +1,96 @@
+"""How Google is told who asks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth import jwt
+from tests.contract.renters import http, saying
+
+from shoal.cloud.providers.api import ProviderLogin
+from shoal.cloud.providers.google_auth import AUDIENCE, GoogleTokens
+from shoal.errors import ProviderError
+
+PEM = (
+    rsa.generate_private_key(65537, 2048)
+    .private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    .decode()
+)
+KEY = {"client_email": "shoal@reefs.test", "private_key": PEM, "token_uri": "https://none.test", "project_id": "reefs"}
+
+
+def account(secret: str = "", url: str = "", **settings: str) -> ProviderLogin:
+    return ProviderLogin("google", "gcp", secret, url, settings)
+
+
+async def test_a_service_account_signs_its_own_tokens_for_the_compute_api() -> None:
+    login = GoogleTokens(account(json.dumps(KEY)))
+    claims: Any = jwt.decode(await login.bearer(), verify=False)
+    assert (claims["iss"], claims["sub"], claims["aud"]) == ("shoal@reefs.test", "shoal@reefs.test", AUDIENCE)
+    assert await login.bearer() == await login.bearer()
+    assert login.project == "reefs"
+
+
+def test_the_file_s_project_counts_over_the_key_s() -> None:
+    assert GoogleTokens(account(json.dumps(KEY), project="lagoons")).project == "lagoons"
+
+
+def test_without_google_auth_the_fix_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    with pytest.raises(ProviderError) as caught:
+        GoogleTokens(account(json.dumps(KEY)))
+    assert caught.value.message == "google needs the package google-auth, which is not installed"
+    assert caught.value.hint == "pip install 'shoal[gcp]'"
+
+
+@pytest.mark.parametrize(
+    ("secret", "told"),
+    [
+        ("AIza-plain-text", "the key of google is not the JSON of a service account"),
+        ('{"client_email": "x"}', "it lacks private_key, token_uri"),
+        ('{"client_email": "s3cret', "it lacks everything: it is not JSON"),
+        (json.dumps({**KEY, "private_key": "s3cret"}), "the private key in the service account's JSON of google"),
+    ],
+)
+def test_a_key_that_is_none_is_told_without_showing_it(secret: str, told: str) -> None:
+    with pytest.raises(ProviderError) as caught:
+        GoogleTokens(account(secret, project="reefs"))
+    assert told in caught.value.message
+    assert "s3cret" not in str(caught.value)
+    assert "AIza" not in str(caught.value)
+
+
+def test_an_account_without_a_project_is_told_where_to_write_it() -> None:
+    with pytest.raises(ProviderError, match="has no Google project") as caught:
+        GoogleTokens(account(json.dumps({**KEY, "project_id": ""})))
+    assert caught.value.hint == "add `project:` to providers.google"
+
+
+async def test_a_simulator_is_given_any_bearer() -> None:
+    assert await GoogleTokens(account("sk-1", "http://127.0.0.1:1", project="p")).bearer() == "sk-1"
+    assert await GoogleTokens(account("", "http://127.0.0.1:1", project="p")).bearer()
+
+
+async def test_a_machine_of_google_s_is_given_a_token_and_keeps_it_while_it_is_good() -> None:
+    async with saying(http("200 OK", b'{"access_token": "ya29.x", "expires_in": 3599}')) as url:
+        login = GoogleTokens(account(project="p"), metadata=url)
+        assert await login.bearer() == "ya29.x"
+    assert await login.bearer() == "ya29.x"
+
+
+@pytest.mark.parametrize(
+    "answer", [http("404 Not Found", b"{}"), http("200 OK", b"{}"), b"", http("200 OK", b"<html>")]
+)
+async def test_a_machine_that_is_not_google_s_needs_a_key(answer: bytes) -> None:
+    async with saying(answer) as url:
+        login = GoogleTokens(account(project="p"), metadata=url)
+        with pytest.raises(
+            ProviderError, match="google has no key, and this machine gets no token from Google"
+        ) as caught:
+            await login.bearer()
+    assert "file:~/account.json" in caught.value.hint

@@ -1,0 +1,251 @@
+"""What all renters' HTTP calls have in common: bodies that are read by name, failures that are told, a pace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from tests.contract.renters import http, saying
+
+from shoal.cloud.providers.api import FailureKind, ProviderLogin
+from shoal.cloud.providers.http import ApiClient, map_concurrently
+from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_code, refusal_by_message
+
+ACCOUNT = ProviderLogin("acme", "example", "sk-very-secret", settings={"timeout": "5"})
+
+
+async def failure(reply: bytes, *, creates: bool = False, **more: Any) -> ApiError:
+    async with saying(reply) as url:
+        api = ApiClient(ACCOUNT, url, **more)
+        try:
+            with pytest.raises(ApiError) as caught:
+                await api.request("POST", "/machines", json={"name": "n1"}, creates=creates)
+        finally:
+            await api.close()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("status", "read", "create", "scope"),
+    [
+        ("400 Bad Request", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+        ("401 Unauthorized", FailureKind.AUTH, FailureKind.AUTH, "provider"),
+        ("402 Payment Required", FailureKind.BALANCE, FailureKind.BALANCE, "provider"),
+        ("403 Forbidden", FailureKind.AUTH, FailureKind.AUTH, "provider"),
+        ("404 Not Found", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+        ("408 Request Timeout", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
+        ("409 Conflict", FailureKind.CONFLICT, FailureKind.CONFLICT, "offer"),
+        ("422 Unprocessable", FailureKind.INVALID, FailureKind.INVALID, "offer"),
+        ("429 Too Many Requests", FailureKind.RATE, FailureKind.RATE, "provider"),
+        ("500 Internal Server Error", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
+        ("503 Service Unavailable", FailureKind.TRANSIENT, FailureKind.AMBIGUOUS, "offer"),
+    ],
+)
+async def test_a_status_decides_where_the_body_says_nothing(
+    status: str, read: FailureKind, create: FailureKind, scope: str
+) -> None:
+    for creates, expected in ((False, read), (True, create)):
+        error = await failure(http(status, b"no luck", "text/plain"), creates=creates)
+        assert (error.failure, error.scope, error.status) == (expected, scope, int(status[:3]))
+        assert error.message == f"acme: POST /machines: {status[:3]}: no luck"
+        assert error.outcome("m1").id == "m1"
+
+
+async def test_a_provider_reads_its_own_errors_before_the_status_does() -> None:
+    def understand(status: int, answer: Body) -> Refusal | None:
+        return Refusal(FailureKind.CAPACITY, "zone", answer.text("why"))
+
+    error = await failure(http("400 Bad Request", b'{"why": "sold out"}'), read_error=understand)
+    assert (error.failure, error.scope) == (FailureKind.CAPACITY, "zone")
+    assert error.message == "acme: POST /machines: 400: sold out"
+    assert (await failure(http("400 Bad Request", b"[]"), read_error=understand)).failure is FailureKind.INVALID
+
+
+async def test_how_long_to_wait_is_the_answers_word_or_our_own() -> None:
+    reply = http("429 Too Many Requests", b"slow").replace(b"\r\n\r\n", b"\r\nRetry-After: 17\r\n\r\n")
+    assert (await failure(reply)).retry_after == 17
+    dated = reply.replace(b"17", b"Wed, 21 Oct 2026 07:28:00 GMT")
+    assert (await failure(dated, retry_after=lambda: 12.0)).retry_after == 12
+
+
+async def test_a_key_that_the_api_quotes_is_not_quoted_by_us() -> None:
+    error = await failure(http("401 Unauthorized", b"unknown key sk-very-secret", "text/plain"))
+    assert error.message == "acme: POST /machines: 401: unknown key ***"
+    assert "sk-very-secret" not in repr(vars(error))
+
+
+async def test_an_api_that_does_not_answer_in_time_leaves_an_order_open() -> None:
+    async with saying(None) as url:
+        api = ApiClient(ProviderLogin("acme", "example", settings={"timeout": "0.2"}), url)
+        with pytest.raises(ApiError, match="no answer: ReadTimeout") as caught:
+            await api.request("POST", "/machines", creates=True)
+        await api.close()
+    assert caught.value.failure is FailureKind.AMBIGUOUS
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("", "https://cloud.example/api/v1"),
+        ("http://10.0.0.1:8080", "http://10.0.0.1:8080/api/v1"),
+        ("http://10.0.0.1:8080/", "http://10.0.0.1:8080/api/v1"),
+        ("http://10.0.0.1:8080/other/v2/", "http://10.0.0.1:8080/other/v2"),
+    ],
+)
+async def test_an_address_without_a_path_has_the_api_at_its_usual_one(given: str, base: str) -> None:
+    api = ApiClient(ProviderLogin("acme", "example", url=given), "https://cloud.example/api/v1")
+    assert api.base == base
+    await api.close()
+
+
+def test_a_body_is_read_by_name_and_says_what_is_missing_where() -> None:
+    body = Body({"items": [{"id": "a", "price": 3, "on": True, "in": {"x": None}}, {"id": 7}]}, "acme: GET /x")
+    first, second = body.rows("items")
+    assert (first.text("id"), first.number("price"), first.flag("on")) == ("a", 3.0, True)
+    assert (first.text("name", "none"), first.number_or_none("size"), first.has("in")) == ("none", None, True)
+    assert first.object("in").text("x", "y") == "y"
+    assert [name for name, _ in first.object("in").items()] == ["x"]
+    assert second.rows_or_empty("tags") == []
+    assert (body.first("items").text("id"), second.first("tags").text("x", "none")) == ("a", "none")
+    assert Body({"zone": "https://reef.test/zones/a-1"}).last_part("zone") == "a-1"
+    wrong = {
+        "the answer lacks items[1].name": lambda: second.text("name"),
+        "items[1].id is not text": lambda: second.text("id"),
+        "items[0].price is not an object": lambda: first.object("price"),
+        "items[0].on is not a number": lambda: first.number("on"),
+        "items[0].id is not a list": lambda: first.rows("id"),
+        "the answer lacks items[0].in.x": lambda: first.object("in").text("x"),
+        "the answer is not a list": lambda: body.rows(),
+        "the answer is not an object": lambda: Body(5, "acme: GET /x").text("id"),
+        "items[0].id is not an object": lambda: Body("a", "acme: GET /x", path="items[0].id").items(),
+    }
+    for told, read in wrong.items():
+        with pytest.raises(ApiError) as caught:
+            read()
+        assert caught.value.message == f"acme: GET /x: {told}"
+
+
+async def test_calls_keep_apart_by_the_accounts_own_interval_or_the_providers() -> None:
+    api = ApiClient(
+        ProviderLogin("acme", "example", settings={"request_interval": "0.05"}), "http://127.0.0.1:9", interval=60.0
+    )
+    begun = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(ApiError, match="cannot be reached"):
+            await api.request("GET", "/x")
+    assert time.monotonic() - begun >= 0.1
+    await api.close()
+
+
+async def test_every_page_of_a_list_is_read_and_one_that_comes_back_is_an_error() -> None:
+    async with saying(http("200 OK", b'{"rows": [1], "next": "b"}')) as url:
+        api, read = ApiClient(ACCOUNT, url), 0
+        with pytest.raises(ApiError) as caught:
+            async for page in api.pages("/machines", "after", lambda page: page.text("next", ""), limit=1):
+                read += len(page.rows("rows"))
+        await api.close()
+    assert read == 2
+    assert caught.value.message == "acme: GET /machines: the list repeats the same page"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("200 OK", None),
+        ("404 Not Found", None),
+        ("429 Too Many", FailureKind.RATE),
+        ("500 Oops", FailureKind.TRANSIENT),
+    ],
+)
+async def test_to_remove_what_is_gone_already_is_well(status: str, expected: FailureKind | None) -> None:
+    async with saying(http(status, b"{}")) as url:
+        api = ApiClient(ACCOUNT, url)
+        outcome = await api.remove("/machines/m1", "m1")
+        await api.close()
+    assert (outcome.id, outcome.failure) == ("m1", expected)
+    assert outcome.retry_after == (10.0 if expected is FailureKind.RATE else 0.0)
+
+
+@pytest.mark.parametrize("reply", [http("500 Oops", b"{}"), http("200 OK", b"{}"), http("429 Too Many", b"{}")])
+async def test_an_order_that_was_taken_and_cannot_be_followed_leaves_open_what_was_made(reply: bytes) -> None:
+    async with saying(reply) as url:
+        api = ApiClient(ACCOUNT, url)
+        with pytest.raises(ApiError) as caught:
+            await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
+        await api.close()
+    assert caught.value.failure is FailureKind.AMBIGUOUS
+    assert caught.value.message.startswith("acme: GET /orders/1: ")
+
+
+async def test_an_order_is_followed_until_it_is_done_or_time_is_over() -> None:
+    async with saying(http("200 OK", b'{"state": "done"}')) as url:
+        api = ApiClient(ACCOUNT, url)
+        done = await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "done", 60.0)
+        still = await api.poll(Body({"state": "new"}), "/orders/1", lambda it: it.text("state") == "never", 0.3)
+        await api.close()
+    assert (done.text("state"), still.text("state")) == ("done", "done")
+
+
+async def test_a_provider_may_tell_the_words_and_leave_their_meaning_to_the_status() -> None:
+    error = await failure(http("402 Pay", b"{}"), read_error=lambda status, answer: Refusal(message="no money"))
+    assert (error.failure, error.scope) == (FailureKind.BALANCE, "provider")
+    assert error.message == "acme: POST /machines: 402: no money"
+
+
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-one\rx", "schlüssel"])
+async def test_a_key_that_no_header_takes_is_refused_without_showing_it(key: str) -> None:
+    api = ApiClient(ProviderLogin("acme", "example", key, "http://127.0.0.1:9"), "http://127.0.0.1:9/v1")
+    with pytest.raises(ApiError) as caught:
+        await api.request("POST", "/machines", json={}, creates=True)
+    await api.close()
+    assert str(caught.value) == "acme: POST /machines: the key has invalid characters"
+    assert caught.value.failure is FailureKind.AUTH
+
+
+def test_of_several_codes_that_counts_which_stands_first_in_the_table() -> None:
+    table = {
+        "sold-out none-left": Refusal(FailureKind.CAPACITY),
+        "no": Refusal(FailureKind.INVALID, hint="ask for another"),
+    }
+    assert refusal_by_code(table, [("no", "not so"), ("none-left", "all gone")]) == Refusal(
+        FailureKind.CAPACITY, message="none-left: all gone"
+    )
+    assert refusal_by_code(table, [("no", "not so")]) == Refusal(
+        FailureKind.INVALID, message="no: not so", hint="ask for another"
+    )
+    assert refusal_by_code(table, [("none", "a part of a code is none"), ("", "")]) is None
+
+
+def test_where_there_are_no_codes_words_count_in_any_case() -> None:
+    table = {r"sold out|none left": Refusal(FailureKind.CAPACITY), r"limit": Refusal(FailureKind.QUOTA, "provider")}
+    found = refusal_by_message(table, "Your Limit is reached")
+    assert found == Refusal(FailureKind.QUOTA, "provider", "Your Limit is reached")
+    assert found.outcome().message == "Your Limit is reached"
+    assert refusal_by_message(table, "something else") is None
+
+
+def test_an_order_leaves_out_what_it_does_not_say() -> None:
+    wanted = {"name": "n1", "network": None, "disks": [{"size": 0, "image": None}], "env": {"A": ""}}
+    assert drop_none(wanted) == {"name": "n1", "disks": [{"size": 0}], "env": {"A": ""}}
+
+
+async def test_several_calls_are_made_beside_each_other_and_bring_their_results_in_order() -> None:
+    under_way, most = 0, 0
+
+    async def work(number: int) -> int:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01 * (3 - number % 3))
+        under_way -= 1
+        if number == 99:
+            raise ApiError("99 is broken", FailureKind.TRANSIENT)
+        return number
+
+    assert await map_concurrently(work, range(20)) == list(range(20))
+    assert 1 < most <= 8
+    with pytest.raises(ApiError, match="99 is broken"):
+        await map_concurrently(work, [1, 99, 2])
+    assert under_way == 0

@@ -1,0 +1,290 @@
+"""Containers that only a tunnel leads into: how they are told from other hosts, and what they and the others become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.goldens import assert_golden
+from tests.unit.plan.fake_world import gpus, host_facts, spec_of
+from tests.unit.roles.test_documents_of_roles import document_of, shown
+
+from shoal.agent.document import Directory, File, Service
+from shoal.agent.facts import Address, Cgroup, ConnectedAddress, Facts, FileFact
+from shoal.jobs.staging import END_PROGRAM, job_end
+from shoal.network.tunnel import HOST_KEYS, PUBLIC_KEY, RECORD, choose_ports, needs_tunnel, record, recorded
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.containers import container_conf, separate_containers
+from shoal.roles.current_conf import HOSTS, CurrentConf
+from shoal.roles.documents import documents
+from shoal.roles.registry import component_findings, component_packages, preparation
+from shoal.roles.watchdog import WATCHDOG, watchdog
+from shoal.slurm.conf import slurm_conf
+from shoal.slurm.model import Node, PartitionConf
+from shoal.slurm.parsed_conf import nodes_in_conf
+
+SPEC = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+  pods: {hosts: [{name: p1, address: 203.0.113.5, port: 10341}, {name: p2, address: 203.0.113.6, port: 22}]}
+storage:
+  /data: {host: controller}
+"""
+CGROUPS = Cgroup(2, ("cpuset", "memory", "devices"))
+KEY = "ssh-ed25519 AAAATUNNEL shoal tunnels\n"
+
+
+def container(name: str, connected_at: ConnectedAddress | None, **more: Any) -> Facts:
+    keys = {HOST_KEYS[0]: FileFact(text=f"ssh-ed25519 AAAA{name.upper()} root@{name}\n")}
+    facts = host_facts(name, "172.17.0.2", arch="x86_64", files=keys, **more)
+    return replace(facts, init="none", tun=False, connected_at=connected_at)
+
+
+def world(
+    spec: str = SPEC, before: CurrentConf | None = None, leaving: tuple[str, ...] = (), **ctl: FileFact
+) -> Cluster:
+    facts = {
+        "c1": host_facts(
+            "c1", "10.0.0.1", arch="x86_64", cgroup=CGROUPS, files={PUBLIC_KEY: FileFact(text=KEY), **ctl}
+        ),
+        "n1": host_facts("n1", "10.0.0.11", arch="x86_64", cgroup=CGROUPS),
+        "p1": container("p1", ConnectedAddress("203.0.113.5", 10341), gpus=gpus(2)),
+        "p2": container("p2", ConnectedAddress("203.0.113.6")),
+    }
+    reached = {name: fact.connected_at.address for name, fact in facts.items() if fact.connected_at}
+    names = {member for member in ("c1", "n1", "p1", "p2") if f"name: {member}," in spec}
+    return assemble(spec_of(spec), {name: facts[name] for name in facts if name in names}, reached, before, leaving)
+
+
+@pytest.mark.parametrize(
+    ("network", "change", "needed"),
+    [
+        ("lan", {}, True),
+        ("wireguard", {}, True),
+        ("lan", {"init": "systemd"}, False),
+        ("lan", {"tun": True}, False),
+        ("lan", {"connected_at": None}, False),
+        ("lan", {"connected_at": ConnectedAddress("172.17.0.2")}, False),
+        ("wireguard", {"connected_at": ConnectedAddress("172.17.0.2")}, True),
+    ],
+)
+def test_a_container_is_told_by_what_it_lacks_and_by_who_answers_for_it(
+    network: str, change: dict[str, Any], needed: bool
+) -> None:
+    facts = Facts(
+        init="none", addresses=(Address("eth0", "172.17.0.2", 16),), connected_at=ConnectedAddress("203.0.113.5", 10341)
+    )
+    assert needs_tunnel(network, replace(facts, **change)) is needed
+
+
+def test_who_has_a_port_keeps_it_and_no_two_have_the_same() -> None:
+    assert choose_ports(["a", "b", "c"], {"b": 29001, "gone": 29002}) == {"a": 29003, "b": 29001, "c": 29004}
+
+
+def test_a_container_is_asked_for_exactly_this() -> None:
+    assert_golden("roles/container.txt", document_of(world(), "p1"))
+
+
+def test_the_controller_holds_a_tunnel_to_each() -> None:
+    cluster = world()
+    stages = documents(cluster, cluster.controller)
+    items = [item for item in stages[Stage.SERVICES] if "tunnel" in item.key]
+    assert_golden("roles/tunnels.txt", shown({Stage.SERVICES: tuple(items)}))
+
+
+def test_other_nodes_are_confined_as_before_and_no_container_is_among_members_addresses() -> None:
+    cluster = world()
+    assert cluster.conf.proctrack_cgroup
+    assert set(cluster.addresses) == {"c1", "n1"}
+    conf = slurm_conf(cluster.conf)
+    assert "ProctrackType=proctrack/cgroup\n" in conf
+    assert "TreeWidth=65533\n" in conf
+    hosts = next(i for i in documents(cluster, cluster.controller)[Stage.BASE] if i.key == f"block members in {HOSTS}")
+    assert "p1" not in hosts.content  # type: ignore[attr-defined]
+
+
+def test_the_nodes_are_read_back_with_their_ports() -> None:
+    conf = slurm_conf(world().conf)
+    found = nodes_in_conf(conf, "")
+    assert {name: (node.address, node.port) for name, node in found.items()} == {
+        "n1": ("10.0.0.11", None),
+        "p1": ("127.0.0.1", 29001),
+        "p2": ("127.0.0.1", 29002),
+    }
+
+
+def test_one_that_does_not_answer_keeps_its_place_its_port_and_its_tunnel() -> None:
+    before = CurrentConf(
+        nodes=nodes_in_conf(slurm_conf(world().conf), ""), partitions={"p1": ("pods",), "p2": ("pods",)}
+    )
+    silent = spec_of(SPEC)
+    facts = {
+        "c1": host_facts("c1", "10.0.0.1", cgroup=CGROUPS, files={RECORD: FileFact(text=record(["p1", "p2"]))}),
+        "n1": host_facts("n1", "10.0.0.11", cgroup=CGROUPS),
+    }
+    cluster = assemble(silent, facts, {}, before)
+    assert {node.name: node.port for node in cluster.conf.nodes} == {"n1": None, "p1": 29001, "p2": 29002}
+    assert cluster.conf.proctrack_cgroup
+    services = documents(cluster, cluster.controller)[Stage.SERVICES]
+    assert not [item for item in services if isinstance(item, Service) and "tunnel" in item.name]
+    kept = next(item for item in services if item.key == f"file {RECORD}")
+    assert recorded(kept.content) == ("p1", "p2")  # type: ignore[attr-defined]
+
+
+def test_one_that_leaves_keeps_its_partition_until_it_is_empty_and_then_its_tunnel_goes() -> None:
+    text = SPEC.replace("{name: p1, address: 203.0.113.5, port: 10341}, ", "")
+    known = nodes_in_conf(slurm_conf(world().conf), "")
+    before = CurrentConf(nodes=known, partitions={"n1": ("main",), "p1": ("pods",), "p2": ("pods",)})
+    made = {RECORD: FileFact(text=record(["p1", "p2"]))}
+    now = world(text, before, ("p1",), **made)
+    assert next(p for p in now.conf.partitions if p.name == "pods").nodes == ("p2", "p1")
+    keys = [item.key for item in documents(now, now.controller)[Stage.SERVICES]]
+    assert "service shoal-tunnel@p1" not in keys
+    later = world(text, before, **made)
+    gone = [i for i in documents(later, later.controller)[Stage.SERVICES] if i.key == "service shoal-tunnel@p1"]
+    assert gone == [Service("shoal-tunnel@p1", enabled=False, running=False)]
+
+
+def nodes(**ports: int | None) -> list[Node]:
+    return [Node(name, name, name, features=(name.rstrip("0123456789"),), port=port) for name, port in ports.items()]
+
+
+def test_a_partition_of_containers_alone_has_jobs_of_one_node() -> None:
+    [line] = separate_containers([PartitionConf("gpu", ("p1", "p2"), default=True)], nodes(p1=29001, p2=29002))
+    assert (line.name, line.nodes, line.max_nodes, line.default) == ("gpu", ("p1", "p2"), 1, True)
+
+
+def test_containers_are_taken_out_of_a_partition_with_other_nodes_into_one_of_their_own() -> None:
+    whole = PartitionConf("main", ("n1", "p1"), default=True, priority=3)
+    first, second = separate_containers([whole], nodes(n1=None, p1=29001))
+    assert (first.name, first.nodes, first.max_nodes) == ("main", ("n1",), None)
+    assert (second.name, second.nodes, second.max_nodes, second.default) == ("p", ("p1",), 1, False)
+    assert second.priority == 3
+
+
+def test_no_second_partition_is_made_where_the_file_has_one_for_them() -> None:
+    lines = separate_containers(
+        [PartitionConf("all", ("n1", "p1")), PartitionConf("p", ("p1",))], nodes(n1=None, p1=29001)
+    )
+    assert [(line.name, line.nodes, line.max_nodes) for line in lines] == [("all", ("n1",), None), ("p", ("p1",), 1)]
+
+
+def test_a_name_that_is_taken_is_not_taken_twice() -> None:
+    lines = separate_containers([PartitionConf("p", ("n1", "p1"))], nodes(n1=None, p1=29001))
+    assert [(line.name, line.nodes) for line in lines] == [("p", ("n1",)), ("p-containers", ("p1",))]
+
+
+def test_a_cluster_without_containers_has_its_partitions_as_they_are() -> None:
+    lines = [PartitionConf("main", ("n1", "n2"), default=True)]
+    assert separate_containers(lines, nodes(n1=None, n2=None)) == tuple(lines)
+
+
+def test_the_controller_makes_a_key_only_where_there_is_a_container() -> None:
+    cluster = world()
+    spec, facts = cluster.spec, dict(cluster.facts)
+    facts["c1"] = host_facts("c1", "10.0.0.1", files={})
+    keys = [item.key for item in preparation(spec, cluster.controller, facts["c1"], facts)]
+    assert "command make a key for tunnels" in keys
+    without = {name: fact for name, fact in facts.items() if name in ("c1", "n1")}
+    assert "tunnels" not in repr(preparation(spec, cluster.controller, facts["c1"], without))
+
+
+def test_a_container_is_not_asked_to_have_a_network_of_its_own() -> None:
+    spec = spec_of(SPEC.replace("cluster: reef", "cluster: reef\nnetwork: wireguard"))
+    member = world().members[2]
+    facts = container("p1", ConnectedAddress("203.0.113.5", 10341))
+    assert "wireguard-tools" not in component_packages(spec, member, facts)
+    assert "wireguard" not in repr(preparation(spec, member, facts))
+
+
+def test_people_are_told_what_does_not_work_there() -> None:
+    told = [finding for finding in component_findings(world()) if finding.host == "p1"]
+    assert [(finding.level, finding.found) for finding in told] == [("info", "partition pods")]
+    assert "its jobs have one node, and `srun` from elsewhere does not reach it" in told[0].what
+
+
+RENTED = """
+cluster: reef
+network: wireguard
+controller: {host: {name: c1, address: 10.0.0.1}}
+providers: {runpod: {key: env:RUNPOD_KEY}, lambda: {key: env:LAMBDA_KEY}}
+nodesets:
+  pods: {provider: runpod, type: NVIDIA A40, max: 2, cpus: 2, memory: 8G, gpus: 1}
+  vms: {provider: lambda, type: gpu_1x_a10, max: 1}
+"""
+
+
+def rented(text: str = RENTED, **facts: Facts) -> Cluster:
+    ctl = host_facts("c1", "10.0.0.1", arch="x86_64", modules=("wireguard",), files={PUBLIC_KEY: FileFact(text=KEY)})
+    return assemble(spec_of(text), {"c1": ctl, **facts}, {"c1": "10.0.0.1"})
+
+
+def test_slurm_knows_where_rented_containers_will_answer_before_there_is_any() -> None:
+    cluster = rented()
+    assert {node.name: (node.address, node.port) for node in cluster.conf.nodes} == {
+        "pods1": ("127.0.0.1", 29001),
+        "pods2": ("127.0.0.1", 29002),
+        "vms1": ("vms1", None),
+    }
+    assert set(cluster.addresses) == {"c1", "vms1"}, "a container has no address on the network"
+    assert [(line.name, line.nodes, line.max_nodes) for line in cluster.conf.partitions] == [
+        ("main", ("vms1",), None),
+        ("pods", ("pods1", "pods2"), 1),
+    ]
+    assert cluster.tunnels == {}
+    assert not cluster.conf.one_address, "a rented node's address is where it calls from, which must be the loopback"
+    assert (
+        "nodesets.pods: nodeset `pods`: because of it Slurm listens on all addresses of all hosts, not only on the "
+        "network's, found rented containers, which connect to slurmctld through a tunnel"
+    ) in [str(finding) for finding in cluster.findings]
+
+
+def test_a_rented_container_that_is_there_gets_its_tunnel_and_goes_by_its_nodes_name() -> None:
+    pod = replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3")
+    cluster = rented(pods2=pod)
+    assert list(cluster.tunnels) == ["pods2"]
+    tunnel = cluster.tunnels["pods2"]
+    assert (tunnel.slurmd, tunnel.host, tunnel.port) == (29002, "203.0.113.9", 10400)
+    assert tunnel.back[0].address == "127.0.0.1"
+    member = next(member for member in cluster.members if member.name == "pods2")
+    stages = documents(cluster, member)
+    assert Service("slurmd", command=("/usr/sbin/slurmd", "-D", "-b", "-N", "pods2")) in stages[Stage.NODES]
+    conf = next(item.content for item in stages[Stage.NODES] if item.key == "file /etc/slurm/slurm.conf")  # type: ignore[attr-defined]
+    assert "State=CLOUD" not in conf and "ResumeProgram" not in conf
+    assert "NodeName=pods2 NodeAddr=127.0.0.1 " in conf and "pods1" not in conf
+
+
+def test_the_end_of_a_job_in_a_rented_container_waits_for_what_it_left_to_be_fetched() -> None:
+    cluster = rented(pods1=replace(container("x7f3", ConnectedAddress("203.0.113.9", 10400)), hostname="x7f3"))
+    items = documents(cluster, next(member for member in cluster.members if member.name == "pods1"))[Stage.NODES]
+    by_path = {item.path: item for item in items if isinstance(item, File | Directory)}
+    assert f"\nEpilog={END_PROGRAM}\n" in by_path["/etc/slurm/slurm.conf"].content  # type: ignore[union-attr]
+    assert by_path[END_PROGRAM] == File(END_PROGRAM, job_end(), mode=0o755)
+    assert by_path["/var/lib/shoal/jobs/reef"] == Directory("/var/lib/shoal/jobs/reef", mode=0o1777)
+    assert "Epilog" not in slurm_conf(cluster.conf), "elsewhere nothing waits"
+
+
+def test_a_nodeset_of_containers_and_machines_is_refused_with_the_remedy() -> None:
+    offers = "offers: [{provider: runpod, type: NVIDIA A40}, {provider: lambda, type: gpu_1x_a10}], max: 2"
+    text = RENTED.replace("provider: runpod, type: NVIDIA A40, max: 2", offers)
+    [found] = [one for one in rented(text).findings if "some of its offers are containers" in one.what]
+    assert (found.level, found.fix) == ("error", "give each kind a nodeset of its own")
+
+
+def test_the_watchdog_of_a_container_runs_under_the_supervisor_and_ends_it_by_its_first_process() -> None:
+    items = watchdog("pods1", 0, systemd=False)
+    assert items[-1] == Service("shoal-watchdog", command=("/bin/sh", "-c", f"while :; do sleep 60; {WATCHDOG}; done"))
+    assert "systemd/system" not in " ".join(item.key for item in items)
+    text = next(item.content for item in items if item.key == f"file {WATCHDOG}")  # type: ignore[attr-defined]
+    assert "kill -TERM 1\n" in text and "poweroff" not in text
+
+
+def test_options_that_want_more_of_a_kernel_than_a_container_has_stay_outside() -> None:
+    conf = replace(world().conf, options={"TaskPlugin": "task/cgroup", "MaxArraySize": "5000"}, proctrack_cgroup=True)
+    inside = container_conf(conf, conf.nodes[1])
+    assert inside.options == {"MaxArraySize": "5000", "PrologFlags": "Alloc"}

@@ -1,0 +1,291 @@
+"""Slurm listens at one address of each host: where that can be, who bars it, and what a host takes its own name for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import host_facts, spec_of
+
+from shoal.agent.document import Block, Command, File, Item
+from shoal.agent.facts import Address, Facts, FileFact
+from shoal.cloud.service.join_checks import cluster_with_rented_nodes
+from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
+from shoal.plan.fleet import Fleet
+from shoal.roles.assembly import assemble
+from shoal.roles.cluster import Cluster
+from shoal.roles.component import Stage
+from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF, CurrentConf, read_current_conf
+from shoal.roles.documents import documents, membership, removal
+from shoal.roles.host_address import CLOUD_INIT, DROP_INS, HOSTS_COPY, NAMES_PROGRAM, NAMES_UNIT, host_name_removal
+from shoal.slurm.accounting import sacctmgr_conf, slurmdbd_conf
+from shoal.slurm.conf import slurm_conf, slurm_settings
+
+TEXT = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+login: {hosts: [{name: door, address: 10.0.0.2}]}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+accounting: {host: door}
+"""
+SPEC = spec_of(TEXT)
+FACTS = {
+    "c1": host_facts("c1", "10.0.0.1"),
+    "door": host_facts("door", "10.0.0.2"),
+    "n1": host_facts("n1", "10.0.0.11"),
+}
+LISTENS = "NoInAddrAny,NoCtldInAddrAny"
+DEBIAN = "127.0.0.1 localhost\n127.0.1.1 n1.lab n1\n"
+
+
+def with_n1(**changes: object) -> dict[str, Facts]:
+    return {**FACTS, "n1": replace(FACTS["n1"], **changes)}  # type: ignore[arg-type]
+
+
+def with_hosts(text: str, **more: FileFact) -> dict[str, Facts]:
+    """The facts with this `/etc/hosts` on n1, and more files there."""
+    return with_n1(files={**FACTS["n1"].files, HOSTS: FileFact(text=text), **more})
+
+
+def asked(cluster: Cluster, name: str) -> dict[str, Item]:
+    member = next(member for member in cluster.members if member.name == name)
+    return {item.key: item for stage in documents(cluster, member).values() for item in stage}
+
+
+def content(cluster: Cluster, name: str, path: str) -> str:
+    item = asked(cluster, name)[f"file {path}"]
+    assert isinstance(item, File)
+    return str(item.content or "")
+
+
+def names(cluster: Cluster, name: str) -> str:
+    block = asked(cluster, name)[f"block {HOSTS_BLOCK} in {HOSTS}"]
+    assert isinstance(block, Block)
+    return block.content
+
+
+def told(facts: dict[str, Facts]) -> list[str]:
+    return [str(finding) for finding in assemble(SPEC, facts, {}).findings]
+
+
+# ---- where daemons listen
+
+
+def test_on_a_plain_network_every_daemon_listens_at_its_hosts_address_alone_and_waits_for_it() -> None:
+    cluster = assemble(SPEC, FACTS, {})
+    assert LISTENS in slurm_settings(cluster.conf)
+    for name, daemon, address in [("c1", "slurmctld", "10.0.0.1"), ("n1", "slurmd", "10.0.0.11")]:
+        assert f"address show to {address} " in content(cluster, name, DROP_INS[daemon])
+    assert cluster.findings == ()
+
+
+def test_slurmdbd_listens_and_is_asked_at_the_address_of_its_own_host() -> None:
+    cluster = assemble(SPEC, FACTS, {})
+    assert "address show to 10.0.0.2 " in content(cluster, "door", DROP_INS["slurmdbd"])
+    assert "CommunicationParameters=NoInAddrAny\n" in content(cluster, "door", "/etc/slurm/slurmdbd.conf")
+    assert "AccountingStorageHost=10.0.0.2\n" in content(cluster, "door", "/etc/shoal/accounting.conf")
+    for key in ("command register the cluster", "command accounts, users and limits"):
+        command = asked(cluster, "door")[key]
+        assert isinstance(command, Command) and "/dev/tcp/10.0.0.2/6819 " in " ".join(command.unless)
+
+
+def test_slurmdbd_at_an_address_of_six_speaks_six_and_without_one_listens_as_it_did() -> None:
+    assert "CommunicationParameters=NoInAddrAny,EnableIPv6\n" in slurmdbd_conf("n1", address="fd00::1")
+    assert "CommunicationParameters" not in slurmdbd_conf("n1")
+    assert "AccountingStorageHost=localhost\n" in sacctmgr_conf("reef", "c1")
+
+
+def test_a_new_address_is_a_new_unit_which_starts_the_daemon_again() -> None:
+    moved = assemble(SPEC, with_n1(addresses=(Address("eth0", "10.0.0.99", 24),)), {})
+    item = asked(moved, "n1")[f"file {DROP_INS['slurmd']}"]
+    assert isinstance(item, File) and item.restarts == ("slurmd",)
+    assert "address show to 10.0.0.99 " in str(item.content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "fix"),
+    [
+        (
+            {"addresses": (Address("docker0", "172.17.0.1", 16),)},
+            "it has no address that others can reach",
+            "connect it to the network of the others",
+        ),
+        ({"hostname": "localhost"}, "its host name is localhost", "give it a name: `hostnamectl set-hostname NAME`"),
+        (
+            {"hostname": "C1"},
+            "its host name is c1, which is another member's",
+            "give each host its own name in the file",
+        ),
+    ],
+)
+def test_one_host_that_cannot_has_slurm_listen_on_all_addresses_everywhere_and_is_named(
+    changes: dict[str, object], found: str, fix: str
+) -> None:
+    facts = with_n1(**changes)
+    cluster = assemble(SPEC, facts, {})
+    assert "InAddrAny" not in slurm_settings(cluster.conf)
+    assert content(cluster, "c1", DROP_INS["slurmctld"]) == content(cluster, "door", DROP_INS["slurmdbd"]) == ""
+    what = "because of it Slurm listens on all addresses of all hosts, not only on the network's"
+    assert told(facts) == [f"n1: {what}, found {found}, {fix}"]
+
+
+def test_a_host_that_others_reach_at_an_address_which_is_not_its_own_cannot() -> None:
+    behind = with_n1(addresses=())
+    cluster = assemble(SPEC, behind, {"n1": "203.0.113.5"})
+    assert not cluster.conf.one_address
+    [finding] = cluster.findings
+    assert (finding.host, finding.found) == ("n1", "others reach it at 203.0.113.5, which is not its own")
+
+
+def test_a_host_that_speaks_to_members_from_two_addresses_cannot_for_srun_answers_at_one() -> None:
+    both = (Address("eth0", "10.0.0.2", 24), Address("eth1", "192.168.1.2", 24))
+    apart = with_n1(addresses=(Address("eth0", "192.168.1.11", 24),))
+    facts = {**apart, "door": replace(FACTS["door"], addresses=both)}
+    assert [line.partition("found ")[2] for line in told(facts)] == [
+        "it is 10.0.0.2 to the others, and 192.168.1.2 to n1, give all hosts addresses in one subnet"
+    ]
+
+
+def test_a_host_alone_without_any_network_listens_at_its_loopback() -> None:
+    one = spec_of("cluster: reef\ncontroller: {host: {name: c1, address: 127.0.0.1}, compute: true}\n")
+    cluster = assemble(one, {"c1": host_facts("c1", "10.0.0.1", addresses=())}, {"c1": "127.0.0.1"})
+    assert cluster.conf.one_address and cluster.addresses == {"c1": "127.0.0.1"}
+
+
+# ---- who is not there
+
+
+def put_in_force(cluster: Cluster) -> CurrentConf:
+    hosts = f"# BEGIN shoal members\n{names(cluster, 'c1')}# END shoal members\n"
+    texts = {SLURM_CONF: slurm_conf(cluster.conf), HOSTS: hosts}
+    return read_current_conf(replace(FACTS["c1"], files={path: FileFact(text=text) for path, text in texts.items()}))
+
+
+def test_a_host_that_does_not_answer_holds_the_move_up_and_never_takes_it_back() -> None:
+    silent = {name: fact for name, fact in FACTS.items() if name != "n1"}
+    whole = assemble(SPEC, FACTS, {})
+    old = replace(whole, conf=replace(whole.conf, one_address=False))
+    assert not assemble(SPEC, silent, {}, put_in_force(old)).conf.one_address, "nobody has mended its own name yet"
+    assert assemble(SPEC, silent, {}, put_in_force(whole)).conf.one_address
+
+
+def test_what_joins_by_itself_does_as_the_hosts_that_stay_do() -> None:
+    """The service on the controller sees the controller alone, and chooses its address among fewer."""
+    whole = assemble(SPEC, FACTS, {})
+    for one_address in (True, False):
+        cluster = replace(whole, conf=replace(whole.conf, one_address=one_address))
+        hosts = f"# BEGIN shoal members\n{names(cluster, 'c1')}# END shoal members\n"
+        files = {SLURM_CONF: FileFact(text=slurm_conf(cluster.conf)), HOSTS: FileFact(text=hosts)}
+        seen = {"c1": replace(FACTS["c1"], files={**FACTS["c1"].files, **files})}
+        assert cluster_with_rented_nodes(SPEC, Fleet({}, None), seen, ()).conf.one_address is one_address  # type: ignore[arg-type]
+
+
+# ---- the host's own name
+
+
+def test_every_host_learns_that_its_own_name_is_its_address_before_any_daemon_starts() -> None:
+    cluster = assemble(SPEC, with_hosts(DEBIAN), {})
+    member = cluster.members[2]
+    command = next(item for item in documents(cluster, member)[Stage.BASE] if item.key == "command own name")
+    assert isinstance(command, Command) and command.restarts == ("munge", "slurmdbd", "slurmctld", "slurmd")
+    assert command in membership(cluster, member)
+    assert "command own name" not in asked(assemble(SPEC, FACTS, {}), "n1")
+
+
+def test_what_a_host_calls_itself_stands_beside_its_name_on_that_host_alone_and_is_no_member() -> None:
+    cluster = assemble(SPEC, with_n1(hostname="ip-10-0-0-11.lab"), {})
+    assert "10.0.0.11  n1 ip-10-0-0-11.lab\n" in names(cluster, "n1")
+    assert "ip-10-0-0-11" not in names(cluster, "c1")
+    block = f"# BEGIN shoal members\n{names(cluster, 'n1')}# END shoal members\n"
+    assert addresses_in(block, HOSTS_BLOCK) == cluster.addresses
+
+
+def test_the_file_is_as_it_was_once_slurm_listens_on_all_addresses_again_and_not_before() -> None:
+    changed = with_hosts("#shoal 127.0.1.1 n1\n")
+    changed["door"] = replace(changed["door"], hostname="localhost")
+    cluster = assemble(SPEC, changed, {})
+    last = [item.key for item in documents(cluster, cluster.members[2])[Stage.NODES]]
+    assert {"command own name", f"file {NAMES_UNIT}", "service shoal-names"} <= {*last[last.index("service slurmd") :]}
+    assert "command own name" not in asked(assemble(SPEC, {**FACTS, "door": changed["door"]}, {}), "n1")
+
+
+def test_a_host_that_leaves_gets_its_lines_back() -> None:
+    assert set(host_name_removal()) <= set(removal())
+
+
+# ---- the file itself
+
+
+HOSTS_FILES = {
+    DEBIAN: "127.0.0.1 localhost\n#shoal 127.0.1.1 n1.lab n1\n",
+    "127.0.0.1\tlocalhost N1 localhost.localdomain # by hand\n::1 localhost\n": (
+        "#shoal 127.0.0.1\tlocalhost N1 localhost.localdomain # by hand\n"
+        "127.0.0.1\tlocalhost localhost.localdomain #shoal: the rest of the line above\n"
+        "::1 localhost\n"
+    ),
+    "127.0.0.1 n1 n1.lab localhost\n": (
+        "#shoal 127.0.0.1 n1 n1.lab localhost\n127.0.0.1 localhost #shoal: the rest of the line above\n"
+    ),
+    "10.9.9.9 n1-storage other-n1\n# 10.0.0.5 n1\n10.0.0.5 x # n1\n": (
+        "10.9.9.9 n1-storage other-n1\n# 10.0.0.5 n1\n10.0.0.5 x # n1\n"
+    ),
+    "# BEGIN shoal members\n10.0.0.11  n1 n1.lab\n# END shoal members\n192.168.7.7 n1#odd\n": (
+        "# BEGIN shoal members\n10.0.0.11  n1 n1.lab\n# END shoal members\n#shoal 192.168.7.7 n1#odd\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), HOSTS_FILES.items())
+def test_lines_that_give_a_host_its_name_elsewhere_are_put_out_of_force_and_back(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(before)
+    for _ in range(2):  # the second time changes nothing
+        subprocess.run(["sed", "-i", "-E", own_name_rule(HOSTS_BLOCK, ("n1", "n1.lab")), hosts], check=True)
+        assert hosts.read_text() == after
+    back = host_name_removal()[-1]
+    assert isinstance(back, Command)
+    subprocess.run([str(hosts) if word == HOSTS else word for word in back.argv], check=True)
+    assert hosts.read_text() == before
+
+
+def test_a_host_whose_file_is_written_anew_at_boot_puts_the_names_back_before_slurm_starts(tmp_path: Path) -> None:
+    cluster = assemble(SPEC, with_hosts(DEBIAN, **{CLOUD_INIT: FileFact(there=True)}), {})
+    assert "Before=munge.service slurmdbd.service slurmctld.service slurmd.service\n" in content(
+        cluster, "n1", NAMES_UNIT
+    )
+    assert f"ExecStart=/bin/sh {NAMES_PROGRAM}\n" in content(cluster, "n1", NAMES_UNIT)
+    assert "service shoal-names" in asked(cluster, "n1") and "service shoal-names" not in asked(cluster, "c1")
+
+    hosts, kept = tmp_path / "hosts", tmp_path / "kept"
+    kept.write_text(content(cluster, "n1", HOSTS_COPY))
+    program = content(cluster, "n1", NAMES_PROGRAM).replace(HOSTS_COPY, str(kept)).replace(f" {HOSTS}", f" {hosts}")
+    block = f"# BEGIN shoal members\n{kept.read_text()}# END shoal members\n"
+    wanted = f"127.0.0.1 localhost\n#shoal 127.0.1.1 n1.lab n1\n{block}"
+    for fresh in (DEBIAN, wanted, f"{wanted}127.0.1.1 n1.lab n1\n"):
+        hosts.write_text(fresh)
+        subprocess.run(["sh", "-c", program], check=True)
+        assert hosts.read_text().startswith(wanted)
+        assert "\n127.0.1.1" not in hosts.read_text()
+
+
+def test_in_that_file_the_resolver_finds_the_address_that_slurm_is_to_listen_at(tmp_path: Path) -> None:
+    """As Slurm asks: getaddrinfo of the host's own name."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost n1\n127.0.1.1 ip-10-0-0-11\n")
+    kept = tmp_path / "kept"
+    kept.write_text(hosts_block({"c1": "10.0.0.1", "n1": "10.0.0.11"}, {"n1": "ip-10-0-0-11"}))
+    rule = own_name_rule(HOSTS_BLOCK, ("n1", "ip-10-0-0-11"))
+    subprocess.run(["sh", "-c", names_program(str(hosts), HOSTS_BLOCK, str(kept), rule)], check=True)
+    ask = f"mount --bind {hosts} /etc/hosts && getent ahostsv4 ip-10-0-0-11 && getent ahostsv4 localhost"
+    found = subprocess.run(["unshare", "-m", "sh", "-c", ask], capture_output=True, text=True)
+    if "Operation not permitted" in found.stderr:
+        pytest.skip("no namespaces here")
+    assert {line.split()[0] for line in found.stdout.splitlines()} == {"10.0.0.11", "127.0.0.1"}, found

@@ -1,0 +1,105 @@
+"""Names, records and locks of the sandbox."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ProviderError
+from shoal.sandbox.layout import HostRecord, Layout, Site, cache_dir, locked, other_subnets, write_atomic
+from shoal.spec.member import Shape
+
+HOST = HostRecord("n1", 253, "10.70.1.2", "/images/x", "ssh-ed25519 AAAA", Shape(gpus=2, site="b"))
+
+
+def test_names_fit_into_what_the_kernel_allows(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, "a" * 40)
+    assert len(layout.link(HOST)) <= 15
+    assert len(layout.bridge(Site("a", 99, ""))) <= 15
+    assert len(layout.namespace("h" * 40)) <= 64
+
+
+def test_names_of_two_clusters_differ_even_when_one_begins_as_the_other(tmp_path: Path) -> None:
+    one, two = Layout(tmp_path, "reef"), Layout(tmp_path, "reef-b")
+    assert not two.prefix.startswith(one.prefix)
+    assert one.bridge_prefix != two.bridge_prefix
+    assert one.table != two.table
+    assert Layout(tmp_path / "other", "reef").id != one.id
+
+
+@pytest.mark.parametrize("name", ["", "Reef", "a/b", "..", "-a", "a-", "a" * 41, "a b", "a;b"])
+def test_a_name_that_could_do_harm_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProviderError, match="use lower-case letters, digits and hyphens, at most 40 of them"):
+        Layout(tmp_path, name)
+    with pytest.raises(ProviderError, match="not a name of a sandbox host"):
+        Layout(tmp_path, "reef").host_dir(name)
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, "reef")
+    layout.host_dir("n1").mkdir(parents=True)
+    layout.save_host(HOST)
+    layout.save_sites({"a": Site("a", 0, "10.70.1.0/24")})
+    assert layout.hosts() == {"n1": HOST}
+    assert layout.sites() == {"a": Site("a", 0, "10.70.1.0/24")}
+    assert other_subnets(tmp_path) == ["10.70.1.0/24"]
+
+
+def test_a_half_written_record_is_no_host_and_an_unknown_key_is_tolerated(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, "reef")
+    for name in ("n1", "n2"):
+        layout.host_dir(name).mkdir(parents=True)
+    layout.save_host(HOST)
+    stored = json.loads((layout.host_dir("n1") / "host.json").read_text())
+    stored["shape"]["colour"] = "blue"
+    (layout.host_dir("n1") / "host.json").write_text(json.dumps(stored))
+    (layout.host_dir("n2") / "host.json").write_text('{"name": "n2", ')
+    assert layout.hosts() == {"n1": HOST}
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == Path("/home/ada/.cache/shoal")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/shoal")
+    monkeypatch.setenv("SHOAL_CACHE", "/own")
+    assert cache_dir() == Path("/own")
+
+
+async def test_two_holders_of_a_cluster_take_turns(tmp_path: Path) -> None:
+    layout, order = Layout(tmp_path, "reef"), []
+
+    async def hold(name: str) -> None:
+        async with layout.locked():
+            order.append(f"{name} in")
+            await asyncio.sleep(0.01)
+            order.append(f"{name} out")
+
+    await asyncio.gather(hold("one"), hold("two"))
+    assert order in (["one in", "one out", "two in", "two out"], ["two in", "two out", "one in", "one out"])
+
+
+async def test_who_waited_for_a_cluster_that_was_destroyed_locks_the_new_one(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, "reef")
+    first = layout.locked()
+    await first.__aenter__()
+    waiting = asyncio.create_task(layout.locked().__aenter__())
+    await asyncio.sleep(0.01)
+    layout.dir.rmdir()
+    await first.__aexit__(None, None, None)
+    await waiting
+    assert layout.dir.is_dir()
+
+
+async def test_a_lock_on_what_is_not_there_says_so(tmp_path: Path) -> None:
+    async with locked(tmp_path / "gone") as there:
+        assert not there
+
+
+def test_an_atomic_write_leaves_only_the_file(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "x", "text", 0o600)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,43 @@
+"""How each host accesses a share, and why not in a better way."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.agent.facts import Facts
+from shoal.spec.storage import SharedDirectory
+from shoal.storage.access import ShareAccess, choose_access, kernel_serves_nfs, server_of
+
+NFS, SSHFS, STAGE = (SharedDirectory(kind=kind) for kind in ("nfs", "sshfs", "stage"))
+WHOLE = Facts(filesystems=("nfs4", "nfsd"), fuse=True)
+FUSE = Facts(fuse=True)
+POD = Facts()
+
+
+@pytest.mark.parametrize(
+    ("share", "facts", "expected"),
+    [
+        pytest.param(NFS, WHOLE, ShareAccess("nfs"), id="a whole host"),
+        pytest.param(NFS, FUSE, ShareAccess("sshfs", "its kernel has no NFS"), id="no NFS"),
+        pytest.param(NFS, POD, ShareAccess("stage", "its kernel has no NFS; it has no FUSE"), id="neither"),
+        pytest.param(SSHFS, WHOLE, ShareAccess("sshfs"), id="SSH as asked"),
+        pytest.param(SSHFS, POD, ShareAccess("stage", "it has no FUSE"), id="SSH and no FUSE"),
+        pytest.param(STAGE, WHOLE, ShareAccess("stage"), id="a copy as asked"),
+    ],
+)
+def test_a_host_uses_the_best_access_it_supports(share: SharedDirectory, facts: Facts, expected: ShareAccess) -> None:
+    assert choose_access(share, "c1", "n1", facts) == expected
+
+
+def test_the_server_of_a_share_uses_its_own_directory() -> None:
+    assert choose_access(NFS, "c1", "c1", POD) == ShareAccess("local")
+
+
+def test_controller_means_the_controller_whatever_its_name() -> None:
+    assert server_of(NFS, "desktop") == "desktop"
+    assert server_of(SharedDirectory(host="n1"), "desktop") == "n1"
+
+
+def test_ganesha_serves_where_the_kernel_has_no_nfsd() -> None:
+    assert kernel_serves_nfs(WHOLE)
+    assert not kernel_serves_nfs(Facts(filesystems=("nfs4",)))

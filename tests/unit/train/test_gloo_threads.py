@@ -1,0 +1,66 @@
+"""A process does not end under threads that are still at a collective."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+
+from shoal.train.dist import GLOO_THREAD, wait_for_gloo_threads
+
+PR_SET_NAME = 15
+ALONE = """
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+print({(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()})
+"""
+
+
+def busy(ending: threading.Event, as_named: str) -> threading.Thread:
+    """A thread of that name that computes without Python's lock."""
+
+    def work() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, as_named.encode())
+        named.set()
+        while not ending.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 500_000)
+
+    named = threading.Event()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    named.wait(30)
+    return thread
+
+
+def test_the_end_waits_for_a_thread_of_gloo_that_is_at_work() -> None:
+    ending = threading.Event()
+    thread = busy(ending, GLOO_THREAD)
+    waiting = threading.Thread(target=wait_for_gloo_threads, args=(60.0,))
+    waiting.start()
+    time.sleep(0.2)
+    assert waiting.is_alive()
+    ending.set()
+    thread.join(30)
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_the_end_waits_for_no_other_thread_and_not_for_ever() -> None:
+    ending = threading.Event()
+    other = busy(ending, "something-else")
+    wait_for_gloo_threads(60.0)  # would not be back within the time of this test
+    gloo = busy(ending, GLOO_THREAD)
+    wait_for_gloo_threads(0.1)
+    ending.set()
+    for thread in (other, gloo):
+        thread.join(30)
+
+
+def test_torch_calls_its_threads_as_we_think() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
+    assert GLOO_THREAD in done.stdout, done.stderr

@@ -1,0 +1,198 @@
+"""A controller that moves takes along what rents: the old service ends before the new one begins, with its ledger."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from tests.contract.renters import KEY
+from tests.unit.plan.fake_world import World, host_facts, lab
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of
+from tests.unit.verbs.fake_renters import ledger_row
+
+from shoal.agent.facts import FileFact
+from shoal.cloud.status_file import STATUS
+from shoal.errors import ProviderError, ShoalError
+from shoal.hosts.api import Result, Target
+from shoal.roles.elastic import SPEC, UNIT
+from shoal.verbs.context import state_directory
+from shoal.verbs.controller_move import RECORD
+from shoal.verbs.rentals import PROGRAM, LedgerRental
+from shoal.verbs.up import plan, up
+from shoal_simulators.fake_host import Call, FakeAgent, FakeConnector, FakeHost
+
+CLOUD = """
+cluster: reef
+controller: {host: {name: c1, address: 10.0.0.1}}
+nodesets:
+  lab: {hosts: [{name: n1, address: 10.0.0.11}]}
+  cloud: {provider: acme, type: gpu-2, max: 2, cpus: 2, memory: 1G}
+partitions: {main: {nodesets: [lab, cloud], default: true}}
+providers: {acme: {kind: sandbox, key: env:ACME_KEY, url: "http://10.0.0.9:1"}}
+"""
+MOVED = CLOUD.replace("name: c1, address: 10.0.0.1}", "name: c2, address: 10.0.0.2}")
+STAYS = MOVED.replace("[{name: n1", "[{name: c1, address: 10.0.0.1}, {name: n1")
+"""The old controller computes from now on."""
+STOP, START = ("systemctl", "stop", "shoal-elastic"), ("systemctl", "start", "shoal-elastic")
+UP = LedgerRental("t1", "cloud1", account="acme", id="i-1", state="joined", age=0.0)
+ORDERED = LedgerRental("t2", "cloud2", account="acme", id="", state="intended", age=0.0)
+LEDGER = b'{"ledger": "bGVkZ2Vy", "since": 1000}\n'
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_KEY", KEY)
+
+
+class Old:
+    """The host that rented so far."""
+
+    def __init__(self, world: World, cluster: str = "reef", machines: tuple[LedgerRental, ...] = ()) -> None:
+        self.machines = machines
+        self.agent = world.agents.get("c1") or FakeAgent(host_facts("c1", "10.0.0.1"))
+        self.host = world.hosts.get("c1") or FakeHost(Target("c1"), {("python3",): self.agent.play})
+        self.host.answers = {**self.host.answers, PROGRAM: self._program, STOP: self._stop, START: b""}
+        world.connector = FakeConnector(*{**world.hosts, "c1": self.host}.values())
+        spec, unit = json.dumps({"cluster": cluster}), "[Unit]\n"
+        self.facts = {UNIT: FileFact(sha256="0", text=unit, there=True), SPEC: FileFact(sha256="0", text=spec)}
+        self.agent.facts = replace(self.agent.facts, files={**self.agent.facts.files, **self.facts})
+        self.on_stop: tuple[LedgerRental, ...] = ()
+        """What it still orders before it is stopped."""
+
+    @property
+    def did(self) -> list[str]:
+        """What was done there, in order."""
+        names = {STOP: "stop", START: "start"}
+        return [self._name(argv) or names[argv] for argv in self.host.argvs if argv in names or self._name(argv)]
+
+    def _name(self, argv: tuple[str, ...]) -> str:
+        return argv[4] if argv[:3] == PROGRAM and argv[4] in ("give", "take") else ""
+
+    def _stop(self, call: Call) -> bytes:
+        self.machines += self.on_stop
+        return b""
+
+    def _program(self, call: Call) -> bytes | Result:
+        if self._name(call.argv) == "give":
+            return LEDGER
+        return json.dumps({"machines": [ledger_row(one) for one in self.machines]}).encode()
+
+
+def moving(text: str = STAYS) -> World:
+    world = lab(text)
+    world.hosts["c2"].answers = {**world.hosts["c2"].answers, PROGRAM: b"", STOP: Result(5)}
+    return world
+
+
+def taken(world: World) -> list[Any]:
+    """What the new controller was told to go on with."""
+    calls = [call for call in world.hosts["c2"].calls if call.argv[:3] == PROGRAM and "take" in call.argv]
+    return [json.loads(call.stdin) for call in calls]
+
+
+def remember(name: str = "c1", address: str = "10.0.0.1") -> None:
+    place = state_directory("reef") / RECORD
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps({**asdict(Target(name, address)), "identity": None}))
+
+
+@pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
+async def test_the_old_service_ends_and_its_ledger_goes_on_before_the_new_one_begins(text: str) -> None:
+    world = moving(text)
+    old = Old(world)
+    remember()
+    assert (await up(context_of(world), AT_ONCE)).whole
+    assert old.did == ["stop", "give"]
+    assert taken(world) == [{"ledger": "bGVkZ2Vy", "since": 1000}]
+    assert old.agent.items["service shoal-elastic"]["running"] is False
+    assert old.agent.items[f"file {UNIT}"].get("content") is None
+    stopped = world.hosts["c2"].argvs.index(STOP)
+    assert stopped < next(i for i, argv in enumerate(world.hosts["c2"].argvs) if "take" in argv)
+    assert json.loads((state_directory("reef") / RECORD).read_text())["name"] == "c2"
+
+
+@pytest.mark.parametrize("text", [STAYS, MOVED], ids=["stays in the cluster", "left the file"])
+async def test_while_machines_are_rented_nothing_changes_and_the_way_is_told(text: str) -> None:
+    world = moving(text)
+    old = Old(world, machines=(UP, ORDERED))
+    remember()
+    with pytest.raises(ProviderError) as caught:
+        await up(context_of(world), AT_ONCE)
+    assert str(caught.value) == (
+        "moving the controller from c1 to c2 would end the jobs on machines that c1 rented: "
+        "cloud1 (acme i-1), cloud2 (acme on order); no host was changed\n"
+        "  fix: run on c1, as root: scontrol update nodename=cloud[1-2] state=power_down_asap; wait until their jobs "
+        "have ended, then run `shoal up` again. Or use --allow-job-loss to release them at once"
+    )
+    assert (old.did, world.applied(), taken(world)) == ([], [], [])
+    await up(context_of(world), AT_ONCE, allow_job_loss=True)
+    assert (old.did, len(taken(world))) == (["stop", "give"], 1)
+
+
+async def test_what_it_ordered_until_it_was_stopped_starts_it_again() -> None:
+    world = moving()
+    old = Old(world)
+    old.on_stop = (ORDERED,)
+    with pytest.raises(ProviderError, match=r"cloud2 \(acme on order\)"):
+        await up(context_of(world), AT_ONCE)
+    assert (old.did, taken(world)) == (["stop", "start"], [])
+
+
+async def test_a_ledger_that_cannot_be_carried_leaves_the_old_service_at_work() -> None:
+    world = moving()
+    old = Old(world)
+    world.hosts["c2"].answers = {**world.hosts["c2"].answers, PROGRAM: Result(1, stderr=b"Traceback\nOSError: full\n")}
+    with pytest.raises(ShoalError) as caught:
+        await up(context_of(world), AT_ONCE)
+    assert "c2: cannot move the ledger /var/lib/shoal/elastic/ledger.db: OSError: full" in str(caught.value)
+    assert old.did == ["stop", "give", "start"]
+    assert "service shoal-elastic" not in world.agents["c2"].items
+
+
+async def test_an_old_controller_that_does_not_answer_ends_it_and_left_alone_it_is_told() -> None:
+    world = moving(MOVED)
+    remember()
+    world.connector = FakeConnector(*world.hosts.values(), FakeHost(Target("c1"), unreachable=True))
+    with pytest.raises(ShoalError) as caught:
+        await up(context_of(world), AT_ONCE)
+    assert (
+        "cannot reach c1, which rents machines for this cluster: its service may still run; no host was changed: c1: "
+        in str(caught.value)
+    )
+    assert "or switch it off for good, and use --leave-rented" in str(caught.value)
+    assert world.applied() == []
+    [told] = (await up(context_of(world), AT_ONCE, leave_rented=True)).findings
+    assert (told.level, told.host) == ("warning", "c1")
+    assert told.fix == "switch it off, or run on it, as root: systemctl disable --now shoal-elastic"
+
+
+async def test_a_host_that_is_another_clusters_by_now_is_left_alone() -> None:
+    world = moving(MOVED)
+    old = Old(world, cluster="other", machines=(UP,))
+    remember()
+    await up(context_of(world), AT_ONCE)
+    assert (old.did, taken(world), old.agent.items) == ([], [], {})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "c1"}', '{"name": "c2", "address": "10.0.0.2"}'])
+async def test_a_record_that_says_nothing_or_the_same_host_stands_in_nobodys_way(text: str) -> None:
+    world = moving(MOVED)
+    (state_directory("reef")).mkdir(parents=True, exist_ok=True)
+    (state_directory("reef") / RECORD).write_text(text)
+    assert (await up(context_of(world), AT_ONCE)).whole
+    assert taken(world) == []
+
+
+async def test_plan_says_that_it_moves_and_what_stands_in_the_way() -> None:
+    world = moving()
+    old = Old(world)
+    [told] = [one for one in (await plan(context_of(world))).findings if one.host == "c1"]
+    assert (told.level, told.what) == ("info", "the rental service moves from here to c2, with its ledger")
+    machines = {"t1": {"node": "cloud1", "account": "acme", "id": "i-1", "state": "joined"}}
+    status = {str(STATUS): FileFact(sha256="0", text=json.dumps({"at": 1.0, "machines": machines}))}
+    old.agent.facts = replace(old.agent.facts, files={**old.agent.facts.files, **status})
+    [told] = [one for one in (await plan(context_of(world))).findings if one.host == "c1"]
+    assert (told.level, told.found) == ("error", "cloud1 (acme i-1)")
+    assert world.applied() == []

@@ -1,0 +1,105 @@
+"""`shoal exec` and `shoal ssh`, over a cluster in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.unit.plan.fake_world import World, host_facts, lab, spec_of
+from tests.unit.verbs.fake_clusters import context_of
+
+from shoal.errors import CommandTimeout, UsageError
+from shoal.hosts.api import Result
+from shoal.verbs.exec import execute, forget_host, ssh_command
+from shoal_simulators.fake_host import FakeProgram
+
+
+async def test_exec_groups_hosts_whose_output_and_status_are_equal() -> None:
+    world = lab()
+    for name, answer in {"c1": b"6.1\n", "n1": b"6.1\n", "n2": Result(1, b"6.1\n")}.items():
+        world.hosts[name].answers = {("uname", "-r"): answer}
+    result = await execute(context_of(world), ["uname", "-r"], None, None, root=True, timeout=None)
+    assert [(names, group.status) for names, group in result.groups] == [(("c1", "n1"), 0), (("n2",), 1)]
+    assert result.worst == 1
+
+
+async def test_exec_keeps_the_hosts_that_did_not_answer() -> None:
+    world = lab()
+    world.hosts["n1"].answers = {("true",): b""}
+    world.hosts["n2"].unreachable = True
+    result = await execute(context_of(world), ["true"], None, "lab", root=False, timeout=None)
+    assert [names for names, _ in result.groups] == [("n1",)]
+    assert list(result.failures) == ["n2"]
+    assert world.hosts["n1"].calls[0].root is False
+    assert world.hosts["c1"].calls == []
+
+
+async def test_exec_says_that_the_time_was_the_users_own() -> None:
+    world = lab()
+
+    async def sleep(program: FakeProgram) -> int:
+        await asyncio.sleep(3600)
+        return 0
+
+    for name in ("n1", "n2"):
+        world.hosts[name].answers = {("sleep",): sleep}
+    result = await execute(context_of(world), ["sleep", "3600"], None, "lab", root=True, timeout=0.05)
+    assert {type(error) for error in result.failures.values()} == {CommandTimeout}
+    assert str(result.failures["n1"]) == (
+        "n1: `sleep` did not end within the 0.05 s you gave it, and was ended\n  fix: give it longer: --timeout SECONDS"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["echo $HOME | cat"], "shoal exec -- sh -c 'echo $HOME | cat'"),
+        (["no-such-program"], ""),
+        (["no-such-program", "a b"], ""),
+    ],
+)
+async def test_a_shell_line_given_as_one_word_is_told_how_to_be_one(argv: list[str], hint: str) -> None:
+    result = await execute(context_of(lab()), argv, "n1", None, root=True, timeout=None)
+    assert (result.worst, result.hint) == (127, hint)
+
+
+async def test_exec_without_a_command_is_refused() -> None:
+    with pytest.raises(UsageError, match="exec needs a command\n  fix: shoal exec -- uptime"):
+        await execute(context_of(lab()), [], None, None, root=True, timeout=None)
+
+
+async def test_the_ssh_command_has_everything_the_file_says_and_only_this_clusters_keys(state: Path) -> None:
+    text = "cluster: reef\ncontroller: {host: {name: c1, address: 10.0.0.1}, user: bob, port: 2222, identity: /k/id}\n"
+    world = World(spec_of(text + "nodesets: {lab: {hosts: [n1]}}\n"), {"c1": host_facts("c1", "10.0.0.1")})
+    assert await ssh_command(context_of(world), "c1", ["squeue", "--me"]) == [
+        *("ssh", "-o", f"UserKnownHostsFile={state}/known_hosts", "-o", "StrictHostKeyChecking=yes"),
+        *("-o", "HostKeyAlias=c1", "-p", "2222", "-l", "bob", "-i", "/k/id", "-o", "IdentitiesOnly=yes"),
+        *("10.0.0.1", "--", "squeue", "--me"),
+    ]
+    assert (await ssh_command(context_of(world), "c1", ["--", "squeue"]))[-3:] == ["10.0.0.1", "--", "squeue"]
+    assert (await ssh_command(context_of(world), "c1", []))[-1] == "10.0.0.1"
+    assert world.hosts["c1"].connects == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("--json", "--json is after the host, where the command begins\n  fix: put --json before the host"),
+        (
+            "-L8080:c1:80",
+            "-L8080:c1:80 is after the host, where the command begins\n"
+            "  fix: for options of ssh, run ssh itself: `shoal ssh --json c1` prints its command line",
+        ),
+    ],
+)
+async def test_an_option_after_the_host_of_ssh_is_refused(word: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        await ssh_command(context_of(lab()), "c1", [word])
+    assert str(caught.value) == text
+
+
+def test_a_host_key_can_be_forgotten(state: Path) -> None:
+    (state / "known_hosts").write_text("c1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIEZg\n")
+    assert forget_host(context_of(lab()), "c1") is True
+    assert forget_host(context_of(lab()), "c1") is False

@@ -1,0 +1,78 @@
+"""What `shoal run` connects to, and what commands about jobs load: people wait for both."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
+from shoal.spec.loader import load_text
+from shoal.verbs.context import Context
+from shoal.verbs.run import MAX_EAGER_HOSTS, JobConnections, connect_all
+from shoal_simulators.fake_host import FakeConnector, FakeHost
+
+SPEC = "cluster: reef\ncontroller: {{host: c1}}\nnodesets:\n  lab: {{hosts: ['n[1-{}]']}}\n"
+SLURM = {NODES_COMMAND: b"nodes", PARTITIONS_COMMAND: b"partitions"}
+
+
+def reef(nodes: int = 2) -> tuple[Context, FakeConnector]:
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    connector = FakeConnector(FakeHost("c1", SLURM), *map(FakeHost, names))
+    return Context(load_text(SPEC.format(nodes), "shoal.yaml"), connector=connector), connector
+
+
+async def test_all_hosts_of_a_small_cluster_are_connected_and_closed() -> None:
+    context, connector = reef()
+    async with await connect_all(context) as connections:
+        assert await connections.slurm == ["nodes", "partitions"]
+        assert (await connections.fleet.host("n1")).name == "n1"
+        await connections.fleet.host("n2")
+    assert [host.connects for host in connector.hosts.values()] == [1, 1, 1]
+    assert all(host.closed for host in connector.hosts.values())
+
+
+async def test_of_a_large_cluster_only_the_controller_is_connected() -> None:
+    context, connector = reef(MAX_EAGER_HOSTS)
+    async with await connect_all(context) as connections:
+        assert await connections.slurm == ["nodes", "partitions"]
+    assert {name for name, host in connector.hosts.items() if host.connects} == {"c1"}
+
+
+async def test_connections_can_be_closed_before_slurm_has_answered() -> None:
+    loop = asyncio.get_running_loop()
+    slurm: asyncio.Future[list[str]] = loop.create_future()
+    tracking: asyncio.Future[str] = loop.create_future()
+    context, _ = reef()
+    await JobConnections(await context.connections(), slurm, tracking).close()
+    assert slurm.cancelled() and tracking.cancelled()
+
+
+HEAVY = (
+    "ruamel",
+    "sqlite3",
+    "shoal.roles",
+    "shoal.elastic",
+    "shoal.spec.model",
+    "shoal.plan.diff",
+)
+"""What reads and judges the file, and what `up` and `down` know: a tenth of a second each, or more."""
+
+
+def test_running_a_job_and_showing_it_loads_nothing_of_what_builds_clusters() -> None:
+    used = "shoal.cli.app, shoal.cli.run_command, shoal.verbs.run, shoal.cli.job_screens"
+    program = f"import sys, {used}, shoal.sandbox.provider; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert [name for name in HEAVY if name in done.stdout.split()] == []
+
+
+def test_showing_jobs_and_logs_does_not_load_pydantic() -> None:
+    used = "shoal.cli.app, shoal.cli.job_commands, shoal.verbs.jobs, shoal.verbs.logs, shoal.cli.job_screens"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {used}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "shoal.hosts.ssh" in done.stdout.split() and "pydantic" not in done.stdout.split()

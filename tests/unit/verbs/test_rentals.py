@@ -1,0 +1,443 @@
+"""`shoal down` gives rented machines back and proves it; `shoal status` shows what is rented and why jobs wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from tests.contract.renters import CASES, KEY, Trial, trial
+from tests.unit.plan.fake_world import LAB, World, lab, spec_of
+from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
+from tests.unit.verbs.fake_renters import ledger_row
+
+from shoal.agent.facts import FileFact
+from shoal.cli.service_screens import rented_lines
+from shoal.cloud.status_file import STATUS
+from shoal.errors import ProviderError, ShoalError
+from shoal.hosts.api import Result, Target
+from shoal.roles.orphaned_rentals import ACCOUNTS
+from shoal.verbs import reap
+from shoal.verbs.context import Context
+from shoal.verbs.down import down
+from shoal.verbs.rentals import PROGRAM, LedgerRental, RentedView, rented_view
+from shoal.verbs.up import plan, up
+from shoal_simulators.fake_host import FakeHost, FakeProgram
+
+SERVICE = ("systemctl", "stop", "shoal-elastic"), ("systemctl", "start", "shoal-elastic")
+
+
+def rented_lab(url: str) -> str:
+    cloud = "  cloud: {provider: acme, type: gpu-2, max: 2, cpus: 2, memory: 1G}\n"
+    accounts = f"providers: {{acme: {{kind: sandbox, key: env:ACME_KEY, url: '{url}'}}}}\n"
+    return LAB.replace("nodesets:\n", f"nodesets:\n{cloud}", 1).replace("[lab]", "[lab, cloud]") + accounts
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reap, "POLLING", reap.Polling(sleep=quickly))
+    monkeypatch.setenv("ACME_KEY", KEY)
+
+
+async def quickly(seconds: float) -> None:
+    await asyncio.sleep(0.001)
+
+
+async def a_cluster(cloud: Trial) -> tuple[World, Context]:
+    """One that is up and has rented a machine; another cluster has one at the same account."""
+    world = lab()
+    await raised(world)
+    world.hosts["c1"].answers |= {line: b"" for line in SERVICE} | {PROGRAM: b'{"machines": []}'}
+    assert (await cloud.create("cloud1", "t0ken1", "reef")).ok
+    assert (await cloud.create("cloud1", "t0ken2", "other")).ok
+    return world, context_of(world, rented_lab(cloud.url))
+
+
+async def time_passes(cloud: Trial) -> None:
+    while True:
+        cloud.clock.now += 30
+        await asyncio.sleep(0.01)
+
+
+async def test_down_gives_back_what_is_rented_and_touches_nobody_elses() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        [machine] = await cloud.listed("reef")
+        passing = asyncio.create_task(time_passes(cloud))
+        result = await down(context)
+        passing.cancel()
+        assert result.given_back == (f"cloud1 (acme {machine.id})",)
+        assert result.findings == () and result.released == ("c1", "n1", "n2")
+        assert await cloud.listed("reef") == []
+        assert len(await cloud.listed("other")) == 1
+        assert SERVICE[0] in world.hosts["c1"].argvs
+
+
+async def test_a_provider_that_cannot_be_asked_keeps_the_controller_at_work() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        cloud.fault("list-fails", -1)
+        with pytest.raises(ProviderError) as caught:
+            await down(context)
+        assert "rented machines may be left (not known): acme: " in str(caught.value)
+        assert "use --force, and release them with `shoal reap`" in str(caught.value)
+        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+        assert "service slurmd" in world.agents["n1"].items
+        forced = await down(context, force=True)
+        assert forced.released == ("c1", "n1", "n2")
+        [told] = forced.findings
+        assert told.level == "error" and "rented machines may be left: acme: " in told.what
+
+
+@pytest.mark.parametrize("ending", [asyncio.CancelledError(), RuntimeError("a bug")])
+async def test_whatever_ends_the_giving_back_the_service_is_started_again(
+    ending: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C cancels; what is rented by then must not be left to itself."""
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+
+        async def ends(*_: object) -> None:
+            raise ending
+
+        monkeypatch.setattr(reap, "record_ended", ends)
+        passing = asyncio.create_task(time_passes(cloud))
+        with pytest.raises(type(ending)):
+            await down(context, force=True)
+        passing.cancel()
+        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+        assert "service slurmd" in world.agents["n1"].items
+
+
+async def test_a_second_cancel_does_not_keep_the_service_from_being_started_again() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        waits, starting, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def for_ever(seconds: float) -> None:
+            waits.set()
+            await asyncio.Event().wait()
+
+        async def slowly(program: FakeProgram) -> int:
+            starting.set()
+            await go_on.wait()
+            return 0
+
+        world.hosts["c1"].answers |= {SERVICE[1]: slowly}
+        work = asyncio.create_task(down(context, polling=reap.Polling(sleep=for_ever)))
+        await waits.wait()
+        work.cancel()
+        await starting.wait()
+        work.cancel()
+        await asyncio.sleep(0)
+        assert not work.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+
+async def test_a_service_that_cannot_be_stopped_ends_it_and_forced_it_is_told() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        world.hosts["c1"].answers |= {SERVICE[0]: Result(1, stderr=b"Failed to stop: Connection timed out\n")}
+        with pytest.raises(ShoalError) as caught:
+            await down(context)
+        assert str(caught.value) == (
+            "cannot stop shoal-elastic, which would rent again for jobs in the queue: "
+            "Failed to stop: Connection timed out\n"
+            "  fix: solve that first; or use --force, and then release what it rents with `shoal reap`"
+        )
+        assert len(await cloud.listed("reef")) == 1
+        passing = asyncio.create_task(time_passes(cloud))
+        forced = await down(context, force=True)
+        passing.cancel()
+        assert [str(finding) for finding in forced.findings] == [
+            "c1: cannot stop shoal-elastic, which may rent again for jobs in the queue, "
+            "found Failed to stop: Connection timed out, switch the controller off, then run `shoal reap`"
+        ]
+        assert (len(forced.given_back), forced.released) == (1, ("c1", "n1", "n2"))
+
+
+async def test_a_controller_that_never_had_the_service_needs_no_force() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        world.hosts["c1"].answers |= {SERVICE[0]: Result(5, stderr=b"Unit shoal-elastic.service not loaded.\n")}
+        passing = asyncio.create_task(time_passes(cloud))
+        result = await down(context)
+        passing.cancel()
+        assert (result.findings, len(result.given_back)) == ((), 1)
+
+
+async def test_a_service_that_does_not_start_again_is_told_where_machines_are_left() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        cloud.fault("list-fails", -1)
+        world.hosts["c1"].answers |= {SERVICE[1]: Result(1, stderr=b"Failed to start")}
+        with pytest.raises(ProviderError) as caught:
+            await down(context)
+        assert "; start shoal-elastic on the controller, Failed to start. Or use --force" in str(caught.value)
+
+
+async def test_a_machine_that_only_the_ledger_has_keeps_the_controller_and_forced_it_is_told() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        alone = LedgerRental("t0ken9", "cloud2", account="acme", id="i-9", state="joined", age=0.0)
+        world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(alone)]}).encode()}
+        passing = asyncio.create_task(time_passes(cloud))
+        with pytest.raises(ProviderError) as caught:
+            await down(context)
+        why = "acme: the ledger has acme i-9, this key's list does not show it: is it the right key or project?"
+        assert f"rented machines may be left (acme i-9): {why}\n" in str(caught.value)
+        assert world.hosts["c1"].argvs[-1] == SERVICE[1]
+        forced = await down(context, force=True)
+        passing.cancel()
+        assert [(one.level, one.what, one.found) for one in forced.findings] == [
+            ("error", f"rented machines may be left: {why}", "acme i-9")
+        ]
+        ended = [json.loads(call.stdin)["ended"] for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+        assert not any("t0ken9" in one for one in ended)
+
+
+# ---- machines that the file no longer knows
+
+
+def says(world: World, machines: dict[str, dict[str, str]], accounts: dict[str, object] | None = None) -> None:
+    """What the service on the controller last said, and the accounts that it has."""
+    agent = world.agents["c1"]
+    texts = {str(STATUS): json.dumps({"at": 1.0, "machines": machines})}
+    texts |= {ACCOUNTS: json.dumps(accounts)} if accounts else {}
+    facts = {path: FileFact(sha256="0", text=text) for path, text in texts.items()}
+    agent.facts = replace(agent.facts, files={**agent.facts.files, **facts})
+
+
+ONE = {"t1": {"node": "cloud1", "account": "acme", "id": "i-1", "state": "joined"}}
+ORDERED = {"t2": {"node": "cloud2", "account": "acme", "id": "", "state": "intended"}}
+OTHER = rented_lab("http://10.0.0.1:1").replace("acme", "tide")
+LEFT = (
+    "rented machines would never be released, as the file has no account acme any more: "
+    "cloud1 (acme i-1), cloud2 (acme on order)"
+)
+
+
+async def test_down_is_refused_for_machines_of_an_account_that_left_the_file_and_forced_they_are_told() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED)
+    with pytest.raises(ProviderError) as caught:
+        await down(context_of(world, LAB))
+    assert str(caught.value) == (
+        f"{LEFT}; nothing was changed\n"
+        "  fix: put it back until they are released, or run `shoal reap` with the old file; "
+        "or use --force, and delete them in the provider's console"
+    )
+    assert "service slurmd" in world.agents["n1"].items
+    forced = await down(context_of(world, LAB), force=True)
+    [told] = forced.findings
+    assert (told.level, f"{told.what}: {told.found}", told.host) == ("error", LEFT, "c1")
+    assert forced.released == ("c1", "n1", "n2")
+
+
+@pytest.mark.parametrize("text", [LAB, OTHER], ids=["rents nothing", "rents elsewhere"])
+async def test_up_is_refused_before_any_host_is_changed_and_plan_says_the_same(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED)
+    for agent in world.agents.values():
+        agent.requests.clear()
+    with pytest.raises(ProviderError) as caught:
+        await up(context_of(world, text), AT_ONCE)
+    assert str(caught.value) == (
+        f"{LEFT}; no host was changed\n"
+        "  fix: put it back until they are released, or run `shoal reap` with the old file; "
+        "or use --leave-rented, and delete them in the provider's console"
+    )
+    assert world.applied() == []
+    [told] = [finding for finding in (await plan(context_of(world, text))).findings if finding.level == "error"]
+    assert (f"{told.what}: {told.found}", told.host) == (LEFT, "c1")
+
+
+async def test_up_that_leaves_them_strikes_them_off_so_that_they_count_no_more() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE)
+    world.hosts["c1"].answers |= {PROGRAM: b'{"machines": []}'}
+    result = await up(context_of(world, LAB), AT_ONCE, leave_rented=True)
+    assert [finding.level for finding in result.findings] == ["error"]
+    [call] = [call for call in world.hosts["c1"].calls if call.argv[:3] == PROGRAM]
+    assert json.loads(call.stdin) == {"ended": {"t1": ["joined", 0.0]}}
+
+
+async def test_what_is_ordered_while_up_takes_the_account_away_is_told() -> None:
+    world = lab()
+    await raised(world)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
+    given_up = LedgerRental("t2", "cloud2", account="acme", id="", state="failed", age=50.0)
+    told = json.dumps({"machines": [ledger_row(ordered), ledger_row(given_up)]}).encode()
+    world.hosts["c1"].answers |= {PROGRAM: told}
+    result = await up(context_of(world, LAB), AT_ONCE)
+    assert [(one.level, one.found, one.fix) for one in result.findings] == [
+        (
+            "error",
+            "cloud1 (acme on order)",
+            "put it back until they are released, or run `shoal reap` with the old file",
+        )
+    ]
+
+
+async def test_what_is_ordered_while_up_moves_the_account_is_told() -> None:
+    world, before = lab(), rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = LedgerRental("t1", "cloud1", account="acme", id="", state="intended", age=0.0)
+    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
+    assert "cost money" not in str((await up(context_of(world, before), AT_ONCE)).findings)
+    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
+    assert [(one.what, one.found) for one in result.findings if one.level == "error"] == [
+        (
+            "rented machines would never be released, as account acme is another one in the file now",
+            "cloud1 (acme on order)",
+        )
+    ]
+
+
+async def test_what_the_service_orders_once_it_has_the_moved_account_is_fine() -> None:
+    world, before = lab(), rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    says(world, {}, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    ordered = LedgerRental("t1", "cloud1", account="acme", id="i-1", state="made", age=0.0, of_now=True)
+    world.hosts["c1"].answers |= {PROGRAM: json.dumps({"machines": [ledger_row(ordered)]}).encode()}
+    result = await up(context_of(world, before.replace("10.0.0.1", "10.0.0.2")), AT_ONCE)
+    assert "cost money" not in str(result.findings)
+
+
+async def test_machines_whose_account_is_still_in_the_file_are_in_nobodys_way() -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE | ORDERED, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {}}})
+    with_account = rented_lab("http://10.0.0.1:1")
+    assert not [one for one in (await plan(context_of(world, with_account))).findings if one.level == "error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (rented_lab("http://10.0.0.2:1"), "as account acme is another one in the file now"),
+        (rented_lab("http://10.0.0.1:1").replace("key:", "project: p2, key:"), "as account acme is another one"),
+        (rented_lab("http://10.0.0.1:1").replace("key:", "settings: {project: p2}, key:"), "as account acme is anoth"),
+        (LAB + "providers: {acme: {kind: sandbox, url: 'http://10.0.0.1:1'}}\n", "as the file has no rented nodeset"),
+    ],
+    ids=["another place", "another project", "another project as a setting", "no nodeset"],
+)
+async def test_an_account_that_is_another_one_and_a_file_that_rents_nothing_forget_machines_too(
+    text: str, why: str
+) -> None:
+    world = lab()
+    await raised(world)
+    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": {"project": "p1"}}})
+    with pytest.raises(ProviderError, match=why):
+        await up(context_of(world, text), AT_ONCE)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "project: p1, "), ("p1", ""), ("p1", "settings: {project: p1}, ")])
+async def test_a_project_that_is_written_out_or_left_to_the_key_is_the_same_account(before: str, after: str) -> None:
+    world = lab()
+    await raised(world)
+    settings = {"project": before} if before else {}
+    says(world, ONE, {"acme": {"kind": "sandbox", "url": "http://10.0.0.1:1", "settings": settings}})
+    text = rented_lab("http://10.0.0.1:1").replace("key:", f"{after}key:")
+    assert not [one for one in (await plan(context_of(world, text))).findings if one.level == "error"]
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"machines": 5}', '{"machines": {"t": 7}}'])
+async def test_a_status_that_nobody_can_read_stands_in_nobodys_way(text: str) -> None:
+    world = lab()
+    await raised(world)
+    agent = world.agents["c1"]
+    agent.facts = replace(agent.facts, files={**agent.facts.files, str(STATUS): FileFact(sha256="0", text=text)})
+    assert (await up(context_of(world, LAB), AT_ONCE)).findings == ()
+
+
+async def test_a_nodeset_that_may_have_fewer_machines_says_what_becomes_of_them() -> None:
+    world = lab()
+    before = rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    fewer = await plan(context_of(world, before.replace("max: 2", "max: 1")))
+    assert [str(finding) for finding in fewer.findings if "cloud" in finding.what] == [
+        "cloud2: no longer rented for the cluster; the controller gives back what is there of them"
+    ]
+    assert not [finding for finding in fewer.findings if finding.host.startswith("cloud")]
+
+
+async def test_a_job_on_a_rented_node_that_goes_keeps_up_from_taking_it_away() -> None:
+    """Its machine is given back as soon as the service has the new file."""
+    world = lab()
+    before = rented_lab("http://10.0.0.1:1")
+    await raised(world, before)
+    fewer = context_of(world, before.replace("max: 2", "max: 1"))
+    world.slurm.jobs = {"6": "n1", "7": "cloud2"}
+    world.look_again()
+    with pytest.raises(ShoalError) as caught:
+        await up(fewer, AT_ONCE)
+    assert str(caught.value) == (
+        "this change would end jobs (7); nothing was changed\n  fix: wait for them, or use --allow-job-loss"
+    )
+    world.slurm.jobs = {"6": "n1"}
+    assert (await plan(fewer)).lost_jobs == ()
+
+
+SAID = {
+    "at": 1000.0,
+    "problem": "",
+    "accounts": {"acme": "", "other": "the key is not accepted"},
+    "jobs": {"7": "acme us-1 out of gpu-2, trying other us-2"},
+    "machines": {
+        f"t0ken{number}": {
+            "node": f"cloud{node}", "state": state, "since": 900.0, "usd_hour": price, "jobs": [],
+            "account": "acme", "type": "gpu-2", "place": "us-1", "market": "spot", "id": f"i-{number}",
+        }
+        for number, (node, state, price) in enumerate(
+            [(1, "joined", 0.4), (2, "joined", 0.4), (3, "releasing", 0.4), (3, "made", None)]
+        )
+    },
+}  # fmt: skip
+
+
+async def view(text: str | None, now: float = 1060.0) -> RentedView | None:
+    answer = Result(1, stderr=b"No such file") if text is None else Result(0, stdout=text.encode())
+    host = FakeHost(Target("c1"), {("cat", str(STATUS)): answer})
+    return await rented_view(spec_of(rented_lab("http://10.0.0.1:1")), host, lambda: now)
+
+
+async def test_status_tells_every_machine_what_it_costs_and_what_is_wrong() -> None:
+    found = await view(json.dumps(SAID))
+    assert found is not None and found.waiting == {"7": "acme us-1 out of gpu-2, trying other us-2"}
+    assert list(rented_lines(found)) == [
+        "rented: 4 machines, [bold]$1.20 an hour[/]",
+        "  cloud[1-2]: gpu-2 at acme us-1 (spot), in use, $0.40 an hour each",
+        "  cloud3: gpu-2 at acme us-1 (spot), being released, $0.40 an hour each",
+        "  cloud3: gpu-2 at acme us-1 (spot), booting, price unknown",
+        "  [yellow]other[/]: the key is not accepted",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "problem"),
+    [
+        (None, 1060.0, "shoal-elastic has written no status yet; run `shoal up`"),
+        ("no json", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
+        ("[]", 1060.0, f"{STATUS} is not a status of shoal-elastic; run `shoal up`"),
+        (json.dumps(SAID), 1600.0, "shoal-elastic has written no status for 10 minutes; run `shoal up`"),
+    ],
+)
+async def test_a_service_that_says_nothing_is_told_of(text: str | None, now: float, problem: str) -> None:
+    found = await view(text, now)
+    assert found is not None and found.problem == problem
+    assert f"rented: [red]{problem}[/]" in list(rented_lines(found))
+
+
+async def test_a_cluster_that_rents_nothing_has_nothing_to_tell() -> None:
+    assert await rented_view(spec_of(LAB), FakeHost(Target("c1"), {})) is None

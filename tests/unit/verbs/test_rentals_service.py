@@ -1,0 +1,135 @@
+"""What rents is stopped by `down` and never stays so by accident: who is cut off has the controller start it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tests.contract.renters import CASES, KEY, trial
+from tests.unit.verbs.test_rentals import SERVICE, a_cluster, quickly, time_passes
+
+from shoal.hosts.api import Process, Target
+from shoal.hosts.local import LocalHost
+from shoal.verbs import reap, rentals
+from shoal.verbs.context import exit_notes
+from shoal.verbs.down import down
+from shoal_simulators.fake_host import FakeHost, FakeProgram
+
+WATCH = ("sh", "-c", rentals.RESTART)
+ENOUGH = 60.0
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_KEY", KEY)
+    monkeypatch.setattr(reap, "POLLING", reap.Polling(sleep=quickly))
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A systemctl that notes what it was told; its notes."""
+    program, notes = tmp_path / "systemctl", tmp_path / "notes"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {notes}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return notes
+
+
+def started(notes: Path) -> list[str]:
+    """What systemctl was told, once it was told something."""
+    end = time.monotonic() + ENOUGH
+    while not (notes.exists() and notes.read_text().endswith("\n")):
+        assert time.monotonic() < end, "systemctl was told nothing"
+        time.sleep(0.05)
+    return notes.read_text().splitlines()
+
+
+async def watching(seconds: str) -> Process:
+    """The watch as it runs on a host, once it does."""
+    watch = await LocalHost(Target("c1")).start((*WATCH, "sh", seconds, "shoal-elastic"), root=False)
+    assert await watch.readline() == b"watching\n"
+    return watch
+
+
+def test_who_is_cut_off_has_the_host_start_it_again(systemctl: Path) -> None:
+    async def cut_off() -> None:
+        await (await watching("600")).wait()  # which closes its input, as a lost connection does
+
+    asyncio.run(cut_off())
+    assert started(systemctl) == ["start shoal-elastic"]
+
+
+def test_who_is_not_heard_of_any_more_is_not_waited_for_for_ever(systemctl: Path) -> None:
+    async def silent() -> list[str]:
+        watch = await watching("0.1")
+        told = await asyncio.to_thread(started, systemctl)
+        await watch.wait()
+        return told
+
+    assert asyncio.run(silent()) == ["start shoal-elastic"]
+
+
+def test_who_ends_as_meant_leaves_it_as_it_is(systemctl: Path) -> None:
+    async def as_meant() -> int:
+        watch = await watching("600")
+        await watch.write(rentals.NO_RESTART)
+        return (await watch.wait()).status
+
+    assert asyncio.run(as_meant()) == 0
+    assert not systemctl.exists()
+
+
+async def watch(program: FakeProgram) -> int:
+    """The same on a host in memory."""
+    await program.print(b"watching\n")
+    await program.read()
+    return 0
+
+
+async def test_the_watch_is_told_that_it_is_to_stay_so_whatever_ended_the_work() -> None:
+    host = FakeHost("c1", {WATCH: watch})
+    async with rentals.restart_if_disconnected(host) as watched:
+        assert watched
+    with pytest.raises(RuntimeError):
+        async with rentals.restart_if_disconnected(host):
+            raise RuntimeError("what rents was started again by us")
+    assert [call.stdin for call in host.calls] == [rentals.NO_RESTART, rentals.NO_RESTART]
+
+
+async def test_down_is_watched_before_it_stops_what_rents() -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        world.hosts["c1"].answers |= {WATCH: watch}
+        passing = asyncio.create_task(time_passes(cloud))
+        await down(context)
+        passing.cancel()
+        argvs = [argv[:3] for argv in world.hosts["c1"].argvs]
+        assert argvs.index(WATCH) < argvs.index(SERVICE[0])
+        assert exit_notes() == []
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_who_leaves_down_at_once_is_told_what_is_left_and_how_to_go_on(watched: bool) -> None:
+    async with trial(CASES["sandbox"]) as cloud:
+        world, context = await a_cluster(cloud)
+        [machine] = await cloud.listed("reef")
+        told: list[list[str]] = []
+
+        async def looks(seconds: float) -> None:
+            told.append(exit_notes())
+            raise asyncio.CancelledError
+
+        if watched:
+            world.hosts["c1"].answers |= {WATCH: watch}
+        with pytest.raises(asyncio.CancelledError):
+            await down(context, polling=reap.Polling(sleep=looks))
+        goes_on = "c1 starts shoal-elastic again by itself" if watched else "on c1: systemctl start shoal-elastic"
+        assert told == [
+            [
+                f"{goes_on}, which releases what is left; then run `shoal down` again",
+                f"not proved gone: cloud1 (acme {machine.id}); run `shoal reap` again until all are",
+            ]
+        ]
