@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""What Slurm starts to power nodes up and down: leaves a note for shoal-elastic.service, and ends.
+"""The program that Slurm starts to power nodes up and down. It writes a request for shoal-elastic.service and ends.
 
-slurm.conf names it three times, by the links `resume`, `suspend` and `resume-fail`; the name says what is asked. It
-runs as Slurm's user with nothing but the standard library, sees no secret, and never waits: the service does the work,
-and finds out by itself what was asked where a note got lost.
+slurm.conf names it three times, by the links `resume`, `suspend` and `resume-fail`; the link's name is the verb. It
+runs as Slurm's user, sees no secret and never waits. A lost request only costs time: the service compares states too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 REQUESTS = "/var/lib/shoal/elastic/requests"
 VERBS = ("resume", "suspend", "resume-fail")
 MAX_REQUEST_BYTES = 16 << 20
-"""No list of jobs is longer than this."""
+"""More than the longest list of jobs."""
 
 
 def main(argv: list[str], directory: str = REQUESTS, environ: dict[str, str] | None = None) -> int:
@@ -30,24 +29,24 @@ def main(argv: list[str], directory: str = REQUESTS, environ: dict[str, str] | N
 
 
 def jobs_of(environ: dict[str, str]) -> list[dict[str, str]]:
-    """Which job waits for which nodes, from the file that Slurm hands to its ResumeProgram."""
+    """Which job waits for which nodes, from the file that Slurm gives to its ResumeProgram."""
     path = environ.get("SLURM_RESUME_FILE")
     if not path:
         return []
     try:
         with open(path, "rb") as file:
-            told = json.loads(file.read(MAX_REQUEST_BYTES))
+            resume = json.loads(file.read(MAX_REQUEST_BYTES))
         return [
-            # 22.05 says `nodes`; later releases tell those to be woken from those that the job has in all.
+            # 22.05 has only `nodes`; later releases have `nodes_resume`, and `nodes_alloc` with all nodes of the job
             {"id": str(job["job_id"]), "nodes": str(job.get("nodes_alloc") or job.get("nodes") or "")}
-            for job in told["jobs"]
+            for job in resume["jobs"]
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # squeue tells the same a little later
+        return []  # squeue reports the same a little later
 
 
 def write_request(directory: str, request: dict[str, object]) -> None:
-    """Write the note whole or not at all."""
+    """Write the request whole or not at all."""
     name = f"{time.time_ns():020d}-{os.getpid()}"
     hidden = os.path.join(directory, f".{name}")
     with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -23,9 +23,10 @@ from shoal.cloud.service.settings import ServiceSettings
 from shoal.hosts.api import Result
 from shoal.network.addresses import addresses_in, hosts_block
 from shoal.network.wireguard import PEERS, Peer, peers_conf, peers_in
+from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF
-from shoal.roles.watchdog import HEALTH, WATCHDOG
+from shoal.roles.watchdog import WATCHDOG
 from shoal.slurm.conf import cgroup_conf, slurm_conf
 from shoal_simulators.fake_host import FakeConnector
 
@@ -38,7 +39,7 @@ nodesets:
 providers: {lambda: {key: env:K}}
 """)
 ADDRESSES = {"c1": "10.0.0.1", "n1": "10.0.0.11"}
-HEALTHY = ("python3", "-I", "-c", HEALTH)
+HEALTHY = python_command("probes", "gpus")
 
 
 def machine(number: int, **changes: Any) -> RentedInstance:

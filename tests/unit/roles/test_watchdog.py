@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.agent.document import File, Service
-from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S, HEALTH, RELEASE_TIMEOUT_S, TIMER, script, watchdog
+from shoal.remote import python_command
+from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S, RELEASE_TIMEOUT_S, TIMER, script, watchdog
 
 IDLE = "NodeName=cloud1 State=IDLE+CLOUD ThreadsPerCore=1"
 ASLEEP = "NodeName=cloud1 State=IDLE+CLOUD+POWERED_DOWN ThreadsPerCore=1"
@@ -113,9 +114,8 @@ def health(place: Path, gpus: int, answer: str | None, *, status: int = 0, error
         "PATH": f"{place}:/usr/bin:/bin" if answer is not None else str(place),
         "LD_LIBRARY_PATH": str(place),
     }
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", HEALTH, str(gpus)], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *python_command("probes", "gpus", str(gpus))[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (done.stderr == ""), done.stderr
     return done.stderr.strip()
 

@@ -12,12 +12,12 @@ from shoal.hosts.api import Host
 from shoal.network.wireguard import PEERS, peers_conf, peers_in
 from shoal.plan.fleet import Fleet
 from shoal.plan.reachability import connection_addresses
+from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.cluster import Cluster, choose_ids
 from shoal.roles.current_conf import read_current_conf
 from shoal.roles.registry import component_findings
 from shoal.roles.rented import minimum_shape
-from shoal.roles.watchdog import health_command
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
 from shoal.slurm.versions import version_findings
 from shoal.spec.members import members, rented_members, rented_sets
@@ -76,9 +76,8 @@ async def broken_gpus(spec: Spec, fleet: Fleet, names: Iterable[str]) -> dict[st
     promises = {name: minimum_shape(spec, one).gpus for one in rented_sets(spec).values() for name in one.nodes}
 
     async def look(name: str) -> str:
-        done = await (await fleet.host(name)).run(
-            health_command(promises[name]), timeout=GPU_CHECK_TIMEOUT_S, root=True
-        )
+        command = python_command("probes", "gpus", str(promises[name]))
+        done = await (await fleet.host(name)).run(command, timeout=GPU_CHECK_TIMEOUT_S, root=True)
         error = " ".join((done.error_text or done.text).split())
         return f"{UNFIT_PREFIX}{error or 'the GPU check failed'}" if done.status else ""
 

@@ -1,0 +1,75 @@
+"""Short checks of a host, each started by its name: `python_command("probes", "gpus", "2")`."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+
+def check_gpus(promised: str) -> None:
+    """Exit with one line about the problem unless so many GPUs work."""
+    if promised == "0":
+        return
+    try:
+        cards, error_text = query_gpus("index", "name", "memory.total")
+    except (OSError, subprocess.SubprocessError) as error:
+        sys.exit("nvidia-smi does not run: %s" % error)
+    if error_text:
+        sys.exit("nvidia-smi: " + error_text.replace("\n", " "))
+    if len(cards) < int(promised):
+        sys.exit("%s GPUs were promised, and there are %d" % (promised, len(cards)))
+    for card in cards:
+        if not card[2].isdigit() or int(card[2]) <= 0:
+            sys.exit("GPU %s (%s) tells no memory: %s" % tuple(card))
+    errors, _ = query_gpus("index", "ecc.errors.uncorrected.volatile.total")  # not every card counts them
+    for card in errors:
+        if len(card) > 1 and card[1].isdigit() and int(card[1]) > 0:
+            sys.exit("GPU %s has %s uncorrected memory errors" % tuple(card[:2]))
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        if all(card[1] == "Simulated GPU" for card in cards):
+            return  # as sandbox hosts have them
+        sys.exit("nvidia-smi answers, and CUDA's driver cannot be loaded: %s" % error)
+    check_cuda(cuda, int(promised))
+
+
+def query_gpus(*fields: str) -> tuple[list[list[str]], str]:
+    """These fields of every GPU; or none, and the error."""
+    query = ["nvidia-smi", "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
+    result = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, timeout=120)
+    if result.returncode:
+        return [], (result.stderr or result.stdout).strip() or "status %d" % result.returncode
+    return [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.strip()], ""
+
+
+def check_cuda(cuda: ctypes.CDLL, promised: int) -> None:
+    """Make a CUDA context on every GPU: a card that nvidia-smi lists may still not compute."""
+
+    def call(name: str, *arguments: object) -> None:
+        code = getattr(cuda, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            cuda.cuGetErrorString(code, ctypes.byref(text))
+            sys.exit("%s: CUDA error %d, %s" % (name, code, (text.value or b"unknown").decode()))
+
+    call("cuInit", 0)
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    if count.value < promised:
+        sys.exit("%d GPUs were promised, and CUDA sees %d" % (promised, count.value))
+    for number in range(count.value):
+        device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+        call("cuDeviceGet", ctypes.byref(device), number)
+        call("cuCtxCreate_v2", ctypes.byref(context), 0, device)
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        if free.value * 10 < total.value * 9:
+            sys.exit("GPU %d has only %d of %d MiB free" % (number, free.value >> 20, total.value >> 20))
+        call("cuCtxDestroy_v2", context)
+
+
+PROBES = {"gpus": check_gpus}
+
+if __name__ == "__main__":
+    PROBES[sys.argv[1]](*sys.argv[2:])
