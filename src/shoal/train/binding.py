@@ -25,7 +25,7 @@ import torch
 
 from shoal.train.env import Env
 from shoal.train.errors import BindingError
-from shoal.train.launchers import in_slurm_step
+from shoal.train.launcher_variables import in_slurm_step
 
 VERDICT_READ_TIMEOUT_S = 10.0
 

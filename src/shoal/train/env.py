@@ -12,53 +12,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.contract import SHOAL_NODE_ADDRS, SHOAL_RUN_ID, parse_node_addrs
-from shoal.train.env_checks import (
-    check_bounds,
-    check_mpirun,
-    check_node_rank,
-    check_single_process,
-    check_torch_names,
-    check_torchrun,
-)
+from shoal.hostlist import expand
+from shoal.train import launcher_variables as launchers
 from shoal.train.errors import EnvError
 from shoal.train.interfaces import is_address, is_loopback, resolve
-from shoal.train.launchers import (
-    LauncherName,
-    LauncherVariables,
-    VariableReader,
-    expand_nodelist,
-    find_launcher,
-    place_tasks,
-    tasks_per_node,
-)
+from shoal.train.launcher_variables import LauncherName, VariableReader, place_tasks
 
 log = logging.getLogger("shoal.train")
 
 
 @dataclass(frozen=True)
 class Env:
-    """The place of one process in the job, in torchrun's terms."""
+    """The place of one process in the job, in torchrun's terms. The defaults are those of a single process."""
 
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    local_world_size: int
+    node: str
+    """This process's node."""
     nodes: tuple[str, ...]
     """The names of the job's nodes, in the order of node ranks. Empty if the launcher does not name them."""
-    master_address: str
-    """Where rank 0 is: an address, or the name of its node. `init` replaces it by the address that works."""
-    master_port: int
-    """0: the kernel chooses, and rank 0 publishes the port."""
-    launcher: LauncherName
     job_id: str
     restart_count: int
     """Slurm's requeues and torchrun's restarts together."""
-    step_id: str = ""
-    key: str = ""
+    key: str
     """Identifies this start of the job: the same for all ranks, and different after a requeue."""
-    node: str = ""
-    """This process's node."""
+    launcher: LauncherName = "python"
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_address: str = "127.0.0.1"
+    """Where rank 0 is: an address, or the name of its node. `init` replaces it by the address that works."""
+    master_port: int = 0
+    """0: the kernel chooses, and rank 0 publishes the port."""
     placement: tuple[int, ...] = ()
     """The node rank of every rank, if the launcher's variables give it."""
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -85,49 +70,53 @@ class Env:
 
 def read_env(environ: Mapping[str, str] = os.environ) -> Env:
     """This process's place in the job, from its launcher's variables. EnvError if they contradict each other."""
-    launcher = find_launcher(environ)
+    launcher = launchers.find_launcher(environ)
     if launcher is None:
         return _single_process_env(environ)
     read = VariableReader(environ, launcher)
-    rank = read.number("rank", launcher.rank)
-    world_size = read.number("world_size", launcher.world_size)
+    rank, world_size = read.number("rank"), read.number("world_size")
     nodes, placement = _slurm_placement(read, world_size)
-    node_rank = read.number("node_rank", launcher.node_rank, _node_rank(environ, nodes, placement, rank))
-    if launcher.name == "srun":
-        check_node_rank(read, node_rank, nodes)
-    on_this_node = placement.count(node_rank) if placement else None
-    local_world_size = read.number(
-        "local_world_size", launcher.local_world_size, on_this_node or _single_node_size(read, world_size)
-    )
-    local_rank = read.number("local_rank", launcher.local_rank, rank % max(local_world_size, 1))
-    if not read.first_set(launcher.node_rank) and not placement and environ.get("SLURMD_NODENAME") not in nodes:
+    node_name = environ.get("SLURMD_NODENAME", "")
+    placed_on = placement[rank] if rank < len(placement) else 0
+    node_rank = read.number("node_rank", nodes.index(node_name) if node_name in nodes else placed_on)
+    if launcher.name == "srun" and nodes and node_rank >= len(nodes):  # the address of rank 0 would be unknown
+        raise read.error(
+            f"node_rank {node_rank} does not exist: Slurm lists {len(nodes)} nodes, counted from 0",
+            f"{read.describe('node_rank', node_rank)}, nodes {', '.join(nodes[:8])}",
+        )
+    # A launcher that does not count the ranks of a node has one node only, unless MASTER_ADDR is elsewhere.
+    master = environ.get("MASTER_ADDR", "")
+    single_node_size = world_size if not master or is_loopback(master) else None
+    local_world_size = read.number("local_world_size", placement.count(node_rank) or single_node_size)
+    local_rank = read.number("local_rank", rank % max(local_world_size, 1))
+    if not read.first_set(launcher.node_rank) and not placement and node_name not in nodes:
         node_rank = rank // local_world_size if local_world_size else 0
-    check_bounds(read, rank, world_size, local_rank, local_world_size)
-    check_torch_names(read, {"rank": rank, "world_size": world_size, "local_rank": local_rank})
+    values = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
+    launchers.check_bounds(read, values)
+    launchers.check_torch_names(read, values)
     if launcher.name == "torchrun":
-        check_torchrun(environ, world_size, local_world_size)
+        launchers.check_torchrun(read, world_size, local_world_size)
         placement = ()  # torchrun assigns node ranks in the order in which its agents arrive
     if launcher.name == "mpirun":
-        check_mpirun(environ, rank, world_size)
-    node = environ.get("SLURMD_NODENAME") or (nodes[node_rank] if node_rank < len(nodes) else socket.gethostname())
-    restarts = read.number("restart", ("SLURM_RESTART_COUNT",), 0) + read.number("restart", launcher.restart, 0)
+        launchers.check_mpirun(environ, rank, world_size)
+    node = node_name or (nodes[node_rank] if node_rank < len(nodes) else socket.gethostname())
+    restarts = read.number("restart", 0, ("SLURM_RESTART_COUNT",)) + read.number("restart", 0)
     multi_node = world_size > local_world_size
     addresses = _node_addresses(environ)
     return Env(
+        node=node,
+        nodes=nodes if multi_node else (node,),
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        restart_count=restarts,
+        key=_job_key(environ, restarts),
+        launcher=launcher.name,
         rank=rank,
         local_rank=local_rank,
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        nodes=nodes if multi_node else (node,),
-        master_address=_master_address(environ, launcher, nodes, addresses if multi_node else None),
+        master_address=_master_address(master, launcher.name, nodes, addresses if multi_node else None),
         master_port=_master_port(read),
-        launcher=launcher.name,
-        job_id=environ.get("SLURM_JOB_ID", ""),
-        restart_count=restarts,
-        step_id=environ.get("SLURM_STEP_ID", ""),
-        key=_job_key(environ, restarts),
-        node=node,
         placement=placement if multi_node else (),
         addresses=addresses,
     )
@@ -135,27 +124,13 @@ def read_env(environ: Mapping[str, str] = os.environ) -> Env:
 
 def _single_process_env(environ: Mapping[str, str]) -> Env:
     """Plain python: one process, also in a batch script that requested several tasks and did not use srun."""
-    check_single_process(environ)
-    tasks = environ.get("SLURM_NTASKS", "1")
-    if environ.get("SLURM_JOB_ID") and tasks not in ("", "1"):
+    launchers.check_single_process(environ)
+    job_id, tasks = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_NTASKS", "1")
+    if job_id and tasks not in ("", "1"):
         log.warning("the job has %s tasks, but this process is none of them: start it with srun", tasks)
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    return Env(
-        rank=0,
-        local_rank=0,
-        node_rank=0,
-        world_size=1,
-        local_world_size=1,
-        nodes=(node,),
-        master_address="127.0.0.1",
-        master_port=0,
-        launcher="python",
-        job_id=environ.get("SLURM_JOB_ID", ""),
-        restart_count=restarts,
-        key=_job_key(environ, restarts),
-        node=node,
-    )
+    return Env(node, (node,), job_id, restarts, _job_key(environ, restarts))
 
 
 def _slurm_placement(read: VariableReader, world_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -165,46 +140,30 @@ def _slurm_placement(read: VariableReader, world_size: int) -> tuple[tuple[str, 
     if not name:
         return (), ()
     try:
-        nodes = expand_nodelist(environ[name])
+        nodes = tuple(expand(environ[name]))
     except ValueError as error:
-        raise EnvError("cannot read Slurm's list of nodes", found=f"{name}: {error}", fix=read.launcher.fix) from None
-    if read.launcher.name == "spawn":
-        return nodes, place_tasks((world_size // len(nodes),) * len(nodes)) if world_size % len(nodes) == 0 else ()
-    if read.launcher.name != "srun":
+        raise read.error("cannot read Slurm's list of nodes", f"{name}: {error}") from None
+    if read.launcher.name not in ("spawn", "srun"):
         return nodes, ()
     counts_name = read.first_set(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if not counts_name and world_size % len(nodes) == 0:
-        return nodes, place_tasks((world_size // len(nodes),) * len(nodes))
+    if read.launcher.name == "spawn" or not counts_name:
+        if world_size % len(nodes) == 0:
+            return nodes, place_tasks([world_size // len(nodes)] * len(nodes))
+        if read.launcher.name == "spawn":
+            return nodes, ()
     try:
-        counts = tasks_per_node(environ.get(counts_name, ""))
+        counts = launchers.tasks_per_node(environ.get(counts_name, ""))
     except ValueError as error:
-        raise EnvError(
-            "cannot read the number of tasks per node",
-            found=f"{counts_name or 'SLURM_TASKS_PER_NODE'}: {error}",
-            fix=read.launcher.fix,
-        ) from None
+        description = f"{counts_name or 'SLURM_TASKS_PER_NODE'}: {error}"
+        raise read.error("cannot read the number of tasks per node", description) from None
     if sum(counts) != world_size or len(counts) != len(nodes):
+        size = read.describe("world_size", world_size)
         raise EnvError(
             "Slurm's variables contradict each other about the size of this step",
-            found=f"{read.describe(read.launcher.world_size, world_size)}, {counts_name}={environ[counts_name]},"
-            f" {name}={environ[name]}",
+            found=f"{size}, {counts_name}={environ[counts_name]}, {name}={environ[name]}",
             fix="change no SLURM_* variable between srun and the script; in a container pass all of them, or none",
         )
     return nodes, place_tasks(counts, environ.get("SLURM_DISTRIBUTION", "block"))
-
-
-def _single_node_size(read: VariableReader, world_size: int) -> int | None:
-    """A launcher that does not count the ranks of a node has one node only, unless MASTER_ADDR is elsewhere."""
-    master = read.environ.get("MASTER_ADDR", "")
-    return world_size if not master or is_loopback(master) else None
-
-
-def _node_rank(environ: Mapping[str, str], nodes: tuple[str, ...], placement: tuple[int, ...], rank: int) -> int:
-    """The node rank, for a launcher that does not set it."""
-    node = environ.get("SLURMD_NODENAME", "")
-    if node in nodes:
-        return nodes.index(node)
-    return placement[rank] if rank < len(placement) else 0
 
 
 def _node_addresses(environ: Mapping[str, str]) -> dict[str, str]:
@@ -217,13 +176,12 @@ def _node_addresses(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _master_address(
-    environ: Mapping[str, str], launcher: LauncherVariables, nodes: tuple[str, ...], addresses: Mapping[str, str] | None
+    master: str, launcher: LauncherName, nodes: tuple[str, ...], addresses: Mapping[str, str] | None
 ) -> str:
-    """Rank 0's address, or the name of its node: never a loopback address."""
-    master = environ.get("MASTER_ADDR", "")
+    """Rank 0's address, or the name of its node: never a loopback address. `master` is MASTER_ADDR."""
     if addresses is None:  # all ranks are on one node
-        return master if launcher.name == "torchrun" and master else "127.0.0.1"
-    first = nodes[0] if nodes and launcher.name != "torchrun" else ""
+        return master if launcher == "torchrun" and master else "127.0.0.1"
+    first = nodes[0] if nodes and launcher != "torchrun" else ""
     if first in addresses:
         return addresses[first]
     if master and not (is_loopback(master) and first):
@@ -237,16 +195,16 @@ def _master_address(
         return master
     if not first:
         raise EnvError(
-            f"the address of rank 0 is unknown ({launcher.name}, several nodes)",
+            f"the address of rank 0 is unknown ({launcher}, several nodes)",
             found="no MASTER_ADDR, no list of Slurm's nodes",
             fix="set MASTER_ADDR to the address of rank 0's host"
-            + (": mpirun -x MASTER_ADDR" if launcher.name == "mpirun" else ""),
+            + (": mpirun -x MASTER_ADDR" if launcher == "mpirun" else ""),
         )
     return first
 
 
 def _master_port(read: VariableReader) -> int:
-    port = read.number("master_port", ("MASTER_PORT",), 0)
+    port = read.number("master_port", 0, ("MASTER_PORT",))
     if port > 65_535:
         raise EnvError(
             "MASTER_PORT is not a valid port",
@@ -258,19 +216,12 @@ def _master_port(read: VariableReader) -> int:
 
 def _job_key(environ: Mapping[str, str], restarts: int) -> str:
     """Identifies this start of the job, from variables that are the same on all its ranks."""
-    names: tuple[str, ...] = (
-        "SLURM_CLUSTER_NAME",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        SHOAL_RUN_ID,
-        "TORCHELASTIC_RUN_ID",
-        "SHOAL_SPAWN",
-    )
+    names = ["SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", SHOAL_RUN_ID, "TORCHELASTIC_RUN_ID", "SHOAL_SPAWN"]
     if not environ.get("SLURM_JOB_ID"):
-        names += ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "MASTER_ADDR", "MASTER_PORT")
+        names += ["PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "MASTER_ADDR", "MASTER_PORT"]
     elif environ.get("OMPI_COMM_WORLD_RANK"):
-        names = tuple(name for name in names if name != "SLURM_STEP_ID")  # each of its daemons is a step of its own
-        names += ("PMIX_NAMESPACE",)
+        names.remove("SLURM_STEP_ID")  # each of mpirun's daemons is a step of its own
+        names.append("PMIX_NAMESPACE")
     return "/".join([*(environ.get(name, "") for name in names), str(restarts)])
 
 

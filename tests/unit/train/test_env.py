@@ -12,7 +12,7 @@ import pytest
 
 from shoal.train.env import read_env
 from shoal.train.errors import EnvError
-from shoal.train.launchers import LAUNCHERS, place_tasks, tasks_per_node
+from shoal.train.launcher_variables import LAUNCHERS, place_tasks, tasks_per_node
 
 SRUN = {
     "SLURM_CLUSTER_NAME": "reef",
