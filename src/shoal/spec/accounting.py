@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic_core import CoreSchema
 
 from shoal.spec.finding import Path, Problem, nearest, show
-from shoal.spec.values import Between, SlurmTime, SpecModel, UserName, host_name, refusal, text_schema
+from shoal.spec.values import (
+    Between,
+    MemberName,
+    ShortForm,
+    SlurmTime,
+    SpecModel,
+    UserName,
+    matching,
+    refusal,
+    text_schema,
+)
 
 ROOT = "root"
 """Slurm's own account, the parent of all others, and its administrator."""
 NORMAL = "normal"
 """The QOS that Slurm makes itself."""
 
-_WORD = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
-_DESCRIPTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .,:/()+_-]{0,99}")
-
 
 def _word(kind: str, reserved: tuple[str, ...] = ()) -> BeforeValidator:
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not _WORD.fullmatch(value):
-            fix = "use a lower-case letter, then lower-case letters, digits, `-`, `_` and `.`, at most 40"
-            raise refusal(f"not a name for {kind}", fix)
-        if value in reserved:
-            raise refusal("this name is Slurm's own", f"give {kind} another")
-        return value
-
-    return BeforeValidator(check)
+    fix = "use a lower-case letter, then lower-case letters, digits, `-`, `_` and `.`, at most 40"
+    why = ("this name is Slurm's own", f"give {kind} another")
+    return BeforeValidator(matching(r"[a-z][a-z0-9_.-]{0,39}", f"not a name for {kind}", fix, reserved, why))
 
 
-def _description(value: object) -> str:
-    if not isinstance(value, str) or not _DESCRIPTION.fullmatch(value):
-        raise refusal("not a description", "use letters, digits, blanks and .,:/()+_- in at most 100 characters")
-    return value
+_description = matching(
+    r"[A-Za-z0-9][A-Za-z0-9 .,:/()+_-]{0,99}",
+    "not a description",
+    "use letters, digits, blanks and .,:/()+_- in at most 100 characters",
+)
 
 
 def _price(value: object) -> float:
@@ -53,7 +54,6 @@ def unless_false(value: object) -> object:
 AccountName = Annotated[str, _word("an account", (ROOT, "none", "all")), text_schema("name")]
 ParentName = Annotated[str, _word("an account"), text_schema("name")]
 QosName = Annotated[str, _word("a QOS", ("none", "all")), text_schema("name")]
-MemberName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 Description = Annotated[str, BeforeValidator(_description), text_schema("description")]
 Price = Annotated[float, BeforeValidator(_price), WithJsonSchema({"type": "number", "title": "price", "minimum": 0})]
 Count = Annotated[int, Between(0, 1_000_000)]
@@ -108,8 +108,10 @@ class Account(Share):
     @model_validator(mode="before")
     @classmethod
     def _names_alone(cls, value: Any) -> Any:
+        if isinstance(value, Account):
+            return value
         if not isinstance(value, dict):
-            return value if isinstance(value, Account) else _refuse_account()
+            raise refusal("not an account", "write {users: [ann, bob]}")
         users = value.get("users")
         if not isinstance(users, list | tuple):
             return value
@@ -138,11 +140,14 @@ class Qos(Limits):
     """The most GPUs that each user may use at a time (MaxTRESPerUser)."""
 
 
-class Accounting(SpecModel):
+class Accounting(ShortForm):
     """Job records in a database: MariaDB and slurmdbd, backed up every day.
 
     In the file it is `accounting: true`, or a mapping of the fields below.
     """
+
+    short_schema: ClassVar = {"type": "boolean"}
+    refusal = ("not accounting", "write true, or {accounts: {lab: {users: [ann]}}}, or delete it")
 
     host: MemberName | None = None
     """The host of the database. Without it, the controller."""
@@ -153,23 +158,9 @@ class Accounting(SpecModel):
     backups: Annotated[int, Between(1, 1000)] = 14
     """How many backups to keep."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_true(cls, value: Any) -> Any:
-        if value is True:
-            return {}
-        if not isinstance(value, dict | Accounting):
-            raise refusal("not accounting", "write true, or {accounts: {lab: {users: [ann]}}}, or delete it")
-        return value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        mapping = handler.resolve_ref_schema(handler(schema))
-        return {"anyOf": [{"type": "boolean"}, {**mapping}], "description": mapping["description"]}
-
-
-def _refuse_account() -> Any:
-    raise refusal("not an account", "write {users: [ann, bob]}")
+    def from_short(cls, value: object) -> dict[str, Any] | None:
+        return {} if value is True else None
 
 
 def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> Iterator[Problem]:

@@ -6,8 +6,6 @@ names exactly the expected hosts.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -15,6 +13,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from shoal import hostlist
 from shoal.errors import SpecError, UsageError
+from shoal.remote.agent.file_io import write_atomic
 from shoal.spec.hosts import HostSet, parse_host
 from shoal.spec.loader import load_text
 from shoal.spec.members import members
@@ -38,20 +37,8 @@ def write(path: Path, text: str) -> None:
     """Replace the file in one step, so that no reader sees half of it. Its mode and owner stay."""
     path = path.resolve()  # a link stays a link
     try:
-        before = path.stat()
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fchmod(file.fileno(), before.st_mode & 0o7777)
-                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        status = path.stat()
+        write_atomic(str(path), text.encode(), status.st_mode & 0o7777, status.st_uid, status.st_gid)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror}", hint="make it writable, or edit it by hand"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, WithJsonSchema
 
 from shoal.spec.finding import Problem
-from shoal.spec.values import FilePath, SpecModel, choice, refusal, text_schema
+from shoal.spec.values import FilePath, SpecModel, choice, matching, refusal, text_schema
 
 SOURCES = ("requirements", "lock", "pyproject")
 """The fields that say what is in an environment: each of them has one."""
@@ -18,18 +18,16 @@ PLACES = ("shared", "local")
 SHARED_DIRECTORY = "/shared/environments"
 
 
-def directory(value: object) -> str:
-    """An absolute path on the hosts that needs no quoting."""
-    if not isinstance(value, str) or not re.fullmatch(r"(/[A-Za-z0-9_.+@-]+)+", value) or ".." in value.split("/"):
-        raise refusal("not a directory on the hosts", "give an absolute path without blanks, such as /shared/apps")
-    return value
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", value) or len(value) > 32:
-        fix = "use a lower-case letter, then lower-case letters, digits and `-`, at most 32 characters"
-        raise refusal("not a name for an environment", fix)
-    return value
+directory = matching(
+    r"(/(?!\.\.(/|$))[A-Za-z0-9_.+@-]+)+",  # nothing that needs quoting
+    "not a directory on the hosts",
+    "give an absolute path without blanks, such as /shared/apps",
+)
+_name = matching(
+    r"(?=.{1,32}$)[a-z]([a-z0-9-]*[a-z0-9])?",
+    "not a name for an environment",
+    "use a lower-case letter, then lower-case letters, digits and `-`, at most 32 characters",
+)
 
 
 def _python(value: object) -> str:

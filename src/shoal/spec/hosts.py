@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, StrictBool, WithJsonSchema, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator, StrictBool, WithJsonSchema, model_validator
 
 from shoal import hostlist
+from shoal.spec import values
 from shoal.spec.accounting import Price
 from shoal.spec.finding import Path as FilePlace
 from shoal.spec.finding import Problem, path_text, show
@@ -20,29 +20,24 @@ from shoal.spec.rental import KINDS as RENTERS
 from shoal.spec.rental import MAX_NODES, SANDBOX, Budget, MachineType, MarketName, Money, OfferChoice, Region, Zone
 from shoal.spec.rental import AccountName as ProviderName
 from shoal.spec.values import (
-    Address,
     Between,
-    Disk,
     Duration,
-    FeatureName,
     FilePath,
-    HostNames,
-    Memory,
     Port,
-    SiteName,
+    ShortForm,
     SpecModel,
     UserName,
     choice,
     refusal,
     size_mb,
-)  # fmt: skip
+)
 
 IMAGES = ("debian12", "debian13", "sid")
 
 _HOST_TEXT = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>.*?)(?::(?P<port>[^:\[\]]*))?", re.DOTALL)
 
 
-class HostEntry(SpecModel):
+class HostEntry(ShortForm):
     """A host that exists already, or several as a hostlist.
 
     In the file it is a name (`gpu01`), a hostlist (`gpu[01-16]`), either of them with a user and a port
@@ -50,9 +45,15 @@ class HostEntry(SpecModel):
     `hosts: ["gpu[01-16]"]`.
     """
 
-    name: HostNames
+    short_schema: ClassVar = {
+        "type": "string",
+        "description": "A name, a hostlist such as gpu[01-16], or user@name:port.",
+    }
+    refusal = ("not a host", "write its name, or {name: node1, address: 10.0.0.1}")
+
+    name: values.HostNames
     """The host's name in Shoal and Slurm. Without `address`, SSH looks it up in `~/.ssh/config`."""
-    address: Address | None = None
+    address: values.Address | None = None
     """Its IP address or DNS name, if that is not its name."""
     port: Port | None = None
     """The port of its SSH daemon."""
@@ -68,24 +69,15 @@ class HostEntry(SpecModel):
         """Every host this entry stands for."""
         return tuple(hostlist.expand(self.name or ""))  # a partial model may have no name
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        if not isinstance(value, str | dict | HostEntry):
-            raise refusal("not a host", "write its name, or {name: node1, address: 10.0.0.1}")
-        return parse_host(value) if isinstance(value, str) else value
+    def from_short(cls, value: object) -> dict[str, Any] | None:
+        return parse_host(value) if isinstance(value, str) else None
 
     @model_validator(mode="after")
     def _one_address_one_host(self) -> Self:
         if self.address is not None and len(self.names) != 1:
             raise refusal("one address for several hosts", "write one entry a host", self.name)
         return self
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        mapping = handler.resolve_ref_schema(handler(schema))
-        text = {"type": "string", "description": "A name, a hostlist such as gpu[01-16], or user@name:port."}
-        return {"anyOf": [text, {**mapping}], "description": mapping["description"]}
 
 
 def parse_host(text: str) -> dict[str, Any]:
@@ -113,6 +105,9 @@ class LoginFields(SpecModel):
     """The private key to log in with, for every host here without its own."""
 
 
+_SANDBOX_SCHEMA = WithJsonSchema({"type": "string", "const": "sandbox"})
+
+
 def _maker(value: object) -> str:
     if isinstance(value, str) and value in RENTERS and value != SANDBOX:
         raise refusal("only nodesets are rented", "use `host`, or `provider: sandbox`")
@@ -122,17 +117,15 @@ def _maker(value: object) -> str:
 class MachineFields(SpecModel):
     """The hosts that a provider makes."""
 
-    provider: Annotated[str, BeforeValidator(_maker), WithJsonSchema({"type": "string", "const": "sandbox"})] | None = (
-        None
-    )
+    provider: Annotated[str, BeforeValidator(_maker), _SANDBOX_SCHEMA] | None = None
     """Who makes the hosts. `sandbox` makes real Debian hosts as light containers on this machine."""
     image: Annotated[Literal["debian12", "debian13", "sid"], BeforeValidator(choice("image", IMAGES))] = "debian12"
     """The system of the hosts; it determines the Slurm version: 22.05, 24.11 or 26.05."""
     cpus: Annotated[int, Between(1, 1024)] | None = None
     """CPUs of each host."""
-    memory: Memory | None = None
+    memory: values.Memory | None = None
     """Memory of each host, at least 256M."""
-    disk: Disk | None = None
+    disk: values.Disk | None = None
     """Disk space of each host; without it, whatever this machine has."""
     gpus: Annotated[int, Between(0, 16)] = 0
     """Simulated GPUs of each host."""
@@ -143,7 +136,7 @@ class MachineFields(SpecModel):
 class HasSite(SpecModel):
     """Where hosts are."""
 
-    site: SiteName = "a"
+    site: values.SiteName = "a"
     """Their site. Hosts of a site reach each other directly; a job stays on one site unless it asks for more."""
 
 
@@ -198,7 +191,7 @@ class NodeSet(HostSet):
     """Rented: the highest price of a machine an hour."""
     budget: Budget | None = None
     """Rented: what the whole set may cost, beside the cluster's own `budget`."""
-    features: tuple[FeatureName, ...] = ()
+    features: tuple[values.FeatureName, ...] = ()
     """Slurm features, for `--constraint`."""
     weight: Annotated[int, Between(1, 1_000_000)] = 1
     """Slurm prefers nodes of lower weight."""
@@ -330,8 +323,7 @@ def _existing(nodeset: str, roles: frozenset[Role], host: HostEntry, login: Cont
             identity=Path(identity).expanduser() if identity else None,
             endpoint=host.endpoint,
             shape=Shape(site=login.site),
-            features=login.features if isinstance(login, NodeSet) else (),
-            weight=login.weight if isinstance(login, NodeSet) else 1,
+            **_slurm_fields(login),
         )
 
 
@@ -350,6 +342,9 @@ def _created(name: str, nodeset: str, roles: frozenset[Role], machine: Controlle
             site=machine.site,
             cgroups=machine.cgroups,
         ),
-        features=machine.features if isinstance(machine, NodeSet) else (),
-        weight=machine.weight if isinstance(machine, NodeSet) else 1,
+        **_slurm_fields(machine),
     )
+
+
+def _slurm_fields(entry: Controller | HostSet) -> dict[str, Any]:
+    return {"features": entry.features, "weight": entry.weight} if isinstance(entry, NodeSet) else {}

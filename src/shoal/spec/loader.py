@@ -82,30 +82,22 @@ def load_text_all(text: str, file: str) -> tuple[Spec, list[Finding]]:
 
 def read_text(path: Path, *, missing: str = "`shoal init` writes one") -> str:
     """What is in the file, as text. Raises SpecError when it cannot be read; `missing` is what to do without one."""
-    return _decode(_bytes(path, missing), str(path))
-
-
-def _bytes(path: Path, missing: str) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(reader.MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise SpecError((Finding("error", "no such file", fix=missing, file=str(path)),)) from None
-    except IsADirectoryError:
-        fix = "name the file in it"
-        raise SpecError((Finding("error", "this is a directory", fix=fix, file=str(path)),)) from None
-    except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SpecError((Finding("error", "cannot read the file", found, file=str(path)),)) from None
-
-
-def _decode(data: bytes, file: str) -> str:
-    try:
+            data = file.read(reader.MAX_BYTES + 1)
         return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        finding = Finding("error", "no such file", fix=missing, file=str(path))
+    except IsADirectoryError:
+        finding = Finding("error", "this is a directory", fix="name the file in it", file=str(path))
     except UnicodeDecodeError as error:
         line, col = reader.position(data, error.start)
-        found, fix = f"byte 0x{data[error.start]:02x}", "save it as UTF-8"
-        raise SpecError((Finding("error", "not UTF-8 text", found, fix, file=file, line=line, col=col),)) from None
+        byte, fix = f"byte 0x{data[error.start]:02x}", "save it as UTF-8"
+        finding = Finding("error", "not UTF-8 text", byte, fix, file=str(path), line=line, col=col)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        finding = Finding("error", "cannot read the file", cause, file=str(path))
+    raise SpecError((finding,))
 
 
 def explain(error: ValidationError, tree: Tree, root: type[BaseModel] = Spec) -> list[Finding]:

@@ -73,16 +73,7 @@ def _rented_set(name: str, nodeset: NodeSet) -> RentedSet:
     assert nodeset.max is not None
     offers = nodeset.offers
     if not offers:
-        assert nodeset.provider is not None
-        offers = (
-            OfferChoice(
-                provider=nodeset.provider,
-                type=nodeset.type,
-                region=nodeset.region,
-                zone=nodeset.zone,
-                market=nodeset.market,
-            ),
-        )
+        offers = (OfferChoice.model_validate({key: getattr(nodeset, key) for key in OfferChoice.model_fields}),)
     return RentedSet(
         name=name,
         offers=offers,

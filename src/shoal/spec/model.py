@@ -1,19 +1,4 @@
-"""What `shoal.yaml` may say, as frozen models.
-
-    Spec
-    ├── network: Network             how the hosts reach each other; `lan` without it
-    ├── controller: Controller       the host that runs slurmctld
-    ├── login: Login                 hosts to submit from; optional
-    ├── nodesets: NodeSet ...        the hosts that compute
-    ├── partitions: Partition ...    the queues over the nodesets; optional
-    ├── providers: ProviderAccount . who rents machines out to rented nodesets; optional
-    ├── budget: Budget               how much rented machines may cost; optional
-    ├── accounting: Accounting       job records in a database, accounts and limits; optional
-    ├── environments: Environment .. Python environments for jobs; optional
-    ├── storage: SharedDirectory ... directories that all hosts have; optional
-    ├── users: ClusterUser ...       who logs in, the same on all hosts; optional
-    ├── tracking: Tracking           the server that jobs report to; optional
-    └── slurm: SlurmOptions          more of slurm.conf; optional
+"""What `shoal.yaml` may say, as frozen models: Spec has every section of the file.
 
 A host is either there already (`hosts`, reached by SSH), made by a provider (`provider` with `count`), or rented from
 one when a job needs it (`provider` with `max`). `Spec.problems` checks the rules between fields, when a Spec is built

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.member import WIREGUARD_PORT, WIREGUARD_SUBNET
-from shoal.spec.values import Port, SecretReference, SpecModel, address, choice, host_name, refusal, text_schema
+from shoal.spec.values import MemberName, Port, SecretReference, ShortForm, address, choice, refusal, text_schema
 
 KINDS = ("lan", "wireguard", "tailscale")
 _OWN_FIELDS = {"wireguard": ("subnet", "port", "hub"), "tailscale": ("auth_key", "login_server", "tags")}
@@ -65,16 +65,18 @@ def _tag(value: object) -> str:
 
 Subnet = Annotated[str, BeforeValidator(_subnet), text_schema("subnet")]
 Endpoint = Annotated[str, BeforeValidator(_endpoint), text_schema("address or address:port")]
-HubName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 ServerUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 Tag = Annotated[str, BeforeValidator(_tag), text_schema("tag")]
 
 
-class Network(SpecModel):
+class Network(ShortForm):
     """How the hosts reach each other.
 
     In the file it is a word (`network: wireguard`) or a mapping of the fields below: `{kind: wireguard, port: 51821}`.
     """
+
+    short_schema: ClassVar = {"type": "string", "enum": [*KINDS]}
+    refusal = ("not a network", f"choose one of {', '.join(KINDS)}, or write {{kind: wireguard}}")
 
     kind: Annotated[Literal["lan", "wireguard", "tailscale"], BeforeValidator(choice("network", KINDS))]
     """`lan`: the addresses they have. `wireguard`: an encrypted network of their own. `tailscale`: a tailnet."""
@@ -82,7 +84,7 @@ class Network(SpecModel):
     """WireGuard: the range of its addresses. No host may use it for anything else."""
     port: Port = WIREGUARD_PORT
     """WireGuard: the UDP port that every host listens on."""
-    hub: HubName | None = None
+    hub: MemberName | None = None
     """WireGuard: the host that relays for hosts without a direct path. Without it, the controller."""
     auth_key: SecretReference | None = None
     """Tailscale: the auth key, or the secret of an OAuth client, that lets hosts join."""
@@ -90,18 +92,6 @@ class Network(SpecModel):
     """Tailscale: the Headscale server to join. Without it, Tailscale's own."""
     tags: tuple[Tag, ...] = ()
     """Tailscale: the tags of the hosts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        if not isinstance(value, str | dict | Network):
-            raise refusal("not a network", f"choose one of {', '.join(KINDS)}, or write {{kind: wireguard}}")
-        return {"kind": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        mapping = handler.resolve_ref_schema(handler(schema))
-        return {"anyOf": [{"type": "string", "enum": [*KINDS]}, {**mapping}], "description": mapping["description"]}
 
 
 def network_problems(network: Network, hosts: Sequence[str], *, rentals: int = 0) -> Iterator[Problem]:

@@ -12,20 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentEndEvent,
-    DocumentStartEvent,
-    Event,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-    StreamEndEvent,
-)
 from ruamel.yaml.reader import ReaderError
 
 from shoal.errors import SpecError
@@ -42,11 +30,7 @@ _BOOL = {word: truth for truth in (True, False) for word in (str(truth), str(tru
 _SYNTAX = (
     (r"'\\t'", "a tab", "indent with spaces"),
     (r"expected ',' or '\]', but got '\['", "not YAML", 'put quotes around a hostlist: "gpu[01-16]"'),
-    (
-        r"mapping values are not allowed",
-        "not YAML",
-        "check the indentation here and above, and the blanks after colons",
-    ),
+    (r"mapping values", "not YAML", "check the indentation here and above, and the blanks after colons"),
     (r"block end", "not YAML", "indent the line like its neighbours"),
     (r"expected ':'", "not YAML", "write `key: value`, with a blank after the colon"),
     (r"end of stream", "not YAML", "close the quote or bracket that is still open"),
@@ -97,24 +81,22 @@ class Tree:
 
 def read(text: str, file: str) -> Tree:
     """The tree of a text that is YAML. Raises SpecError when it is not; what else is wrong is in its `findings`."""
-    if len(text) > MAX_BYTES:
-        raise _spec_error(
-            Finding("error", "the file is too large", fix="a spec has at most 1 MiB", file=file, line=1, col=1)
-        )
     tree = Tree(file)
+    if len(text) > MAX_BYTES:
+        raise SpecError((tree.finding((), "the file is too large", fix="a spec has at most 1 MiB"),))
     try:
         _Builder(tree, YAML(pure=True).parse(text)).build()
     except ReaderError as error:
-        line, col = position(text, error.position)
-        found = f"character U+{error.character:04X}" if isinstance(error.character, int) else ""
-        raise _spec_error(Finding("error", "not text", found, "delete it", file=file, line=line, col=col)) from None
+        character = f"character U+{error.character:04X}" if isinstance(error.character, int) else ""
+        place = position(text, error.position)
+        raise SpecError((tree.finding((), "not text", character, "delete it", place=place),)) from None
     except YAMLError as error:
-        raise _spec_error(_syntax(error, file)) from None
+        raise SpecError((_syntax(error, tree),)) from None
     except (SpecError, KeyboardInterrupt):
         raise
     except Exception as error:  # the parser has bugs of its own; for the user each of them is "not YAML"
         what = f"not YAML: {show(f'{type(error).__name__}: {error}')}"
-        raise _spec_error(Finding("error", what, "", _SYNTAX[-1][2], file=file, line=1, col=1)) from None
+        raise SpecError((tree.finding((), what, "", _SYNTAX[-1][2], place=(1, 1)),)) from None
     return tree
 
 
@@ -132,33 +114,36 @@ def position(text: str | bytes, offset: int) -> tuple[int, int]:
 class _Builder:
     """Builds the data from the parser's events, so that no more is built than the file's own length."""
 
-    def __init__(self, tree: Tree, events: Iterator[Event]) -> None:
+    def __init__(self, tree: Tree, stream: Iterator[events.Event]) -> None:
         self._tree = tree
-        self._events = events
+        self._events = stream
 
     def build(self) -> None:
         next(self._events)  # the start of the stream
         event = next(self._events)
-        if isinstance(event, StreamEndEvent):
-            raise self._fatal((1, 1), "the file is empty", "", "write a spec into it: `shoal init` makes one")
-        assert isinstance(event, DocumentStartEvent)
+        if isinstance(event, events.StreamEndEvent):
+            raise self._empty()
+        assert isinstance(event, events.DocumentStartEvent)
         event = next(self._events)
         self._tree.places[()] = _mark(event)
         data = self._value(event, ())
-        assert isinstance(next(self._events), DocumentEndEvent)
+        assert isinstance(next(self._events), events.DocumentEndEvent)
         event = next(self._events)
-        if not isinstance(event, StreamEndEvent):
+        if not isinstance(event, events.StreamEndEvent):
             raise self._fatal(_mark(event), "several documents in one file", "`---`", "keep one")
         if isinstance(data, Unreadable):
-            self._tree.findings.clear()
-            raise self._fatal((1, 1), "the file is empty", "", "write a spec into it: `shoal init` makes one")
+            raise self._empty()
         if not isinstance(data, dict):
             fix = "start it with `cluster: NAME`"
             raise self._fatal(self._tree.places[()], "the file is not a mapping", show(data), fix)
         self._tree.data = data
 
-    def _value(self, event: Event, path: Path) -> Any:
-        if isinstance(event, AliasEvent):
+    def _empty(self) -> SpecError:
+        self._tree.findings.clear()
+        return self._fatal((1, 1), "the file is empty", "", "write a spec into it: `shoal init` makes one")
+
+    def _value(self, event: events.Event, path: Path) -> Any:
+        if isinstance(event, events.AliasEvent):
             return self._refuse(event, path, "aliases are not supported", f"`*{event.anchor}`", "write the value out")
         if anchor := getattr(event, "anchor", None):
             shown = f"`&{anchor}`"
@@ -166,18 +151,18 @@ class _Builder:
         tag = getattr(event, "tag", None)
         if tag and tag != "!":
             self._refuse(event, path, "tags are not supported", show(str(tag)), "delete it")
-        if isinstance(event, ScalarEvent):
+        if isinstance(event, events.ScalarEvent):
             return self._scalar(event, path)
         if len(path) >= MAX_DEPTH:
             raise self._fatal(_mark(event), "nested too deeply", "", f"a spec has at most {MAX_DEPTH} levels")
-        if isinstance(event, SequenceStartEvent):
+        if isinstance(event, events.SequenceStartEvent):
             return self._list(path)
-        assert isinstance(event, MappingStartEvent)
+        assert isinstance(event, events.MappingStartEvent)
         return self._mapping(path)
 
     def _list(self, path: Path) -> list[Any]:
         items: list[Any] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
+        while not isinstance(event := next(self._events), events.SequenceEndEvent):
             place = (*path, len(items))
             self._tree.places[place] = _mark(event)
             items.append(self._value(event, place))
@@ -185,34 +170,28 @@ class _Builder:
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        while not isinstance(key := next(self._events), MappingEndEvent):
-            if not isinstance(key, ScalarEvent):
+        while not isinstance(key := next(self._events), events.MappingEndEvent):
+            if not isinstance(key, events.ScalarEvent):
                 raise self._fatal(_mark(key), "not a key", "", "a key is a plain word", path)
             name = str(key.value)
             place = (*path, name)
             event = next(self._events)
             if name == "<<" and key.style is None:
-                fix = "write the keys out"
-                self._tree.findings.append(
-                    self._tree.finding(path, "merge keys are not supported", "`<<`", fix, place=_mark(key))
-                )
+                self._report(path, "merge keys are not supported", "`<<`", "write the keys out", _mark(key))
                 self._value(event, (*path, "<<"))
                 continue
             if name in entries:
-                line = self._tree.keys[place][0]
-                fix = f"it is at line {line} already; keep one"
-                self._tree.findings.append(
-                    self._tree.finding(place, "duplicate key", show(name), fix, place=_mark(key))
-                )
+                fix = f"it is at line {self._tree.keys[place][0]} already; keep one"
+                self._report(place, "duplicate key", show(name), fix, _mark(key))
                 _skip(event, self._events)
                 continue
             self._tree.keys[place] = _mark(key)
-            plain = isinstance(event, ScalarEvent) and not (event.style is None and event.value == "")
+            plain = isinstance(event, events.ScalarEvent) and not (event.style is None and event.value == "")
             self._tree.places[place] = _mark(event) if plain else _mark(key)
             entries[name] = self._value(event, place)
         return entries
 
-    def _scalar(self, event: ScalarEvent, path: Path) -> Any:
+    def _scalar(self, event: events.ScalarEvent, path: Path) -> Any:
         text = str(event.value)
         if event.style is not None or (event.tag and event.tag != "!"):
             return text
@@ -229,43 +208,42 @@ class _Builder:
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         return text
 
-    def _refuse(self, event: Event, path: Path, what: str, found: str, fix: str) -> Unreadable:
+    def _refuse(self, event: events.Event, path: Path, what: str, found: str, fix: str) -> Unreadable:
         self._tree.unreadable.add(path)
-        self._tree.findings.append(self._tree.finding(path, what, found, fix))
+        self._report(path, what, found, fix)
         return Unreadable()
 
+    def _report(self, path: Path, what: str, found: str, fix: str, place: tuple[int, int] | None = None) -> None:
+        self._tree.findings.append(self._tree.finding(path, what, found, fix, place=place))
+
     def _fatal(self, place: tuple[int, int], what: str, found: str, fix: str, path: Path = ()) -> SpecError:
-        return _spec_error(self._tree.finding(path, what, found, fix, place=place), *self._tree.findings)
+        self._report(path, what, found, fix, place)
+        self._tree.findings.sort(key=by_place)
+        return SpecError(tuple(self._tree.findings))
 
 
-def _skip(event: Event, events: Iterator[Event]) -> None:
+def _skip(event: events.Event, stream: Iterator[events.Event]) -> None:
     """Pass over a value without building it."""
     depth = 0
     while True:
-        if isinstance(event, MappingStartEvent | SequenceStartEvent):
+        if isinstance(event, events.MappingStartEvent | events.SequenceStartEvent):
             depth += 1
-        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+        elif isinstance(event, events.MappingEndEvent | events.SequenceEndEvent):
             depth -= 1
         if depth == 0:
             return
-        event = next(events)
+        event = next(stream)
 
 
-def _mark(event: Event) -> tuple[int, int]:
+def _mark(event: events.Event) -> tuple[int, int]:
     return event.start_mark.line + 1, event.start_mark.column + 1
 
 
-def _syntax(error: YAMLError, file: str) -> Finding:
+def _syntax(error: YAMLError, tree: Tree) -> Finding:
     problem, mark = "", None
     if isinstance(error, MarkedYAMLError):
         problem = error.problem or error.context or ""
         mark = error.problem_mark or error.context_mark
-    line, col = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+    place = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what, fix = next((what, fix) for pattern, what, fix in _SYNTAX if re.search(pattern, problem))
-    text = what if what == "a tab" or not problem else f"{what}: {printable(problem)}"
-    return Finding("error", text, "", fix, file=file, line=line, col=col)
-
-
-def _spec_error(*findings: Finding) -> SpecError:
-    ordered: list[Finding] = sorted(findings, key=by_place)
-    return SpecError(tuple(ordered))
+    return tree.finding((), what if what == "a tab" or not problem else f"{what}: {problem}", "", fix, place=place)

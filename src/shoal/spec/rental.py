@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.values import Duration, SecretReference, SpecModel, choice, refusal, seconds, text_schema
+from shoal.spec.values import Duration, SecretReference, SpecModel, choice, matching, refusal, seconds, text_schema
 
 KINDS = ("gcp", "lambda", "paperspace", "runpod", "sandbox")
 """The providers that come with Shoal. A package that is installed beside it may add more, by entry point."""
@@ -33,11 +33,12 @@ def kinds() -> tuple[str, ...]:
     return (*KINDS, *sorted({entry.name for entry in entry_points(group=GROUP)} - {*KINDS}))
 
 
-def _account(value: object) -> str:
-    if not isinstance(value, str) or not _ACCOUNT.fullmatch(value):
-        fix = "use a lower-case letter, then lower-case letters, digits and `-`, at most 32"
-        raise refusal("not a name for an account at a provider", fix)
-    return value
+_account = matching(
+    _ACCOUNT,
+    "not a name for an account at a provider",
+    "use a lower-case letter, then lower-case letters, digits and `-`, at most 32",
+)
+_package = matching(_PACKAGE, "not a package", "name it as pip does, without blanks: shoal-mine>=1.2")
 
 
 def _kind(value: object) -> str:
@@ -57,13 +58,7 @@ def _url(value: object) -> str:
 
 def _word_of(what: str, example: str) -> BeforeValidator:
     """A check for a word of the provider's own: it is theirs to know it, ours that it needs no quoting."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not _PLACE.fullmatch(value):
-            raise refusal(f"not {what}", f"write it as the provider does, such as {example}")
-        return value
-
-    return BeforeValidator(check)
+    return BeforeValidator(matching(_PLACE, f"not {what}", f"write it as the provider does, such as {example}"))
 
 
 def money(value: object) -> float:
@@ -75,12 +70,6 @@ def money(value: object) -> float:
     return float(value)
 
 
-def _package(value: object) -> str:
-    if not isinstance(value, str) or not _PACKAGE.fullmatch(value):
-        raise refusal("not a package", "name it as pip does, without blanks: shoal-mine>=1.2")
-    return value
-
-
 def _setting(value: object) -> str:
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str) or not text.isprintable() or not 0 < len(text) <= 500:
@@ -88,11 +77,7 @@ def _setting(value: object) -> str:
     return text
 
 
-AccountName = Annotated[
-    str,
-    BeforeValidator(_account),
-    WithJsonSchema({"type": "string", "title": "name", "pattern": f"^{_ACCOUNT.pattern}$"}),
-]
+AccountName = Annotated[str, BeforeValidator(_account), text_schema("name", pattern=f"^{_ACCOUNT.pattern}$")]
 ProviderKind = Annotated[str, BeforeValidator(_kind), text_schema("kind")]
 ApiUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 MachineType = Annotated[str, _word_of("a type of machine", "gpu_1x_a10"), text_schema("type")]
@@ -170,9 +155,9 @@ class RentedSet:
     prefer: Literal["listed", "cheapest"]
     max: int
     idle: int
-    """Seconds that a node waits for a job before it is given back."""
+    """Seconds that a node waits for a job before it is released."""
     lifetime: int
-    """Seconds after which a machine is given back whatever it does."""
+    """Seconds after which a machine is released whatever it does."""
     max_price: float | None
     """US dollars an hour that one machine may cost at most."""
     budget: Budget | None

@@ -12,55 +12,15 @@ from shoal.spec.finding import Problem, show
 from shoal.spec.values import SpecModel, refusal
 
 MANAGED_SLURM_KEYS = (
-    "AuthInfo",
-    "AuthType",
-    "ClusterName",
-    "CommunicationParameters",
-    "ControlAddr",
-    "ControlMachine",
-    "CredType",
-    "GresTypes",
-    "Include",
-    "JobAcctGatherType",
-    "JobCompLoc",
-    "JobCompType",
-    "MaxNodeCount",
-    "NodeName",
-    "NodeSet",
-    "PartitionName",
-    "PluginDir",
-    "PrivateData",
-    "ProctrackType",
-    "PrologFlags",
-    "ResumeFailProgram",
-    "ResumeProgram",
-    "ResumeRate",
-    "ResumeTimeout",
-    "SelectType",
-    "SelectTypeParameters",
-    "SlurmctldAddr",
-    "SlurmctldHost",
-    "SlurmctldLogFile",
-    "SlurmctldParameters",
-    "SlurmctldPidFile",
-    "SlurmctldPort",
-    "SlurmdLogFile",
-    "SlurmdPidFile",
-    "SlurmdPort",
-    "SlurmdSpoolDir",
-    "SlurmdUser",
-    "SlurmUser",
-    "SrunPortRange",
-    "StateSaveLocation",
-    "SuspendExcNodes",
-    "SuspendProgram",
-    "SuspendRate",
-    "SuspendTime",
-    "SuspendTimeout",
-    "SwitchType",
-    "TaskPlugin",
-    "TopologyPlugin",
-    "TreeWidth",
+    *("AuthInfo", "AuthType", "ClusterName", "CommunicationParameters", "ControlAddr", "ControlMachine"),
+    *("CredType", "GresTypes", "Include", "JobAcctGatherType", "JobCompLoc", "JobCompType", "MaxNodeCount"),
+    *("NodeName", "NodeSet", "PartitionName", "PluginDir", "PrivateData", "ProctrackType", "PrologFlags"),
+    *("ResumeFailProgram", "ResumeProgram", "ResumeRate", "ResumeTimeout", "SelectType"),
+    *("SelectTypeParameters", "SlurmctldAddr", "SlurmctldHost", "SlurmctldLogFile", "SlurmctldParameters"),
+    *("SlurmctldPidFile", "SlurmctldPort", "SlurmdLogFile", "SlurmdPidFile", "SlurmdPort", "SlurmdSpoolDir"),
+    *("SlurmdUser", "SlurmUser", "SrunPortRange", "StateSaveLocation", "SuspendExcNodes", "SuspendProgram"),
+    *("SuspendRate", "SuspendTime", "SuspendTimeout", "SwitchType", "TaskPlugin", "TopologyPlugin"),
+    *("TreeWidth"),
 )
 """The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
 
@@ -70,13 +30,11 @@ ACCOUNTING_KEYS = (
 )
 """The keys that Shoal writes with `accounting`, in lower case."""
 
-_MANAGED = {key.lower() for key in MANAGED_SLURM_KEYS}
-
 
 def _option_name(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch("[A-Za-z]{1,64}", value):
         raise refusal("not a key of slurm.conf", "use letters only")
-    if value.lower() in _MANAGED:
+    if value.lower() in map(str.lower, MANAGED_SLURM_KEYS):
         raise refusal("Shoal writes this key itself", "delete it here")
     return value
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, StrictBool
 
 from shoal.spec.finding import Problem, nearest, show
-from shoal.spec.values import Between, SpecModel, choice, host_name, refusal, text_schema
+from shoal.spec.values import Between, MemberName, SpecModel, choice, matching, refusal, text_schema
 
 KINDS = ("nfs", "sshfs", "stage")
 CONTROLLER = "controller"
@@ -24,16 +24,17 @@ _REFUSED_AT_TOP_LEVEL = ("usr", "var")
 """A directory below one of these may be shared, the whole may not."""
 
 
-def absolute_path(value: object) -> str:
-    """A directory on a host. It ends up in unit files, exports and command lines: nothing in it needs quoting."""
-    if not isinstance(value, str) or not _PATH.fullmatch(value) or len(value) > 200 or ".." in value.split("/"):
-        raise refusal("not a directory's path", "write it like /data/sets: letters, digits, `_`, `-` and `.` after `/`")
-    return value
+# It ends up in unit files, exports and command lines: nothing in it needs quoting.
+_absolute_path = matching(
+    f"(?=.{{,200}}$){_PATH.pattern}",
+    "not a directory's path",
+    "write it like /data/sets: letters, digits, `_`, `-` and `.` after `/`",
+)
 
 
 def share_path(value: object) -> str:
     """Where a share is mounted: nothing that a host needs to run."""
-    path = absolute_path(value)
+    path = _absolute_path(value)
     first, _, rest = path[1:].partition("/")
     if first in _SYSTEM or (first in _REFUSED_AT_TOP_LEVEL and not rest):
         raise refusal("a host needs this directory for itself", "choose another, such as /data or /srv/data")
@@ -42,7 +43,6 @@ def share_path(value: object) -> str:
 
 _PATH_SCHEMA = text_schema("path", pattern=f"^{_PATH.pattern}$")
 SharePath = Annotated[str, BeforeValidator(share_path), _PATH_SCHEMA]
-ServerName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 
 
 class SharedDirectory(SpecModel):
@@ -50,7 +50,7 @@ class SharedDirectory(SpecModel):
 
     kind: Annotated[Literal["nfs", "sshfs", "stage"], BeforeValidator(choice("kind of share", KINDS))] = "nfs"
     """How hosts get at it: NFS, SSH (`sshfs`) or a copy for each job (`stage`). A host that cannot takes the next."""
-    host: ServerName = CONTROLLER
+    host: MemberName = CONTROLLER
     """The host that keeps it: `controller`, or the name of a host."""
     path: SharePath | None = None
     """The directory on that host. Without it, the same path as everywhere."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator
 
 from shoal.spec.environments import HostDirectory
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.storage import Shares
-from shoal.spec.values import Port, SpecModel, choice, host_name, refusal
+from shoal.spec.values import MemberName, Port, ShortForm, choice, refusal, text_schema
 
 KINDS = ("mlflow",)
 DATABASES = ("sqlite", "postgresql")
@@ -30,16 +29,18 @@ def _url(value: object) -> str:
     return value.rstrip("/")
 
 
-MemberName = Annotated[str, BeforeValidator(host_name), WithJsonSchema({"type": "string", "title": "host name"})]
-TrackingUrl = Annotated[str, BeforeValidator(_url), WithJsonSchema({"type": "string", "title": "URL"})]
+TrackingUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 
 
-class Tracking(SpecModel):
+class Tracking(ShortForm):
     """Where training jobs report to.
 
     In the file it is a word (`tracking: mlflow`) or a mapping of the fields below: `{kind: mlflow, host: gpu01}` for a
     server that Shoal sets up, `{url: https://tracking.example.org}` for one that is there already.
     """
+
+    short_schema: ClassVar = {"type": "string", "enum": [*KINDS]}
+    refusal = ("not a tracking server", "write `mlflow`, or {url: https://tracking.example.org}")
 
     kind: Annotated[Literal["mlflow"], BeforeValidator(choice("tracking server", KINDS))] = "mlflow"
     """MLflow."""
@@ -53,18 +54,6 @@ class Tracking(SpecModel):
     """The directory for models and other files. Without it, in a share that its host keeps, or on its own disk."""
     port: Port = MLFLOW_PORT
     """The server's port, open to members only."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        if not isinstance(value, str | dict | Tracking):
-            raise refusal("not a tracking server", "write `mlflow`, or {url: https://tracking.example.org}")
-        return {"kind": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        mapping = handler.resolve_ref_schema(handler(schema))
-        return {"anyOf": [{"type": "string", "enum": [*KINDS]}, {**mapping}], "description": mapping["description"]}
 
 
 def tracking_problems(tracking: Tracking | None, shares: Shares, hosts: Sequence[str]) -> Iterator[Problem]:

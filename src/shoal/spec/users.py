@@ -12,33 +12,25 @@ from typing import Annotated
 from pydantic import BeforeValidator, StrictBool
 
 from shoal.spec.finding import Problem, show
-from shoal.spec.values import Between, SpecModel, refusal, text_schema
+from shoal.spec.values import Between, SpecModel, matching, refusal, text_schema
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521",
               "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
 RESERVED_NAMES = (
-    "root",
-    "daemon",
-    "bin",
-    "sys",
-    "nobody",
-    "munge",
-    "slurm",
-    "sshd",
-    "shoal-share",
-    "shoal-copy",
-    "shoal-users",
+    *("root", "daemon", "bin", "sys", "nobody", "munge", "slurm", "sshd"),
+    *("shoal-share", "shoal-copy", "shoal-users"),
 )
 """Accounts that hosts or Shoal have for themselves."""
 
 
-def _account(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise refusal("not a user name", "use a lower-case letter, then lower-case letters, digits, `_` and `-`")
-    if value in RESERVED_NAMES:
-        raise refusal("this account is not a person's", "give the user another name")
-    return value
+_account = matching(
+    _NAME,
+    "not a user name",
+    "use a lower-case letter, then lower-case letters, digits, `_` and `-`",
+    RESERVED_NAMES,
+    ("this account is not a person's", "give the user another name"),
+)
 
 
 def _group(value: object) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
+import pydantic
+from pydantic import BaseModel, BeforeValidator, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from shoal import hostlist
@@ -41,7 +42,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 class SpecModel(BaseModel):
     """A model of the file: frozen, and without unknown keys. `docs.py` reads the text under each field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     invalid: ClassVar[frozenset[str]] = frozenset()
     """The fields whose values in the file are not valid. Only `loader.partial` makes models that have some."""
@@ -60,6 +61,33 @@ def refusal(what: str, fix: str, found: object = None) -> PydanticCustomError:
     return PydanticCustomError("shoal", "{what}, {fix}", context)
 
 
+class ShortForm(SpecModel):
+    """A model that the file may also write in short: as a word, or as `true`."""
+
+    short_schema: ClassVar[dict[str, Any]]
+    """The JSON Schema of the short form."""
+    refusal: ClassVar[tuple[str, str]]
+    """What is wrong with a value of neither form, and the fix."""
+
+    @classmethod
+    def from_short(cls, value: object) -> dict[str, Any] | None:
+        """The mapping that a short form stands for; None where it is none."""
+        return {"kind": value} if isinstance(value, str) else None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _mapping(cls, value: Any) -> Any:
+        mapping = value if isinstance(value, dict | cls) else cls.from_short(value)
+        if mapping is None:
+            raise refusal(*cls.refusal)
+        return mapping
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        return {"anyOf": [cls.short_schema, {**mapping}], "description": mapping["description"]}
+
+
 @dataclass(frozen=True)
 class Between:
     """A whole number within bounds."""
@@ -67,7 +95,7 @@ class Between:
     low: int
     high: int
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._check, core_schema.int_schema(strict=True))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -80,6 +108,21 @@ class Between:
         if not self.low <= value <= self.high:
             raise refusal("out of range", fix)
         return value
+
+
+def matching(
+    pattern: re.Pattern[str] | str, what: str, fix: str, reserved: Collection[str] = (), why: tuple[str, str] = ("", "")
+) -> Callable[[object], str]:
+    """A check for text of one form. `why` is what is wrong with a reserved word, and the fix."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise refusal(what, fix)
+        if value in reserved:
+            raise refusal(*why)
+        return value
+
+    return check
 
 
 def host_name(value: object) -> str:
@@ -144,13 +187,10 @@ def size(minimum: str, maximum: str) -> Callable[[object], str]:
     """A check for sizes such as `512M` and `2G`."""
 
     def check(value: object) -> str:
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None:
-            raise refusal("not a size", "write a number and M, G or T: 512M, 2G")
-        assert isinstance(value, str)
-        if not size_mb(minimum) <= size_mb(value) <= size_mb(maximum):
+        text = matching(_SIZE, "not a size", "write a number and M, G or T: 512M, 2G")(value)
+        if not size_mb(minimum) <= size_mb(text) <= size_mb(maximum):
             raise refusal("out of range", f"give one from {minimum} to {maximum}")
-        return value
+        return text
 
     return check
 
@@ -201,11 +241,10 @@ def _minutes(text: str) -> float | None:
 
 def duration(value: object) -> str:
     """A span of time with its unit: `90s`, `10m`, `2h`, `1d`. A bare number is rejected: its unit would be a guess."""
-    if not isinstance(value, str) or not _DURATION.fullmatch(value):
-        raise refusal("not a span of time", "write a number and s, m, h or d: 10m, 2h")
-    if not 10 <= seconds(value) <= 366 * 86400:
+    text = matching(_DURATION, "not a span of time", "write a number and s, m, h or d: 10m, 2h")(value)
+    if not 10 <= seconds(text) <= 366 * 86400:
         raise refusal("out of range", "give at least 10s and at most 366d")
-    return value
+    return text
 
 
 def seconds(text: str) -> int:
@@ -313,6 +352,7 @@ FeatureName = Annotated[str, BeforeValidator(_feature), text_schema("name", patt
 SiteName = Annotated[str, BeforeValidator(_site), text_schema("name", pattern="^[a-z][a-z0-9]*$", maxLength=8)]
 SetName = Annotated[str, text_schema("name")]
 HostNames = Annotated[str, BeforeValidator(host_names), text_schema("host name or hostlist")]
+MemberName = Annotated[str, BeforeValidator(host_name), text_schema("host name")]
 Address = Annotated[str, BeforeValidator(address), text_schema("IP address or DNS name")]
 UserName = Annotated[str, BeforeValidator(user_name), text_schema("user name", pattern=f"^{_USER.pattern}$")]
 FilePath = Annotated[str, BeforeValidator(file_path), text_schema("path")]
@@ -324,7 +364,5 @@ SlurmTime = Annotated[
 Duration = Annotated[str, BeforeValidator(duration), text_schema("10m, 2h", pattern=f"^{_DURATION.pattern}$")]
 Port = Annotated[int, Between(1, 65535)]
 SecretReference = Annotated[
-    str,
-    BeforeValidator(secret_reference),
-    WithJsonSchema({"type": "string", "title": "env:NAME or file:PATH", "pattern": "^(env|file):.+$"}),
+    str, BeforeValidator(secret_reference), text_schema("env:NAME or file:PATH", pattern="^(env|file):.+$")
 ]
