@@ -12,18 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.cloud.providers.api import (
-    Abilities,
-    Billing,
-    FailureKind,
-    InstanceState,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalOrder,
-    RentedInstance,
-    RequestOutcome,
-)
+from shoal.cloud.providers import api
+from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.google_auth import GoogleTokens
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
 from shoal.cloud.providers.prices import gpu_model, prices
@@ -50,7 +40,7 @@ IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
 ARM_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-arm64"
 GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
 """The same Ubuntu with NVIDIA's driver."""
-STATES: dict[str, InstanceState] = {
+STATES: dict[str, api.InstanceState] = {
     "RUNNING": "up",
     "REPAIRING": "error",
     **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
@@ -79,25 +69,25 @@ GLOBAL_QUOTAS = {"GPUS_ALL_REGIONS": Refusal(FailureKind.QUOTA, "provider")}
 class GoogleProvider(HttpProvider):
     """Rents from one project. Implements `shoal.cloud.providers.api.RentalProvider`."""
 
-    abilities = Abilities(
+    abilities = api.Abilities(
         user=USER,
         notice_seconds=30,
         idempotent="token",
         at_once=1000,
-        billing=Billing(step=1, least=60, from_up=True),
+        billing=api.Billing(step=1, least=60, from_up=True),
         grace_seconds=90,
     )
 
-    def __init__(self, account: ProviderLogin) -> None:
+    def __init__(self, account: api.ProviderLogin) -> None:
         login = GoogleTokens(account)
         self._project = f"/projects/{login.project}"
         api = ApiClient(account, BASE, read_error=read_error, bearer=login.bearer, retry_after=seconds_to_next_minute)
         super().__init__(account, api)
 
-    async def offers(self, query: Query) -> list[Offer]:
+    async def offers(self, query: api.Query) -> list[api.Offer]:
         """The machine types of all zones. Google does not tell what is in stock."""
         named = " OR ".join(f'(name = "{name}")' for name in sorted({split_type(one)[0] for one in query.types}))
-        found: list[Offer] = []
+        found: list[api.Offer] = []
         async for machine in self._list_all_zones("machineTypes", named or GPU_FAMILIES):
             name = machine.text("name")
             for type_ in [one for one in query.types if split_type(one)[0] == name] or [name]:
@@ -105,34 +95,34 @@ class GoogleProvider(HttpProvider):
                 found += [offer, replace(offer, market="spot")]
         return [offer for offer in prices().fill(self._account.kind, found) if query.admits(offer)]
 
-    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+    async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         """One bulkInsert. If it made fewer machines, the listed ones count as made."""
         names = [f"{order.node}--{order.token}" for order in orders]
         try:
             made, errors = await self._insert(names, orders[0])
             if made >= len(names):
-                return [RequestOutcome(name) for name in names]
+                return [api.RequestOutcome(name) for name in names]
             with ambiguous_on_error():
                 listed = {one.id for one in await self.instances(orders[0].cluster) if one.state in ("pending", "up")}
         except ApiError as error:
             return [error.outcome() for _ in orders]
         failed = outcome_of(errors)
         if made > (there := len(listed.intersection(names))):
-            failed = RequestOutcome(
+            failed = api.RequestOutcome(
                 failure=FailureKind.AMBIGUOUS, message=f"{made} machines were made, {there} are listed"
             )
-        return [RequestOutcome(name) if name in listed else failed for name in names]
+        return [api.RequestOutcome(name) if name in listed else failed for name in names]
 
-    async def instances(self, cluster: str) -> list[RentedInstance]:
+    async def instances(self, cluster: str) -> list[api.RentedInstance]:
         return [instance_of(one) async for one in self._list_all_zones("instances", f"labels.{CLUSTER}={cluster}")]
 
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+    async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         zones = f"{self._project}/zones"
         return await map_concurrently(
             lambda one: self._api.remove(f"{zones}/{one.zone}/instances/{one.id}", one.id), instances
         )
 
-    async def _insert(self, names: Sequence[str], order: RentalOrder) -> tuple[int, list[CodedError]]:
+    async def _insert(self, names: Sequence[str], order: api.RentalOrder) -> tuple[int, list[CodedError]]:
         """Create machines as one order describes. Returns how many were made, and the errors of the others."""
         zone = f"{self._project}/zones/{order.offer.zone}"
         request = bulk_insert(names, order, self._account.settings)
@@ -162,12 +152,12 @@ class GoogleProvider(HttpProvider):
                     yield one
 
 
-def request_id(names: Sequence[str], offer: Offer) -> str:
+def request_id(names: Sequence[str], offer: api.Offer) -> str:
     """Equal for the same machines, so that Google makes them once, even if ordered again."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, "\n".join([*offer.identity, *sorted(names)])))
 
 
-def bulk_insert(names: Sequence[str], order: RentalOrder, settings: Mapping[str, str]) -> Any:
+def bulk_insert(names: Sequence[str], order: api.RentalOrder, settings: Mapping[str, str]) -> Any:
     """The request for identical machines. Google may make only some; the caller deletes a partial set."""
     offer = order.offer
     image = ARM_IMAGE if offer.arch == "aarch64" else IMAGE
@@ -215,12 +205,12 @@ def split_type(name: str) -> tuple[str, str, int]:
     return machine, accelerator, int(count or 1) if accelerator else 0
 
 
-def offer_of(provider: str, machine: Body, type_: str) -> Offer:
+def offer_of(provider: str, machine: Body, type_: str) -> api.Offer:
     """One machine type in one zone, as `machineTypes` lists it."""
     _, attached, count = split_type(type_)
     built_in, zone = machine.first("accelerators"), machine.last_part("zone")
     gpu, memory = gpu_model(built_in.text("guestAcceleratorType", attached))
-    return Offer(
+    return api.Offer(
         provider=provider,
         type=type_,
         region=zone.rpartition("-")[0],
@@ -234,7 +224,7 @@ def offer_of(provider: str, machine: Body, type_: str) -> Offer:
     )
 
 
-def instance_of(instance: Body) -> RentedInstance:
+def instance_of(instance: Body) -> api.RentedInstance:
     """A machine as Google lists it."""
     name, status, zone = instance.text("name"), instance.text("status"), instance.last_part("zone")
     node, marked, token = name.rpartition("--")
@@ -243,7 +233,7 @@ def instance_of(instance: Body) -> RentedInstance:
     interface, attached = instance.first("networkInterfaces"), instance.first("guestAccelerators")
     if type_.startswith("n1-") and attached.has("acceleratorType"):
         type_ += f"+{attached.last_part('acceleratorType')}:{int(attached.number('acceleratorCount'))}"
-    return RentedInstance(
+    return api.RentedInstance(
         id=name,
         cluster=cluster,
         node=node if cluster else "",
@@ -279,7 +269,7 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     )
 
 
-def outcome_of(errors: Sequence[CodedError]) -> RequestOutcome:
+def outcome_of(errors: Sequence[CodedError]) -> api.RequestOutcome:
     """The outcome of an order that made nothing. An unknown code leaves open whether it did."""
     text = (
         "; ".join(f"{code}: {words}" for code, words in errors)

@@ -1,16 +1,5 @@
 """The HTTP client that all rental providers share: rate limit, timeouts, and failures that say what to do next.
 
-    body = await api.request("GET", "/instances")                    # raises ApiError, a ProviderError
-    for row in body.rows("data"): row.text("id"), row.text("name", "")  # a missing field is named: data[3].id
-
-    try:
-        body = await api.request("POST", "/launch", json=order, creates=True)
-    except ApiError as error:
-        return error.outcome()                                       # CAPACITY, RATE, AMBIGUOUS ...
-
-    async for page in api.pages("/instances", "after", lambda page: page.text("next", "")): ...
-    return await map_concurrently(lambda id: api.remove(f"/instances/{id}", id), ids)   # already gone counts as deleted
-
 A call with `creates=True` whose answer is lost, a server error or unreadable fails as AMBIGUOUS. One that never reached
 the provider fails as TRANSIENT: nothing was made. Nothing is retried here.
 """
@@ -21,15 +10,14 @@ import asyncio
 import json as json_module
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from shoal.cloud.providers.api import FailureKind, ProviderLogin, RequestOutcome, Scope
+from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, RequestOutcome, Scope
 from shoal.cloud.providers.responses import (
     ApiError,
     Body,
@@ -76,7 +64,8 @@ class ApiClient:
         self._read_error = read_error
         self._bearer = bearer
         self._retry_after = retry_after
-        self._rate_limiter = RateLimiter(float(account.settings.get("request_interval", interval)))
+        self._interval = float(account.settings.get("request_interval", interval))
+        self._next_slot = 0.0
         self._client = httpx.AsyncClient(
             headers={"User-Agent": "shoal", "Accept": "application/json"}, verify=_certificates()
         )
@@ -94,7 +83,7 @@ class ApiClient:
         where = f"{self.account.name}: {method} {path}"
         unknown = FailureKind.AMBIGUOUS if creates else FailureKind.TRANSIENT
         seconds = float(self.account.settings.get("timeout", CREATE_TIMEOUT_S if creates else REQUEST_TIMEOUT_S))
-        await self._rate_limiter.wait()
+        await self._wait_for_slot()
         key = await self._bearer() if self._bearer else self.account.secret
         if not (key.isascii() and key.isprintable()):
             raise ApiError(f"{where}: the key has invalid characters", FailureKind.AUTH, scope="provider")
@@ -159,6 +148,13 @@ class ApiClient:
     async def close(self) -> None:
         await self._client.aclose()
 
+    async def _wait_for_slot(self) -> None:
+        """Space calls: each takes the next free slot and waits for it."""
+        now = time.monotonic()
+        slot = max(now, self._next_slot)
+        self._next_slot = slot + self._interval
+        await asyncio.sleep(slot - now)
+
     def _refusal_error(self, where: str, response: httpx.Response, data: Any, unknown: FailureKind) -> ApiError:
         status = response.status_code
         own = read_refusal(self._read_error, status, data)
@@ -180,10 +176,23 @@ class ApiClient:
 
 
 class HttpProvider:
-    """The base of a rental provider over HTTP. One that must register keys first overrides `ensure_key`."""
+    """The base of a rental provider over HTTP: orders one machine at a time, and registers no keys."""
 
     def __init__(self, account: ProviderLogin, api: ApiClient) -> None:
         self._account, self._api = account, api
+
+    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+        outcomes: list[RequestOutcome] = []
+        for order in orders:
+            try:
+                outcomes.append(await self._create(order))
+            except ApiError as error:
+                outcomes.append(error.outcome())
+        return outcomes
+
+    async def _create(self, order: RentalOrder) -> RequestOutcome:
+        """Order one machine. It may raise ApiError."""
+        raise NotImplementedError
 
     async def ensure_key(self, cluster: str, public_key: str) -> str:
         return ""  # each order carries it
@@ -251,17 +260,3 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or ""))
     except ValueError:
         return 0.0
-
-
-@dataclass
-class RateLimiter:
-    """Spaces calls: each takes the next free slot and waits for it."""
-
-    interval: float
-    _next: float = field(default=0.0, repr=False)
-
-    async def wait(self) -> None:
-        now = time.monotonic()
-        slot = max(now, self._next)
-        self._next = slot + self.interval
-        await asyncio.sleep(slot - now)

@@ -12,18 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.cloud.providers.api import (
-    Abilities,
-    Billing,
-    FailureKind,
-    InstanceState,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalOrder,
-    RentedInstance,
-    RequestOutcome,
-)
+from shoal.cloud.providers import api
+from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider
 from shoal.cloud.providers.prices import gpu_model
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_code
@@ -31,7 +21,7 @@ from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, 
 BASE = "https://cloud.lambda.ai/api/v1"
 IMAGE = "lambda-stack-24-04"
 """Without a family the image depends on the region."""
-STATES: dict[str, InstanceState] = {
+STATES: dict[str, api.InstanceState] = {
     "booting": "pending",
     "active": "up",
     "unhealthy": "error",
@@ -60,24 +50,20 @@ LAUNCH_INTERVAL_S = 12.0
 class LambdaProvider(HttpProvider):
     """Implements `shoal.cloud.providers.api.RentalProvider`."""
 
-    abilities = Abilities(
+    abilities = api.Abilities(
         user="ubuntu",
-        idempotent="none",
-        at_once=1,
         create_interval=LAUNCH_INTERVAL_S,
-        billing=Billing(step=60, from_up=True),
-        boots_with="user_data",
+        billing=api.Billing(step=60, from_up=True),
         boot_seconds=1800,
-        grace_seconds=300,
     )
 
-    def __init__(self, account: ProviderLogin) -> None:
+    def __init__(self, account: api.ProviderLogin) -> None:
         interval = float(account.settings.get("create_interval", self.abilities.create_interval))
         self.abilities = replace(self.abilities, create_interval=interval)
         api = ApiClient(account, BASE, read_error=read_error, interval=1.0, retry_after=lambda: LAUNCH_INTERVAL_S)
         super().__init__(account, api)
 
-    async def offers(self, query: Query) -> list[Offer]:
+    async def offers(self, query: api.Query) -> list[api.Offer]:
         body = await self._api.request("GET", "/instance-types")
         found = []
         for _, entry in body.object("data").items():
@@ -89,15 +75,12 @@ class LambdaProvider(HttpProvider):
                     found.append(offer)
         return found
 
-    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
-        return [await self._launch(order) for order in orders]
-
-    async def instances(self, cluster: str) -> list[RentedInstance]:
+    async def instances(self, cluster: str) -> list[api.RentedInstance]:
         body = await self._api.request("GET", "/instances")
         found = [_instance(one) for one in body.rows("data") if one.text("status") != "terminated"]
         return [one for one in found if one.cluster == cluster]
 
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+    async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         if len(instances) > 1:
             outcome = await self._terminate([one.id for one in instances])
             # with one unknown id Lambda terminates none: then one by one
@@ -124,9 +107,9 @@ class LambdaProvider(HttpProvider):
                 return key.text("name")
         return ""
 
-    async def _launch(self, order: RentalOrder) -> RequestOutcome:
+    async def _create(self, order: api.RentalOrder) -> api.RequestOutcome:
         if not order.key_name:
-            return RequestOutcome(failure=FailureKind.INVALID, message="Lambda requires the name of an SSH key")
+            return api.RequestOutcome(failure=FailureKind.INVALID, message="Lambda requires the name of an SSH key")
         name = f"{order.cluster}--{order.node}--{order.token}"
         tags = {CLUSTER: order.cluster, NODE: order.node, TOKEN: order.token, EPOCH: str(int(time.time()))}
         request = {
@@ -139,36 +122,31 @@ class LambdaProvider(HttpProvider):
             "user_data": order.user_data or None,
             "hostname": order.node if re.fullmatch(r"[a-z0-9][0-9a-z-]{0,62}", order.node) else None,
         }
-        try:
-            launch = drop_none(request)
-            body = await self._api.request("POST", "/instance-operations/launch", json=launch, creates=True)
-            ids = body.object("data").rows("instance_ids")
-            if len(ids) != 1 or not isinstance(ids[0].value, str):
-                raise body.error(f"data.instance_ids has {len(ids)} ids, expected one")
-        except ApiError as error:
-            return error.outcome()
-        return RequestOutcome(ids[0].value)
+        launch = drop_none(request)
+        body = await self._api.request("POST", "/instance-operations/launch", json=launch, creates=True)
+        ids = body.object("data").rows("instance_ids")
+        if len(ids) != 1 or not isinstance(ids[0].value, str):
+            raise body.error(f"data.instance_ids has {len(ids)} ids, expected one")
+        return api.RequestOutcome(ids[0].value)
 
-    async def _terminate(self, ids: list[str]) -> RequestOutcome:
+    async def _terminate(self, ids: list[str]) -> api.RequestOutcome:
         try:
             body = await self._api.request("POST", "/instance-operations/terminate", json={"instance_ids": ids})
             done = {one.text("id") for one in body.object("data").rows("terminated_instances")}
         except ApiError as error:
             if error.status == 404 and len(ids) == 1:
-                return RequestOutcome(ids[0])  # already gone
+                return api.RequestOutcome(ids[0])  # already gone
             return error.outcome(ids[0])
-        missed = [one for one in ids if one not in done]
-        if missed:
-            return RequestOutcome(
-                ids[0], FailureKind.TRANSIENT, message=f"Lambda did not terminate {', '.join(missed)}"
-            )
-        return RequestOutcome(ids[0])
+        if not (missed := [id for id in ids if id not in done]):
+            return api.RequestOutcome(ids[0])
+        message = f"Lambda did not terminate {', '.join(missed)}"
+        return api.RequestOutcome(ids[0], FailureKind.TRANSIENT, message=message)
 
-    def _offer(self, kind: Body, region: str, available: bool) -> Offer:
+    def _offer(self, kind: Body, region: str, available: bool) -> api.Offer:
         specs = kind.object("specs")
         gpus = int(specs.number("gpus", 0))
         gpu, memory = gpu_model(kind.text("gpu_description", "")) if gpus else ("", 0)
-        return Offer(
+        return api.Offer(
             provider=self._account.name,
             type=kind.text("name"),
             region=region,
@@ -192,14 +170,14 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     return refusal_by_code(REFUSALS, [(code, message)])
 
 
-def _instance(one: Body) -> RentedInstance:
+def _instance(one: Body) -> api.RentedInstance:
     status, tags = one.text("status"), {tag.text("key"): tag.text("value") for tag in one.rows_or_empty("tags")}
     kind, epoch = one.object_or_empty("instance_type"), tags.get(EPOCH, "")
     cents = kind.number_or_none("price_cents_per_hour")
     cluster, node, token = (tags.get(key, "") for key in (CLUSTER, NODE, TOKEN))
     if not token and one.text("name", "").count("--") == 2:
         cluster, node, token = one.text("name").split("--")
-    return RentedInstance(
+    return api.RentedInstance(
         id=one.text("id"),
         cluster=cluster,
         node=node,

@@ -14,18 +14,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.cloud.providers.api import (
-    Abilities,
-    Billing,
-    FailureKind,
-    InstanceState,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalOrder,
-    RentedInstance,
-    RequestOutcome,
-)
+from shoal.cloud.providers import api
+from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
 from shoal.cloud.providers.prices import prices
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_message
@@ -47,7 +37,7 @@ REGIONS = {"NY2": "East Coast (NY2)", "CA1": "West Coast (CA1)", "AMS1": "Europe
 TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9", "A100-80G": "tqqsxr6b"}
 """Ubuntu with the driver, by GPU family."""
 GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
-STATES: dict[str, InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
+STATES: dict[str, api.InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
 """All other states, unknown ones too, count as pending: no reason to delete a machine."""
 WORDS = {
     r"out of capacity": Refusal(FailureKind.CAPACITY),
@@ -64,32 +54,26 @@ WORDS = {
 class PaperspaceProvider(HttpProvider):
     """Implements `shoal.cloud.providers.api.RentalProvider`."""
 
-    abilities = Abilities(
+    abilities = api.Abilities(
         user=USER,
-        idempotent="none",
-        at_once=1,
-        billing=Billing(step=3600),
+        billing=api.Billing(step=3600),
         boots_with="script",
         boot_seconds=1200,
-        grace_seconds=300,
     )
 
-    def __init__(self, account: ProviderLogin) -> None:
+    def __init__(self, account: api.ProviderLogin) -> None:
         super().__init__(account, ApiClient(account, BASE, read_error=read_error))
 
-    async def offers(self, query: Query) -> list[Offer]:
+    async def offers(self, query: api.Query) -> list[api.Offer]:
         """The machine types of our table, with their availability: Paperspace lists none itself."""
         # each region has two names; keep the one that was requested
         regions = [one for one in query.regions if code_of(one) in REGIONS] if query.regions else sorted(REGIONS)
         types = sorted(set(query.types) or {row.type for row in prices() if row.provider == self._account.kind})
-        blank = [Offer(self._account.name, name, region) for name in types for region in regions]
+        blank = [api.Offer(self._account.name, name, region) for name in types for region in regions]
         request = [offer for offer in prices().fill(self._account.kind, blank) if query.admits(offer)]
         return await map_concurrently(self._with_availability, request)
 
-    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
-        return [await self._create(order) for order in orders]
-
-    async def instances(self, cluster: str) -> list[RentedInstance]:
+    async def instances(self, cluster: str) -> list[api.RentedInstance]:
         every = [_instance(one) async for one in self._all("/machines") if not one.has("dtDeleted")]
         found = [one for one in every if one.cluster == cluster]
         failures = await self._failures(found)
@@ -98,7 +82,7 @@ class PaperspaceProvider(HttpProvider):
             for one in found
         ]
 
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+    async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         outcomes = [await self._api.remove(f"/machines/{one.id}", one.id) for one in instances]
         for cluster in sorted({one.cluster for one in instances if one.cluster}):
             with contextlib.suppress(ApiError):  # a script costs nothing; the next delete retries
@@ -107,24 +91,21 @@ class PaperspaceProvider(HttpProvider):
                 )
         return outcomes
 
-    async def _create(self, order: RentalOrder) -> RequestOutcome:
+    async def _create(self, order: api.RentalOrder) -> api.RequestOutcome:
         if "--" in order.node or "--" in order.token:
-            return RequestOutcome(
+            return api.RequestOutcome(
                 "", FailureKind.INVALID, message=f"{order.node}: two hyphens in a row separate the fields of the name"
             )
         name = f"c-{order.cluster}--{order.node}--{int(time.time())}-{order.token}"
         script = {"name": name, "script": startup_script(order), "isRunOnce": True}
-        try:
-            # a lost script costs nothing, and is swept like any other without a machine
-            script_id = (await self._api.request("POST", "/startup-scripts", json=script)).text("id")
-        except ApiError as error:
-            return error.outcome()
+        # a lost script costs nothing, and is swept like any other without a machine
+        script_id = (await self._api.request("POST", "/startup-scripts", json=script)).text("id")
         outcome = await self._order(order, name, script_id)
         if outcome.failure not in (None, FailureKind.AMBIGUOUS):
             await self._api.remove(f"/startup-scripts/{script_id}")
         return outcome
 
-    async def _order(self, order: RentalOrder, name: str, script_id: str) -> RequestOutcome:
+    async def _order(self, order: api.RentalOrder, name: str, script_id: str) -> api.RequestOutcome:
         request = machine_order(order, name, script_id, self._account.settings)
         try:
             answer = await self._api.request("POST", "/machines", json=request, creates=True)
@@ -141,9 +122,9 @@ class PaperspaceProvider(HttpProvider):
             message = event.text("error", "") or f"the order ended as {event.text('state')}"
             found = refusal_by_message(WORDS, message) or Refusal(FailureKind.AMBIGUOUS)
             return replace(found, message=f"{self._account.name}: {message}").outcome()
-        return RequestOutcome(id, usd_hour=usd_hour)
+        return api.RequestOutcome(id, usd_hour=usd_hour)
 
-    async def _failures(self, machines: Sequence[RentedInstance]) -> dict[str, str]:
+    async def _failures(self, machines: Sequence[api.RentedInstance]) -> dict[str, str]:
         """Errors by machine, from events: a machine whose creation failed stays in its first state forever."""
         pending = {one.id for one in machines if one.raw_state == "provisioning"}
         since = min((one.created or 0.0 for one in machines if one.id in pending), default=0.0) - EVENT_SLACK_S
@@ -170,7 +151,7 @@ class PaperspaceProvider(HttpProvider):
             if token in gone or time.time() - (created or 0.0) > SCRIPT_GRACE_S:
                 await self._api.remove(f"/startup-scripts/{script.text('id')}")
 
-    async def _with_availability(self, offer: Offer) -> Offer:
+    async def _with_availability(self, offer: api.Offer) -> api.Offer:
         params = {"machineType": offer.type, "region": REGIONS[code_of(offer.region)]}
         there = (await self._api.request("GET", "/machine-availability", params=params)).flag("available")
         return replace(offer, available="yes" if there else "no")
@@ -181,7 +162,7 @@ class PaperspaceProvider(HttpProvider):
                 yield one
 
 
-def machine_order(order: RentalOrder, name: str, script_id: str, settings: Mapping[str, str]) -> Any:
+def machine_order(order: api.RentalOrder, name: str, script_id: str, settings: Mapping[str, str]) -> Any:
     """The request that orders a machine."""
     request = {
         "name": name,
@@ -199,7 +180,7 @@ def machine_order(order: RentalOrder, name: str, script_id: str, settings: Mappi
     return drop_none(request)
 
 
-def startup_script(order: RentalOrder) -> str:
+def startup_script(order: api.RentalOrder) -> str:
     """Authorizes the controller's key, then runs the order's script."""
     key, home = order.public_key.strip().replace("'", ""), f"/home/{USER}/.ssh"
     lines = [
@@ -215,7 +196,7 @@ def startup_script(order: RentalOrder) -> str:
     return "\n".join(lines) + "\n"
 
 
-def template_of(offer: Offer) -> str:
+def template_of(offer: api.Offer) -> str:
     """The default template of a machine type."""
     return CPU_TEMPLATE if re.fullmatch(r"C\d+", offer.type) else TEMPLATES.get(offer.type, GPU_TEMPLATE)
 
@@ -243,10 +224,10 @@ def _next_page(page: Body) -> str:
     return page.text("nextPage") if page.flag("hasMore") else ""
 
 
-def _instance(one: Body) -> RentedInstance:
+def _instance(one: Body) -> api.RentedInstance:
     state = one.text("state")
     cluster, node, token, created = read_name(one.text("name"))
-    return RentedInstance(
+    return api.RentedInstance(
         id=one.text("id"),
         cluster=cluster,
         node=node,

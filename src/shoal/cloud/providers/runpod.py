@@ -13,21 +13,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal.cloud.providers.api import (
-    Abilities,
-    Billing,
-    FailureKind,
-    InstanceState,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalOrder,
-    RentedInstance,
-    RequestOutcome,
-)
+from shoal.cloud.providers import api
+from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently
 from shoal.cloud.providers.prices import gpu_model
-from shoal.cloud.providers.responses import ApiError, Body, Refusal, drop_none, refusal_by_message
+from shoal.cloud.providers.responses import Body, Refusal, drop_none, refusal_by_message
 
 BASE = "https://api.runpod.io/v2"
 IMAGE = "debian:12"
@@ -38,7 +28,7 @@ ANYWHERE = "any"
 COUNTS = (1, 2, 4, 8)
 CPUS_AT_LEAST, MEMORY_GB_AT_LEAST = 2, 8
 """The minimum per GPU of a pod. The API does not tell more."""
-STATES: dict[str, InstanceState] = {
+STATES: dict[str, api.InstanceState] = {
     "PROVISIONING": "pending",
     "STARTING": "pending",
     "RUNNING": "up",
@@ -82,24 +72,20 @@ WAIT = "while :; do sleep 3600 & wait $!; done\n"
 class RunPodProvider(HttpProvider):
     """Implements `shoal.cloud.providers.api.RentalProvider`."""
 
-    abilities = Abilities(
+    abilities = api.Abilities(
         container=True,
         user="root",
-        idempotent="none",
-        at_once=1,
         boots_with="args",
         boot_seconds=1200,
-        grace_seconds=300,
-        billing=Billing(step=1),
     )
 
-    def __init__(self, account: ProviderLogin) -> None:
+    def __init__(self, account: api.ProviderLogin) -> None:
         super().__init__(account, ApiClient(account, BASE, read_error=read_error, interval=0.5))
         self._cloud = account.settings.get("cloud", "SECURE").upper()
 
-    async def offers(self, query: Query) -> list[Offer]:
+    async def offers(self, query: api.Query) -> list[api.Offer]:
         counts = sorted({split_type(one)[1] for one in query.types} or set(COUNTS))
-        found: list[Offer] = []
+        found: list[api.Offer] = []
         for count in counts:
             if count >= query.gpus:
                 params: dict[str, str | int] = {"include": "AVAILABILITY", "product": "POD", "count": count}
@@ -108,18 +94,15 @@ class RunPodProvider(HttpProvider):
                 found += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
         return [one for one in found if query.admits(one)]
 
-    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
-        return [await self._order(order) for order in orders]
-
-    async def instances(self, cluster: str) -> list[RentedInstance]:
+    async def instances(self, cluster: str) -> list[api.RentedInstance]:
         pages = self._api.pages("/pods", "cursor", _next_page, includeClusterPods="true")
         pods = [pod async for page in pages for pod in page.rows("pods")]
         return [one for one in (_instance(pod) for pod in pods if pod.text("status") != GONE) if one.cluster == cluster]
 
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+    async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         return await map_concurrently(lambda one: self._api.remove(f"/pods/{one.id}", one.id), instances)
 
-    async def _order(self, order: RentalOrder) -> RequestOutcome:
+    async def _create(self, order: api.RentalOrder) -> api.RequestOutcome:
         gpu, count = split_type(order.offer.type)
         request = {
             "name": f"{order.cluster}--{order.node}--{order.token}",
@@ -137,20 +120,17 @@ class RunPodProvider(HttpProvider):
             "args": boot_args(order.user_data),
             "dataCenterIds": None if order.offer.region in ("", ANYWHERE) else [order.offer.region],
         }
-        try:
-            body = await self._api.request("POST", "/pods", json=drop_none(request), creates=True)
-            return RequestOutcome(body.text("id"), usd_hour=body.number_or_none("cost") or None)  # 0 means no price
-        except ApiError as error:
-            return error.outcome()
+        body = await self._api.request("POST", "/pods", json=drop_none(request), creates=True)
+        return api.RequestOutcome(body.text("id"), usd_hour=body.number_or_none("cost") or None)  # 0 means no price
 
-    def _offers(self, gpu: Body, count: int) -> Iterator[Offer]:
+    def _offers(self, gpu: Body, count: int) -> Iterator[api.Offer]:
         cloud = self._cloud.lower()
         if int(gpu.object("maxCount").number(cloud, 0)) < count:
             return
         price = gpu.object("price").number_or_none(cloud)
         places = [(one.text("id"), one.text("availability")) for one in gpu.rows_or_empty("dataCenters")]
         for place, level in places if cloud == "secure" else [(ANYWHERE, gpu.text("availability", ""))]:
-            yield Offer(
+            yield api.Offer(
                 provider=self._account.name,
                 type=joined_type(gpu.text("id"), count),
                 region=place,
@@ -211,14 +191,14 @@ def _next_page(page: Body) -> str:
     return paging.text("nextCursor") if paging.flag("hasNextPage", False) else ""
 
 
-def _instance(pod: Body) -> RentedInstance:
+def _instance(pod: Body) -> api.RentedInstance:
     status, env, gpu = pod.text("status"), pod.object_or_empty("env"), pod.object_or_empty("gpu")
     cluster, node, token = (env.text(name, "") for name in (CLUSTER, NODE, TOKEN))
     if not token and pod.text("name", "").count("--") == 2:
         cluster, node, token = pod.text("name").split("--")
     host, port = _ssh_address(pod)
     state = STATES.get(status, "pending")  # an unknown state is no reason to delete a machine
-    return RentedInstance(
+    return api.RentedInstance(
         id=pod.text("id"),
         cluster=cluster,
         node=node,

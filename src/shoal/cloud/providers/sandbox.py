@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from shoal.cloud.providers.api import (
-    Abilities,
-    FailureKind,
-    InstanceState,
-    Market,
-    Offer,
-    ProviderLogin,
-    Query,
-    RentalOrder,
-    RentedInstance,
-    RequestOutcome,
-)
+from shoal.cloud.providers import api
+from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.http import ApiClient, HttpProvider
 from shoal.cloud.providers.responses import ApiError, Body, Refusal, refusal_by_code
 from shoal.errors import ProviderError
 
-STATES: dict[str, InstanceState] = {
+STATES: dict[str, api.InstanceState] = {
     "booting": "pending",
     "running": "up",
     "failed": "error",
@@ -41,17 +31,16 @@ ERROR_CODES = {
 class SandboxRentalProvider(HttpProvider):
     """Implements `shoal.cloud.providers.api.RentalProvider`."""
 
-    abilities = Abilities(
+    abilities = api.Abilities(
         user="root",
         notice_seconds=30,
         idempotent="token",
         at_once=100,
-        boots_with="user_data",
         boot_seconds=300,
         grace_seconds=30,
     )
 
-    def __init__(self, account: ProviderLogin) -> None:
+    def __init__(self, account: api.ProviderLogin) -> None:
         if not account.url:
             raise ProviderError(
                 f"provider account {account.name} has no url", hint="start `shoal simulate sandbox`, and set its `url`"
@@ -59,19 +48,19 @@ class SandboxRentalProvider(HttpProvider):
         api = ApiClient(account, "http://localhost/v1", read_error=read_error, retry_after=lambda: 1.0)
         super().__init__(account, api)
 
-    async def offers(self, query: Query) -> list[Offer]:
+    async def offers(self, query: api.Query) -> list[api.Offer]:
         body = await self._api.request("GET", "/types")
         region = body.text("region")
         found = [
             self._offer(kind, region, zone, market)
             for kind in body.rows("types")
             for zone in kind.rows("zones")
-            for market in get_args(Market)
+            for market in get_args(api.Market)
             if kind.object("usd_hour").has(market)
         ]
         return [offer for offer in found if query.admits(offer)]
 
-    async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
+    async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         machines = [_order_body(order) for order in orders]
         try:
             body = await self._api.request("POST", "/machines", json={"machines": machines}, creates=True)
@@ -83,12 +72,12 @@ class SandboxRentalProvider(HttpProvider):
             lost = body.error(f"the answer lacks the machine with token {error}")
             return [outcomes.get(order.token, lost.outcome()) for order in orders]
 
-    async def instances(self, cluster: str) -> list[RentedInstance]:
+    async def instances(self, cluster: str) -> list[api.RentedInstance]:
         pages = self._api.pages("/machines", "after", lambda page: page.text("next", ""))
         found = [_instance(one) async for page in pages for one in page.rows("machines")]
         return [one for one in found if one.cluster == cluster]
 
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
+    async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         if not instances:
             return []
         try:
@@ -96,11 +85,11 @@ class SandboxRentalProvider(HttpProvider):
             done = {one.value for name in ("deleted", "unknown") for one in body.rows(name)}
         except ApiError as error:
             return [error.outcome(one.id) for one in instances]
-        missing = RequestOutcome(failure=FailureKind.TRANSIENT, message="the answer does not mention this machine")
-        return [RequestOutcome(one.id) if one.id in done else missing for one in instances]
+        missing = api.RequestOutcome(failure=FailureKind.TRANSIENT, message="the answer does not mention this machine")
+        return [api.RequestOutcome(one.id) if one.id in done else missing for one in instances]
 
-    def _offer(self, kind: Body, region: str, zone: Body, market: Market) -> Offer:
-        return Offer(
+    def _offer(self, kind: Body, region: str, zone: Body, market: api.Market) -> api.Offer:
+        return api.Offer(
             provider=self._account.name,
             type=kind.text("name"),
             region=region,
@@ -124,7 +113,7 @@ def _refusal(error: Body) -> Refusal | None:
     return refusal_by_code(ERROR_CODES, [(error.text("code"), error.text("message", ""))])
 
 
-def _order_body(order: RentalOrder) -> dict[str, Any]:
+def _order_body(order: api.RentalOrder) -> dict[str, Any]:
     return {
         "token": order.token,
         "name": f"{order.cluster}-{order.node}-{order.token[:12]}",
@@ -138,16 +127,16 @@ def _order_body(order: RentalOrder) -> dict[str, Any]:
     }
 
 
-def _outcome(one: Body) -> RequestOutcome:
+def _outcome(one: Body) -> api.RequestOutcome:
     if not one.has("error"):
-        return RequestOutcome(one.text("id"), usd_hour=one.number_or_none("usd_hour"))
+        return api.RequestOutcome(one.text("id"), usd_hour=one.number_or_none("usd_hour"))
     known = _refusal(one.object("error"))
     return (known or Refusal(FailureKind.AMBIGUOUS, message=one.object("error").text("code"))).outcome()
 
 
-def _instance(one: Body) -> RentedInstance:
+def _instance(one: Body) -> api.RentedInstance:
     labels, state = one.object_or_empty("labels"), one.text("state")
-    return RentedInstance(
+    return api.RentedInstance(
         id=one.text("id"),
         cluster=labels.text("cluster", ""),
         node=labels.text("node", ""),
