@@ -1,7 +1,6 @@
 """A simulated Google Compute Engine: bulkInsert with its operations, lists by zone and of all zones, spot, deadlines.
 
-An order that is well formed is answered with an operation at once. The
-operation reports stock and quota when it ends. The same `requestId` brings the same operation.
+An order that is well formed is answered with an operation at once, which reports stock and quota when it ends.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal.cloud.providers.api import Billing
-from shoal_simulators.gcp_requests import API, TYPES, check, filtered, number, page_of, read_order, shown_type, stamp
+from shoal_simulators.gcp_requests import API, TYPES, check, filtered, page_of, read_order, shown_type
 from shoal_simulators.instances import Profile, SimulatedInstance
 from shoal_simulators.market import ApiRejection, Market
-from shoal_simulators.server import RateLimit, Simulator, read_json
+from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
 
 POLLS_UNTIL_DONE = 2
 """Requests after which an operation is done."""
@@ -56,7 +55,6 @@ class Operation:
     name: str
     type: str
     zone: str
-    began: float
     polls: int = 0
     group: str = ""
     errors: list[dict[str, str]] = field(default_factory=list)
@@ -123,7 +121,7 @@ class GoogleComputeSimulator(Simulator):
         body, params = await read_json(request), request.path_params
         zone, asked = params["zone"], request.query_params.get("requestId", "")
         if asked and asked in self._requests:
-            return self._operation_response(self._requests[asked])
+            return JSONResponse(self._shown_operation(self._requests[asked]))
         check(asked, body)
         names = list(body["perInstanceProperties"])
         taken = {machine.order.name for machine in self.market.list_instances() if machine.order.zone == zone}
@@ -136,13 +134,11 @@ class GoogleComputeSimulator(Simulator):
         self._requests[asked or operation.name] = operation
         if lost:
             raise ApiRejection("error-after-create")
-        return self._operation_response(operation)
+        return JSONResponse(self._shown_operation(operation))
 
     def _order_all(self, names: list[str], zone: str, asked: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
         """The machines made, the reasons for those that were not, and whether the response is an error all the same."""
-        made: list[str] = []
-        failed: list[str] = []
-        lost = False
+        made, failed, lost = list[str](), list[str](), False
         for name in names:
             try:
                 self.market.order(read_order(name, zone, asked), id=name)
@@ -189,7 +185,7 @@ class GoogleComputeSimulator(Simulator):
         self._hide(machine)
         operation = self._begin("delete", machine.order.zone)
         operation.target = self._link(request, machine)
-        return self._operation_response(operation)
+        return JSONResponse(self._shown_operation(operation))
 
     def _hide(self, machine: SimulatedInstance) -> None:
         if machine.shown_until == math.inf:
@@ -199,7 +195,7 @@ class GoogleComputeSimulator(Simulator):
 
     def _begin(self, type: str, zone: str) -> Operation:
         name = f"operation-{uuid.uuid4()}"
-        operation = Operation(name, type, zone, self.market.clock(), group=str(uuid.uuid4()))
+        operation = Operation(name, type, zone, group=str(uuid.uuid4()))
         self._operations[name] = operation
         return operation
 
@@ -208,32 +204,26 @@ class GoogleComputeSimulator(Simulator):
         if operation is None:
             raise ApiRejection("not-found", request.path_params["name"])
         operation.polls += 1
-        return self._operation_response(operation)
-
-    def _operation_response(self, operation: Operation) -> Response:
         return JSONResponse(self._shown_operation(operation))
 
     def _shown_operation(self, operation: Operation) -> dict[str, Any]:
         done = operation.polls >= POLLS_UNTIL_DONE
         shown: dict[str, Any] = {
             "kind": "compute#operation",
-            "id": number(operation.name),
             "name": operation.name,
             "operationType": operation.type,
             "operationGroupId": operation.group,
             "zone": f"{API}/projects/p/zones/{operation.zone}",
             "status": "DONE" if done else "RUNNING" if operation.polls else "PENDING",
-            "progress": 100 if done else 0,
-            "insertTime": stamp(operation.began),
         }
         if operation.target:
             shown["targetLink"] = operation.target
         if done:
-            shown["endTime"] = stamp(self.market.clock())
+            shown["endTime"] = iso_time(self.market.clock())
         if done and operation.counts is not None:
             shown["instancesBulkInsertOperationMetadata"] = {"perLocationStatus": operation.counts}
         if done and operation.errors:
-            shown |= {"error": {"errors": operation.errors}, "httpErrorStatusCode": 503}
+            shown["error"] = {"errors": operation.errors}
         return shown
 
     # Lists
@@ -287,8 +277,7 @@ class GoogleComputeSimulator(Simulator):
 
     def _shown(self, request: Request, machine: SimulatedInstance) -> dict[str, Any]:
         order, properties = machine.order, machine.order.marks
-        link = self._link(request, machine)
-        zone = link.rpartition("/instances/")[0]
+        zone = self._link(request, machine).rpartition("/instances/")[0]
         interface: dict[str, Any] = {"name": "nic0", "network": f"{API}/projects/p/global/networks/default"}
         if machine.host:
             interface["networkIP"] = machine.private_address or machine.host
@@ -298,14 +287,12 @@ class GoogleComputeSimulator(Simulator):
             ]
         shown = {
             "kind": "compute#instance",
-            "id": number(machine.id),
             "name": order.name,
-            "creationTimestamp": stamp(machine.ordered),
+            "creationTimestamp": iso_time(machine.ordered),
             "status": self._status(machine),
             "zone": zone,
             "machineType": f"{zone}/machineTypes/{order.type.partition('+')[0]}",
             "networkInterfaces": [interface],
-            "selfLink": link,
         }
         for echoed in ("labels", "scheduling", "metadata", "tags"):
             shown[echoed] = properties.get(echoed, {})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
-from zlib import crc32
 
 from starlette.requests import Request
 
@@ -27,8 +26,6 @@ GPUS = {
     ("B200", 180): "nvidia-b200",
 }
 """A GPU and its memory -> Google's name of it."""
-UNPRICED = 1.0
-"""The price of a machine that the table does not have."""
 NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -87,7 +84,6 @@ def shown_type(type: MachineType, zone: str) -> dict[str, Any]:
     """A type as `machineTypes` lists it."""
     shown: dict[str, Any] = {
         "kind": "compute#machineType",
-        "id": number(type.name),
         "name": type.name,
         "guestCpus": type.cpus,
         "memoryMb": type.memory_gb * 1024,
@@ -132,16 +128,6 @@ def page_of(request: Request, rows: list[dict[str, Any]]) -> tuple[list[dict[str
     return rows[start : start + size], more
 
 
-def number(name: str) -> str:
-    """The id that goes with a name."""
-    return str(10**18 + crc32(name.encode()))
-
-
-def stamp(seconds: float) -> str:
-    """A time as Google writes it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
 def _types() -> tuple[MachineType, ...]:
     table = Prices(shipped())
     rows = {row.type: row for row in table if row.provider == "gcp"}
@@ -149,16 +135,10 @@ def _types() -> tuple[MachineType, ...]:
     for name, row in rows.items():
         asked, spot = table.find("gcp", name, REGION, "on-demand"), table.find("gcp", name, REGION, "spot")
         made.append(
-            MachineType(
-                name,
-                GPUS[row.gpu, row.gpu_memory_gb],
-                row.gpus,
-                row.gpu_memory_gb,
-                row.cpus,
-                row.memory_gb,
-                usd_hour=(asked and asked.usd_hour) or UNPRICED,
-                spot_usd_hour=(spot and spot.usd_hour) or UNPRICED,
-                arch=row.arch,
+            MachineType.of(
+                replace(row, usd_hour=asked.usd_hour if asked else None),
+                gpu=GPUS[row.gpu, row.gpu_memory_gb],
+                spot_usd_hour=(spot and spot.usd_hour) or 1.0,
                 places={zone: MANY for zone in ZONES if _costs_the_same(table, name, zone)},
             )
         )

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from shoal.cloud.providers.api import Billing
+from shoal.cloud.providers.api import Billing, Offer
 from shoal.cloud.providers.api import Market as PricingModel
 from shoal.errors import UsageError
 
@@ -33,6 +33,12 @@ class MachineType:
     arch: str = "x86_64"
     places: Mapping[str, int] = field(default_factory=dict)
     """Zone or region -> capacity. With 0 it is listed without capacity."""
+
+    @classmethod
+    def of(cls, row: Offer, **more: Any) -> MachineType:
+        """A type as our table of prices has it. A machine without a price there costs 1 USD an hour."""
+        shape = (row.gpu, row.gpus, row.gpu_memory_gb, row.cpus, row.memory_gb, row.usd_hour or 1.0)
+        return replace(cls(row.type, *shape, arch=row.arch), **more)
 
 
 @dataclass(frozen=True)
@@ -118,11 +124,10 @@ class SimulatedInstance:
         return self.phase in ("pending", "up", "error")
 
 
-Kind = Literal[
+KINDS = (
     "stockout", "quota", "rate", "error-after-create", "error-before-create", "slow-boot", "never-reachable", "dies",
     "preempt", "lagging-list", "duplicate-name", "price-change", "bad-gpu", "list-fails", "balance", "auth",
-]  # fmt: skip
-KINDS: tuple[str, ...] = get_args(Kind)
+)  # fmt: skip
 SECONDS = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0}
 """Default duration of a fault: extra boot time, time after boot, time after boot, time missing from lists."""
 

@@ -96,7 +96,6 @@ class LambdaSimulator(Simulator):
             Route(f"{base}/ssh-keys", self.add_key, methods=["POST"]),
             Route(f"{base}/ssh-keys/{{id}}", self.remove_key, methods=["DELETE"]),
             Route(f"{base}/images", self.images),
-            Route(f"{base}/file-systems", self.nothing),
         ]
 
     def authorised(self, request: Request, key: str) -> bool:
@@ -172,14 +171,14 @@ class LambdaSimulator(Simulator):
         return JSONResponse({"data": {"restarted_instances": [self.shown(machine) for machine in machines]}})
 
     async def keys(self, request: Request) -> Response:
-        return JSONResponse({"data": list(self._keys.values())})
+        return JSONResponse({"data": list(self.stored("keys").values())})
 
     async def add_key(self, request: Request) -> Response:
         asked = await read_json(request)
         name = asked.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= 64:
             raise ApiRejection("invalid", "name: 1 to 64 characters")
-        if name in {key["name"] for key in self._keys.values()}:
+        if name in {key["name"] for key in self.stored("keys").values()}:
             raise ApiRejection("duplicate-name")
         key, extra = {"id": uuid.uuid4().hex, "name": name}, {}
         if public := asked.get("public_key"):
@@ -188,12 +187,12 @@ class LambdaSimulator(Simulator):
             pair = asyncssh.generate_private_key("ssh-ed25519")
             key["public_key"] = pair.export_public_key().decode().strip()
             extra["private_key"] = pair.export_private_key().decode()
-        self._keys[key["id"]] = key
+        self.stored("keys")[key["id"]] = key
         self.market.save()
         return JSONResponse({"data": {**key, **extra}})
 
     async def remove_key(self, request: Request) -> Response:
-        if self._keys.pop(request.path_params["id"], None) is None:
+        if self.stored("keys").pop(request.path_params["id"], None) is None:
             raise ApiRejection("not-found")
         self.market.save()
         return JSONResponse({"data": {}})
@@ -203,30 +202,18 @@ class LambdaSimulator(Simulator):
             {
                 "id": uuid.uuid5(uuid.NAMESPACE_DNS, f"{family}.{region}").hex,
                 "name": family,
-                "description": family,
                 "family": family,
-                "version": "1",
                 "architecture": "x86_64",
                 "region": {"name": region, "description": description},
-                "created_time": "2026-05-01T00:00:00Z",
-                "updated_time": "2026-05-01T00:00:00Z",
             }
             for family in FAMILIES
             for region, description in REGIONS.items()
         ]
         return JSONResponse({"data": shown})
 
-    async def nothing(self, request: Request) -> Response:
-        return JSONResponse({"data": []})
-
-    @property
-    def _keys(self) -> dict[str, dict[str, str]]:
-        keys: dict[str, dict[str, str]] = self.market.notes.setdefault("keys", {})
-        return keys
-
     def _problem(self, order: dict[str, Any]) -> tuple[str, dict[str, str]]:
         """The error in an order, and its SSH key."""
-        keys = {key["name"]: key for key in self._keys.values()}
+        keys = {key["name"]: key for key in self.stored("keys").values()}
         named = order.get("ssh_key_names")
         if missing := [name for name in ("region_name", "instance_type_name", "ssh_key_names") if name not in order]:
             return f"{missing[0]}: Missing data for required field.", {}
@@ -246,24 +233,16 @@ class LambdaSimulator(Simulator):
     def shown(self, machine: SimulatedInstance) -> dict[str, Any]:
         """An instance as the API shows it; without an address the field is missing."""
         order = machine.order
-        launched = machine.phase != "pending"
         going = machine.phase in ("stopping", "gone")
-        reason = (
-            {"reason_code": "vm-is-terminating"}
-            if going
-            else {}
-            if launched
-            else {"reason_code": "vm-has-not-launched"}
-        )
-        action = {"available": launched and not going, **reason}
+        action: dict[str, Any] = {"available": machine.phase in ("up", "error")}
+        if not action["available"]:
+            action["reason_code"] = "vm-is-terminating" if going else "vm-has-not-launched"
         actions = dict.fromkeys(("migrate", "rebuild", "restart", "cold_reboot"), action)
         shown: dict[str, Any] = {
             "id": machine.id,
             "name": machine.name or order.name,
             "status": "preempted" if machine.preempted and going else STATUSES[machine.phase],
             "ssh_key_names": order.marks["ssh_key_names"],
-            "file_system_names": [],
-            "file_system_mounts": [],
             "region": {"name": order.region, "description": REGIONS[order.region]},
             "instance_type": shown_type(self.market.types[order.type], machine.usd_hour),
             "hostname": order.marks["hostname"] or machine.host.replace(".", "-"),

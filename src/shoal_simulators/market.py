@@ -1,29 +1,7 @@
 """The part that all simulated clouds share: machines with a life and a price, a bill, and faults on demand.
 
-A provider's simulator is a `server.Simulator`: it turns HTTP into calls of a Market, and machines into JSON.
-
-    class Example(Simulator):
-        kind, base = "example", "/v1"
-        profile = Profile(boot_seconds=60, billing=Billing(step=60, from_up=True))
-        types = (MachineType("big", gpu="H100", gpus=8, usd_hour=20.0, places={"us-1": 4}),)
-        creating, listing = r"POST /v1/machines", r"GET /v1/machines"
-
-        def routes(self):
-            return [Route("/v1/machines", self.list, methods=["GET"]), ...]
-
-        async def create(self, request):
-            order = InstanceOrder(name=..., type=..., region=..., public_keys=(...,), marks={"tag": ...})
-            machine = self.market.order(order, id=...)      # ApiRejection -> error_response(reason)
-            return JSONResponse({"id": machine.id})
-
-        async def list(self, request):
-            return JSONResponse([self.shown(machine) for machine in self.market.list_instances()])
-
-        def error_response(self, reason, detail=""):                    # `reason` is one of REJECTIONS
-            status, code = {"stockout": (400, "no-capacity"), ...}[reason]
-            return JSONResponse({"error": code}, status)
-
-All times are seconds of `Market.clock`; tests pass their own clock and advance it.
+A provider's simulator is a `server.Simulator`: it turns HTTP into calls of a Market, and machines into JSON. See
+docs/adding-a-provider.md. All times are seconds of `Market.clock`; tests pass their own clock and advance it.
 """
 
 from __future__ import annotations
@@ -235,11 +213,11 @@ class Market:
     def _make(self, order: InstanceOrder, id: str) -> SimulatedInstance:
         now = self.clock()
         slow, lag = self.take_fault("slow-boot", order), self.take_fault("lagging-list", order)
+        factor = PRICE_CHANGE_FACTOR if self.take_fault("price-change", order) else 1.0
         machine = SimulatedInstance(
             id=id,
             order=order,
-            usd_hour=self.price(order.type, order.market)
-            * (PRICE_CHANGE_FACTOR if self.take_fault("price-change", order) else 1.0),
+            usd_hour=self.price(order.type, order.market) * factor,
             ordered=now,
             boot_seconds=self.profile.boot_seconds + (slow.after if slow else 0.0),
             unseen_until=now + lag.after if lag else 0.0,
@@ -270,9 +248,8 @@ class Market:
             fate, machine.fate = machine.fate, ""
             (self._give_notice if fate == "preempt" else self._die)(machine)
         lifetime = machine.order.lifetime
-        if machine.live and lifetime and now >= machine.ordered + lifetime:
-            self._stop(machine)
-        if machine.live and machine.takes_away is not None and now >= machine.takes_away:
+        ends = [machine.ordered + lifetime if lifetime else None, machine.takes_away]
+        if machine.live and any(end is not None and now >= end for end in ends):
             self._stop(machine)
         stopped = (machine.stopping or now) + self.profile.stop_seconds
         if machine.phase == "stopping" and now >= stopped and status.state == "gone":
@@ -300,17 +277,9 @@ class Market:
         until = machine.ended if machine.ended is not None else self.clock()
         seconds = billing.seconds(until - started) if started is not None else 0
         return {
-            "id": machine.id,
-            "name": machine.order.name,
-            "type": machine.order.type,
-            "region": machine.order.region,
-            "zone": machine.order.zone,
-            "market": machine.order.market,
-            "usd_hour": machine.usd_hour,
-            "phase": machine.phase,
-            "ordered": machine.ordered,
+            **{name: getattr(machine, name) for name in ("id", "usd_hour", "phase", "ordered", "ended")},
+            **{name: getattr(machine.order, name) for name in ("name", "type", "region", "zone", "market")},
             "started": started,
-            "ended": machine.ended,
             "seconds": seconds,
             "usd": round(seconds * machine.usd_hour / 3600, 6),
         }

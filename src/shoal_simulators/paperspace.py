@@ -7,7 +7,6 @@ Names need not be unique, there are no tags and no keys, and lists come in pages
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from shoal.cloud.providers.api import Billing
 from shoal.cloud.providers.prices import shipped
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import ApiRejection
-from shoal_simulators.server import Simulator, read_json
+from shoal_simulators.server import Simulator, iso_time, read_json
 
 REGIONS = ("East Coast (NY2)", "West Coast (CA1)", "Europe (AMS1)")
 DISKS = (50, 100, 250, 500, 1000, 2000)
@@ -55,20 +54,7 @@ TEMPLATES = {
 
 def _types() -> tuple[MachineType, ...]:
     places = dict.fromkeys(REGIONS, 200)
-    of_table = (
-        MachineType(
-            row.type,
-            row.gpu,
-            row.gpus,
-            row.gpu_memory_gb,
-            row.cpus,
-            row.memory_gb,
-            row.usd_hour or 1.0,
-            places=places,
-        )
-        for row in shipped()
-        if row.provider == "paperspace"
-    )
+    of_table = (MachineType.of(row, places=places) for row in shipped() if row.provider == "paperspace")
     return (MachineType("C5", cpus=4, memory_gb=8, usd_hour=0.08, places=places), *of_table)
 
 
@@ -118,7 +104,7 @@ class PaperspaceSimulator(Simulator):
         order = await read_json(request)
         if problem := self._problem(order):
             raise ApiRejection("invalid", problem)
-        script = self._scripts.get(order.get("startupScriptId", ""))
+        script = self.stored("scripts").get(order.get("startupScriptId", ""))
         instance = InstanceOrder(
             name=order["name"],
             type=order["machineType"],
@@ -163,7 +149,7 @@ class PaperspaceSimulator(Simulator):
         suits = TEMPLATES.get(order["templateId"])
         if suits is None or not (order["machineType"] in suits or order["machineType"].rstrip("0123456789") in suits):
             return "The template is not available for this machine type"
-        if order.get("startupScriptId", "") not in ("", *self._scripts):
+        if order.get("startupScriptId", "") not in ("", *self.stored("scripts")):
             raise ApiRejection("not-found")
         return ""
 
@@ -177,36 +163,29 @@ class PaperspaceSimulator(Simulator):
             "state": STATES[machine.phase],
             "machineType": order.type,
             "region": order.region,
-            "os": "Ubuntu 22.04",
-            "agentType": "LinuxHeadless",
             "publicIp": address or None,
             "publicIpType": order.marks["publicIpType"],
-            "privateIp": machine.private_address or None,
             "networkId": order.marks["networkId"],
             "cpus": type.cpus,
             "ram": type.memory_gb << 30,
             "accelerators": [{"name": type.gpu, "count": type.gpus, "memory": type.gpu_memory_gb << 30}]
             if type.gpus
             else None,
-            "storageTotal": 100 << 30,
-            "storageUsed": 0,
             "usageRate": machine.usd_hour,
-            "storageRate": 0.0097,
-            "autoShutdownEnabled": False,
-            "dtCreated": _stamp(machine.ordered),
-            "dtModified": _stamp(machine.ordered),
-            "dtDeleted": _stamp(machine.ended) if machine.phase == "gone" and machine.ended else None,
+            "dtCreated": iso_time(machine.ordered),
+            "dtDeleted": iso_time(machine.ended) if machine.phase == "gone" else None,
         }
 
     # Events
 
     async def events(self, request: Request) -> Response:
         self.market.update()
-        events = [self._shown_event(event) for event in self._events.values() if _matches(request, event, "machineId")]
-        return self._page(request, events[::-1] if request.query_params.get("order") == "desc" else events)
+        events = [event for event in self.stored("events").values() if _matches(request, event, "machineId")]
+        shown = [self._shown_event(event) for event in events]
+        return self._page(request, shown[::-1] if request.query_params.get("order") == "desc" else shown)
 
     async def event(self, request: Request) -> Response:
-        event = self._events.get(request.path_params["id"])
+        event = self.stored("events").get(request.path_params["id"])
         if event is None:
             raise ApiRejection("not-found")
         event["looks"] += 1
@@ -214,10 +193,10 @@ class PaperspaceSimulator(Simulator):
 
     def _add_event(self, name: str, machine: str, error: str = "") -> dict[str, Any]:
         """Add an event of a machine. Requests for it advance it."""
-        id = f"ev{uuid.uuid4().hex[:12]}"
-        now = _stamp(self.market.clock())
-        self._events[id] = {"id": id, "name": name, "machineId": machine, "fails": error, "looks": 0, "dtCreated": now}
-        return self._shown_event(self._events[id])
+        id, now = f"ev{uuid.uuid4().hex[:12]}", iso_time(self.market.clock())
+        event = {"id": id, "name": name, "machineId": machine, "fails": error, "looks": 0, "dtCreated": now}
+        self.stored("events")[id] = event
+        return self._shown_event(event)
 
     def _shown_event(self, event: dict[str, Any]) -> dict[str, Any]:
         """An event as the API shows it: new, then in progress, then done or failed."""
@@ -231,14 +210,7 @@ class PaperspaceSimulator(Simulator):
             "state": state,
             "error": event["fails"] if state == "error" else None,
             "dtCreated": event["dtCreated"],
-            "dtStarted": event["dtCreated"] if state != "new" else None,
-            "dtFinished": event["dtCreated"] if state in ("done", "error") else None,
         }
-
-    @property
-    def _events(self) -> dict[str, dict[str, Any]]:
-        events: dict[str, dict[str, Any]] = self.market.notes.setdefault("events", {})
-        return events
 
     # Templates and scripts
 
@@ -249,21 +221,11 @@ class PaperspaceSimulator(Simulator):
         return JSONResponse({"available": self.market.free(name, region) > 0})
 
     async def templates(self, request: Request) -> Response:
-        items = [
-            {
-                "id": id,
-                "name": f"Ubuntu 22.04 for {', '.join(suits)}",
-                "agentType": "LinuxHeadless",
-                "operatingSystemLabel": "Ubuntu 22.04",
-                "defaultSizeGb": 50,
-                "availableMachineTypes": [{"machineTypeLabel": label, "isAvailable": True} for label in suits],
-            }
-            for id, suits in TEMPLATES.items()
-        ]
-        return self._page(request, items)
+        names = {id: f"Ubuntu 22.04 for {', '.join(suits)}" for id, suits in TEMPLATES.items()}
+        return self._page(request, [{"id": id, "name": name} for id, name in names.items()])
 
     async def scripts(self, request: Request) -> Response:
-        return self._page(request, [_without_text(script) for script in self._scripts.values()])
+        return self._page(request, [_without_text(script) for script in self.stored("scripts").values()])
 
     async def script(self, request: Request) -> Response:
         return JSONResponse(_without_text(self._script(request)))
@@ -273,38 +235,31 @@ class PaperspaceSimulator(Simulator):
         if not all(isinstance(asked.get(field), str) and asked[field] for field in ("name", "script")):
             raise ApiRejection("invalid", "name, script: Required")
         id = f"ss{uuid.uuid4().hex[:12]}"
-        self._scripts[id] = {
+        self.stored("scripts")[id] = {
             "id": id,
             "name": asked["name"],
             "script": asked["script"],
-            "description": None,
             "isRunOnce": asked.get("isRunOnce", False),
-            "isEnabled": True,
             "assignedMachineIds": [],
-            "dtCreated": _stamp(self.market.clock()),
+            "dtCreated": iso_time(self.market.clock()),
         }
         self.market.save()
-        return JSONResponse(_without_text(self._scripts[id]))
+        return JSONResponse(_without_text(self.stored("scripts")[id]))
 
     async def remove_script(self, request: Request) -> Response:
         script = self._script(request)
-        del self._scripts[script["id"]]
+        del self.stored("scripts")[script["id"]]
         self.market.save()
         return JSONResponse(_without_text(script))
 
     def _script(self, request: Request) -> dict[str, Any]:
-        if request.path_params["id"] not in self._scripts:
+        if request.path_params["id"] not in self.stored("scripts"):
             raise ApiRejection("not-found")
-        return self._scripts[request.path_params["id"]]
+        return self.stored("scripts")[request.path_params["id"]]
 
     def _assign(self, script: dict[str, Any] | None, machine: str) -> None:
         if script and machine:
             script["assignedMachineIds"].append(machine)
-
-    @property
-    def _scripts(self) -> dict[str, dict[str, Any]]:
-        scripts: dict[str, dict[str, Any]] = self.market.notes.setdefault("scripts", {})
-        return scripts
 
     def _page(self, request: Request, items: list[dict[str, Any]]) -> Response:
         try:
@@ -324,7 +279,3 @@ def _without_text(script: dict[str, Any]) -> dict[str, Any]:
 
 def _matches(request: Request, row: dict[str, Any], *fields: str) -> bool:
     return all(request.query_params.get(field, row[field]) == row[field] for field in fields)
-
-
-def _stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

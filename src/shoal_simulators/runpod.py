@@ -9,17 +9,16 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from shoal.cloud.providers.api import Billing
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import ApiRejection
-from shoal_simulators.server import RateLimit, Simulator, read_json
+from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
 
 GPUS = (
     ("NVIDIA A40", "A40", 48, 0.44, 9, 50),
@@ -31,8 +30,8 @@ GPUS = (
 )
 """Id, name, memory in GB, dollars an hour, CPUs and GB of memory for each."""
 DATA_CENTERS = {"US-KS-2": "Kansas", "US-TX-3": "Texas", "EU-RO-1": "Romania"}
-COUNTS = (1, 2, 4, 8)
 ROOM = {1: 64, 2: 32, 4: 16, 8: 8}
+"""How often so many GPUs are in one machine of a data centre."""
 LEVELS = ((8, "HIGH"), (3, "MEDIUM"), (1, "LOW"))
 PER_MINUTE = 180
 STARTS, RUNS = 0.4, 0.7
@@ -57,16 +56,6 @@ ERRORS = {
     "invalid": (400, "request could not be processed"),
     "not-found": (404, "pod not found"),
 }
-TITLES = {
-    400: "Bad Request",
-    401: "Unauthorized",
-    402: "Payment Required",
-    404: "Not Found",
-    409: "Conflict",
-    422: "Unprocessable Entity",
-    429: "Too Many Requests",
-    500: "Internal Server Error",
-}
 ACTIONS = {
     "RUNNING": ("stop", "restart", "terminate"),
     "EXITED": ("start", "terminate"),
@@ -78,17 +67,9 @@ ACTIONS = {
 
 def _types() -> Iterator[MachineType]:
     for gpu, name, memory, price, cpus, gb in GPUS:
-        for count in COUNTS:
-            yield MachineType(
-                type_name(gpu, count),
-                name,
-                count,
-                memory,
-                cpus * count,
-                gb * count,
-                round(price * count, 4),
-                places=dict.fromkeys(DATA_CENTERS, ROOM[count]),
-            )
+        for count, room in ROOM.items():
+            resources = (name, count, memory, cpus * count, gb * count, round(price * count, 4))
+            yield MachineType(type_name(gpu, count), *resources, places=dict.fromkeys(DATA_CENTERS, room))
 
 
 def type_name(gpu: str, count: int) -> str:
@@ -100,12 +81,7 @@ class RunPodSimulator(Simulator):
 
     kind = "runpod"
     base = "/v2"
-    profile = Profile(
-        boot_seconds=40.0,
-        stop_seconds=2.0,
-        container=True,
-        billing=Billing(step=1),
-    )
+    profile = Profile(boot_seconds=40.0, stop_seconds=2.0, container=True)
     types = tuple(_types())
     creating = r"POST /v2/pods"
     listing = r"GET /v2/pods"
@@ -124,8 +100,6 @@ class RunPodSimulator(Simulator):
             Route("/v2/pods/{id}", self.delete, methods=["DELETE"]),
             Route("/v2/pods/{id}/action", self.action, methods=["POST"]),
             Route("/v2/catalog/gpus", self.gpus),
-            Route("/v2/catalog/datacenters", self.data_centers),
-            Route("/v2/account/ssh-keys", self.keys, methods=["GET", "PUT"]),
         ]
 
     def error_response(self, reason: str, detail: str = "") -> Response:
@@ -133,7 +107,7 @@ class RunPodSimulator(Simulator):
         return self.problem(status, detail if reason in ("invalid", "not-found") and detail else text)
 
     def problem(self, status: int, detail: str, errors: tuple[str, ...] = ()) -> Response:
-        body: dict[str, Any] = {"title": TITLES[status], "status": status, "detail": detail}
+        body: dict[str, Any] = {"title": HTTPStatus(status).phrase, "status": status, "detail": detail}
         if errors:
             body["errors"] = list(errors)
         after = {"Retry-After": "12"} if status == 429 else {}
@@ -149,9 +123,6 @@ class RunPodSimulator(Simulator):
         count = int(asked.get("count", "1"))
         secure = asked.get("cloud", "SECURE") == "SECURE"
         return self._response({"gpus": [self._gpu(gpu, count, with_room, secure) for gpu in GPUS]})
-
-    async def data_centers(self, request: Request) -> Response:
-        return self._response({"dataCenters": [{"id": id, "name": name} for id, name in DATA_CENTERS.items()]})
 
     async def pods(self, request: Request) -> Response:
         """All pods if they fit on one page, else pages."""
@@ -211,12 +182,6 @@ class RunPodSimulator(Simulator):
         self.market.delete(machine.id)
         return self._response({})
 
-    async def keys(self, request: Request) -> Response:
-        if request.method == "PUT":
-            self.market.notes["keys"] = (await read_json(request)).get("keys", [])
-            self.market.save()
-        return self._response({"keys": self.market.notes.get("keys", [])})
-
     def shown(self, machine: SimulatedInstance) -> dict[str, Any]:
         """A pod as the API shows it."""
         order = machine.order.marks["order"]
@@ -232,23 +197,16 @@ class RunPodSimulator(Simulator):
             "actions": list(ACTIONS.get(status, ())),
             "image": order.get("image"),
             "args": order.get("args", ""),
-            "disk": order.get("disk", 20),
-            "mounts": order.get("mounts", {}),
             "ports": order.get("ports", []),
             "env": order.get("env", {}),
-            "registry": None,
             "gpu": {"id": order["gpu"]["id"], "count": order["gpu"].get("count", 1)},
             "cloud": order.get("cloud", "SECURE"),
             "dataCenterId": machine.order.region,
-            "cudaVersion": "12.8" if up else None,
             "ssh": {"proxy": None, "direct": direct if open else None},
-            "template": None,
             "cost": round(machine.usd_hour, 4) if machine.live else 0,
-            "locked": False,
             "runtime": {"uptime": int(self.market.clock() - (machine.up or 0)), "ports": [port]} if open else None,
-            "createdAt": _time(machine.ordered),
-            "startedAt": _time(machine.up),
-            "globalNetworking": {"enabled": False},
+            "createdAt": iso_time(machine.ordered),
+            "startedAt": iso_time(machine.up),
         }
 
     def _status(self, machine: SimulatedInstance) -> str:
@@ -272,11 +230,7 @@ class RunPodSimulator(Simulator):
         shown: dict[str, Any] = {
             "id": id,
             "name": name,
-            "pool": None,
-            "manufacturer": "NVIDIA",
             "memory": memory,
-            "secure": True,
-            "community": True,
             "price": {"secure": price, "community": round(price * 0.8, 2)},
             "maxCount": {"secure": 8, "community": 4},
         }
@@ -285,11 +239,7 @@ class RunPodSimulator(Simulator):
             known = type in self.market.types
             room = {place: self.market.free(type, place) if known else 0 for place in DATA_CENTERS}
             places = [{"id": id, "name": name, "availability": _level(room[id])} for id, name in DATA_CENTERS.items()]
-            shown |= {
-                "availability": _level(sum(room.values())),
-                "dataCenters": places if secure else [],
-                "cudaVersions": [{"version": "12.8", "available": True}],
-            }
+            shown |= {"availability": _level(sum(room.values())), "dataCenters": places if secure else []}
         return shown
 
     def _response(self, body: Any, status: int = 200) -> Response:
@@ -339,7 +289,3 @@ def _unknown(order: dict[str, Any], known: frozenset[str] | set[str], where: str
 
 def _level(room: int) -> str:
     return next((level for least, level in LEVELS if room >= least), "NONE")
-
-
-def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from shoal.cloud.providers.api import Billing
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
 from shoal_simulators.market import ApiRejection, Market
 from shoal_simulators.server import RateLimit, Simulator, read_json
@@ -53,12 +52,10 @@ class SandboxSimulator(Simulator):
     kind = "sandbox"
     base = "/v1"
     profile = Profile(
-        user="root",
         boot_seconds=5.0,
         stop_seconds=1.0,
         notice_seconds=30.0,
         unique_names=True,
-        billing=Billing(step=1),
     )
     types = (
         MachineType("cpu", cpus=1, memory_gb=1, usd_hour=0.06, spot_usd_hour=0.02, places=ZONES),

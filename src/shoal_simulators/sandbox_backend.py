@@ -15,6 +15,7 @@ import re
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ class SandboxBackend:
         self._status: dict[str, HostStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(MAX_BOOTS)
-        self._locks: dict[str, int] = {}
-        """Locks held until `close`: one process runs a cloud in a cluster."""
+        self._lock: int | None = None
+        """The lock held until `close`: one process runs a cloud in a cluster."""
         self._metadata_port = 0
         """The port of the metadata service; 0 without one."""
         self.has_state = False
@@ -112,11 +113,7 @@ class SandboxBackend:
         if os.geteuid() != 0:
             raise ProviderError("sandbox hosts need root", hint="run the command with sudo, or leave --cluster out")
         async with self.layout.locked():
-            if not self._lock(self.kind):
-                raise ProviderError(
-                    f"another process simulates {self.kind} for cluster {self.layout.cluster}",
-                    hint="use that one, or stop it with Ctrl-C",
-                )
+            self._take_lock()
             self.has_state = self.store.exists()
             sites = await network.ensure_sites(self.layout, [OPEN_SITE])
         return network.gateway(sites[OPEN_SITE])
@@ -139,7 +136,7 @@ class SandboxBackend:
     def status(self, id: str) -> HostStatus:
         status = self._status.get(id, HostStatus("gone"))
         if status.state == "up" and nspawn.state(self.layout, self.host_name(id)) == "stopped":
-            status = self._status[id] = HostStatus("dead", status.host, status.port, status.private_address)
+            status = self._status[id] = replace(status, state="dead")
         return status
 
     def end(self, id: str) -> None:
@@ -163,14 +160,13 @@ class SandboxBackend:
         return {id_by_host[name] for name in there if name in id_by_host}
 
     async def close(self, keep: bool = False) -> None:
-        if not self._locks:
+        if self._lock is None:
             return  # not opened, or closed already
         try:
             await self._finish(keep)
         finally:
-            for handle in self._locks.values():
-                os.close(handle)
-            self._locks.clear()
+            os.close(self._lock)
+            self._lock = None
 
     async def _finish(self, keep: bool) -> None:
         for task in self._tasks.values():
@@ -190,7 +186,7 @@ class SandboxBackend:
             return
         await self._provider.delete(self.layout.cluster, mine, _silent)
         self.store.unlink(missing_ok=True)
-        self._lock_file(self.kind).unlink(missing_ok=True)
+        self.store.with_suffix(".lock").unlink(missing_ok=True)
 
     def host_name(self, id: str) -> str:
         """The name of a machine's host in the sandbox."""
@@ -200,21 +196,19 @@ class SandboxBackend:
         """Whether another simulated cloud has machines or state here."""
         return any(path.stem != self.kind for path in self.store.parent.glob("*"))
 
-    def _lock_file(self, what: str) -> Path:
-        return self.store.with_name(f"{what}.lock")
-
-    def _lock(self, what: str) -> bool:
-        """Take a lock; False if another process has it. The kernel drops it when this process ends."""
-        path = self._lock_file(what)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _take_lock(self) -> None:
+        """Raises ProviderError if another process has it. The kernel drops it when this process ends."""
+        self.store.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.store.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            return False
-        self._locks[what] = handle
-        return True
+            raise ProviderError(
+                f"another process simulates {self.kind} for cluster {self.layout.cluster}",
+                hint="use that one, or stop it with Ctrl-C",
+            ) from None
+        self._lock = handle
 
     def _start(self, id: str, work: Callable[[], Awaitable[None]]) -> None:
         before = self._tasks.get(id)
@@ -247,8 +241,9 @@ class SandboxBackend:
             sites = await network.ensure_sites(self.layout, [OPEN_SITE, site_of(shape)])
             known = self.layout.hosts().values()
             record = network.new_host(self.host_name(ordered.id), shape, built, sites, known, self.kind)
-            keys = "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
-            authorized = seed.ensure_identity(self.layout) + (keys if profile.user == "root" else "")
+            authorized = seed.ensure_identity(self.layout) + (
+                authorized_keys(ordered) if profile.user == "root" else ""
+            )
             host = await seed.lay_out(self.layout, record, authorized, first_boot_files(ordered, profile, shape))
             if not ordered.gpu_works:
                 break_devices(self.layout.host_dir(host.name) / "devices")
@@ -297,8 +292,7 @@ class SandboxBackend:
 
     async def _power_off(self, id: str) -> None:
         await nspawn.stop(self.layout, self.host_name(id))
-        before = self._status.get(id, HostStatus("gone"))
-        self._status[id] = HostStatus("dead", before.host, before.port, before.private_address)
+        self._status[id] = replace(self._status.get(id, HostStatus("gone")), state="dead")
 
 
 async def _after(before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> None:
@@ -319,18 +313,15 @@ def metadata_rules(layout: Layout, site: Site, kind: str, machines: Iterable[str
     asking = ", ".join(sorted(machines))
     rule = f"ip saddr {{ {asking} }} ip daddr {METADATA} tcp dport 80 dnat to {network.gateway(site)}:{port}"
     chain = chain_of(kind)
-    return "\n".join(
-        [
-            f"table ip {layout.table} {{",
-            f"    chain {chain} {{",
-            "        type nat hook prerouting priority dstnat; policy accept;",
-            "    }",
-            "}",
-            f"flush chain ip {layout.table} {chain}",
-            *([f'add rule ip {layout.table} {chain} iifname "{layout.bridge(site)}" {rule}'] if asking else ()),
-            "",
-        ]
-    )
+    added = f'add rule ip {layout.table} {chain} iifname "{layout.bridge(site)}" {rule}\n' if asking else ""
+    return f"""\
+table ip {layout.table} {{
+    chain {chain} {{
+        type nat hook prerouting priority dstnat; policy accept;
+    }}
+}}
+flush chain ip {layout.table} {chain}
+{added}"""
 
 
 def chain_of(kind: str) -> str:
@@ -340,7 +331,6 @@ def chain_of(kind: str) -> str:
 
 def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape) -> dict[str, tuple[bytes, int]]:
     """The files that make a host the ordered machine at its first boot."""
-    keys = "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
     files: dict[str, tuple[bytes, int]] = {}
     if not ordered.gpu_works and shape.gpus:
         files["usr/bin/nvidia-smi"] = (BROKEN_SMI, 0o755)
@@ -348,7 +338,7 @@ def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape)
         return files
     files |= {
         "etc/shoal-cloud/user": (f"{profile.user}\n".encode(), 0o644),
-        "etc/shoal-cloud/authorized_keys": (keys.encode(), 0o644),
+        "etc/shoal-cloud/authorized_keys": (authorized_keys(ordered).encode(), 0o644),
         "usr/local/lib/shoal-first-boot": (FIRST_BOOT_PROGRAM.encode(), 0o755),
         "etc/systemd/system/shoal-first-boot.service": (FIRST_BOOT.encode(), 0o644),
         "etc/systemd/system/ssh.service.d/cloud.conf": (
@@ -364,6 +354,10 @@ def first_boot_files(ordered: SimulatedInstance, profile: Profile, shape: Shape)
             0o644,
         )
     return files
+
+
+def authorized_keys(ordered: SimulatedInstance) -> str:
+    return "".join(f"{key.strip()}\n" for key in ordered.order.public_keys)
 
 
 def break_devices(where: Path) -> None:

@@ -1,12 +1,6 @@
 """The HTTP server of every simulated cloud: keys, rate limits, faults of any request, control routes.
 
-Control routes are outside the provider's paths and need no key:
-
-    GET  /_simulator/bill              the cost of each machine
-    GET  /_simulator/requests          method, path and status of every request
-    GET  /_simulator/faults            PUT replaces them: [{"kind": "stockout", "times": -1, "region": "us-west-1"}]
-    POST /_simulator/preempt/{id}      preempt the machine, after its notice
-    POST /_simulator/kill/{id}         fail the machine
+Control routes are outside the provider's paths and need no key. docs/adding-a-provider.md has them all.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -93,6 +88,11 @@ class Simulator:
         """The answer of the metadata service to a machine; None for an unknown path."""
         return None
 
+    def stored(self, what: str) -> dict[str, dict[str, Any]]:
+        """Other resources than machines, by id. `market.save` writes them."""
+        resources: dict[str, dict[str, Any]] = self.market.notes.setdefault(what, {})
+        return resources
+
     def authorised(self, request: Request, key: str) -> bool:
         """Whether the request has the key; without a configured key, any key."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -118,8 +118,7 @@ class SimulatorApp:
             Route(f"{CONTROL}/bill", self._bill),
             Route(f"{CONTROL}/requests", self._requests),
             Route(f"{CONTROL}/faults", self._faults, methods=["GET", "PUT"]),
-            Route(f"{CONTROL}/preempt/{{id}}", self._preempt, methods=["POST"]),
-            Route(f"{CONTROL}/kill/{{id}}", self._kill, methods=["POST"]),
+            Route(f"{CONTROL}/{{event:str}}/{{id}}", self._fail_machine, methods=["POST"]),
         ]
         self._control: ASGIApp = Starlette(routes=control, exception_handlers={ApiRejection: self._unknown})
         self._inner: ASGIApp = Starlette(
@@ -197,11 +196,12 @@ class SimulatorApp:
                 return JSONResponse({"error": str(error)}, 400)
         return JSONResponse([asdict(fault) for fault in self.market.faults])
 
-    async def _preempt(self, request: Request) -> Response:
-        return _phase_response(self.market.preempt(request.path_params["id"]))
-
-    async def _kill(self, request: Request) -> Response:
-        return _phase_response(self.market.kill(request.path_params["id"]))
+    async def _fail_machine(self, request: Request) -> Response:
+        events = {"preempt": self.market.preempt, "kill": self.market.kill}
+        if request.path_params["event"] not in events:
+            return PlainTextResponse("not found", 404)
+        machine = events[request.path_params["event"]](request.path_params["id"])
+        return JSONResponse({"id": machine.id, "phase": machine.phase, "takes_away": machine.takes_away})
 
 
 @dataclass
@@ -231,10 +231,6 @@ class _Rewritten:
         await self.app(scope, receive, collecting)
 
 
-def _phase_response(machine: SimulatedInstance) -> Response:
-    return JSONResponse({"id": machine.id, "phase": machine.phase, "takes_away": machine.takes_away})
-
-
 async def read_json(request: Request) -> dict[str, Any]:
     """The object in a request's body. Raises ApiRejection with `invalid`."""
     try:
@@ -244,6 +240,13 @@ async def read_json(request: Request) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ApiRejection("invalid", "the body is not an object")
     return data
+
+
+def iso_time(seconds: float | None) -> str | None:
+    """A time as most APIs write it: `2026-11-16T18:30:00.000Z`."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class _Server(uvicorn.Server):
