@@ -1,4 +1,4 @@
-"""What a host should be: a document of items, as plain frozen data.
+"""What a host should be: a document of items, as plain frozen data; and the text of systemd units for them.
 
 Roles build these; `remote/agent` on the host reads them as JSON. An item is named by its `key`; `restarts` names the
 services to restart when the item changes.
@@ -7,8 +7,13 @@ services to restart when the item changes.
 from __future__ import annotations
 
 import base64
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+
+HEADER = "# Written by shoal; changes here are lost.\n"
+"""The first line of every file that Shoal writes."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,10 @@ class Item:
     """One thing that a host should have. Each kind has a check and a change in `remote/agent`."""
 
     kind: ClassVar[str]
+    """As the agent spells it: `device_rule` of DeviceRule."""
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
 
     @property
     def key(self) -> str:
@@ -35,7 +44,6 @@ class Item:
 class Packages(Item):
     """Packages that must be installed. Never upgrades one that is there."""
 
-    kind: ClassVar[str] = "packages"
     names: tuple[str, ...]
     restarts: tuple[str, ...] = ()
     fix: str = ""
@@ -50,7 +58,6 @@ class Packages(Item):
 class File(Item):
     """A whole file. Written beside its place and renamed into it, so that a reader sees the old or the new one."""
 
-    kind: ClassVar[str] = "file"
     path: str
     content: str | SecretRef | None = None
     """None: the file must not be there."""
@@ -74,7 +81,6 @@ class File(Item):
 class Secret(Item):
     """A secret that a host makes for itself, once: a line of random hexadecimal digits that never leaves it."""
 
-    kind: ClassVar[str] = "secret"
     path: str
     owner: str = "root"
     group: str = "root"
@@ -86,7 +92,6 @@ class Secret(Item):
 class Link(Item):
     """A symbolic link. Never takes the place of a file that is there."""
 
-    kind: ClassVar[str] = "link"
     path: str
     target: str
     restarts: tuple[str, ...] = ()
@@ -94,7 +99,6 @@ class Link(Item):
 
 @dataclass(frozen=True)
 class Directory(Item):
-    kind: ClassVar[str] = "directory"
     path: str
     owner: str = "root"
     group: str = "root"
@@ -103,7 +107,6 @@ class Directory(Item):
 
 @dataclass(frozen=True)
 class Group(Item):
-    kind: ClassVar[str] = "group"
     name: str
     gid: int
 
@@ -112,7 +115,6 @@ class Group(Item):
 class User(Item):
     """A system user with fixed ids. One that has other ids is corrected when nothing depends on the old ones."""
 
-    kind: ClassVar[str] = "user"
     name: str
     uid: int
     group: str
@@ -137,7 +139,6 @@ class User(Item):
 class Service(Item):
     """A daemon. `command` is what a plain supervisor runs on a host without systemd."""
 
-    kind: ClassVar[str] = "service"
     name: str
     enabled: bool = True
     running: bool = True
@@ -148,7 +149,6 @@ class Service(Item):
 class Block(Item):
     """A marked block inside a file that others write to as well. Empty content removes the block."""
 
-    kind: ClassVar[str] = "block"
     path: str
     name: str
     content: str
@@ -163,7 +163,6 @@ class Block(Item):
 class Mount(Item):
     """A mount that is there now and after a reboot (a systemd mount unit). `mounted=False` removes it."""
 
-    kind: ClassVar[str] = "mount"
     where: str
     what: str = ""
     fstype: str = ""
@@ -180,7 +179,6 @@ class Mount(Item):
 class DeviceRule(Item):
     """A udev rule file, loaded and triggered when it changes."""
 
-    kind: ClassVar[str] = "device_rule"
     name: str
     content: str
     """The rules; empty removes the file `/etc/udev/rules.d/<name>.rules`."""
@@ -190,7 +188,6 @@ class DeviceRule(Item):
 class Command(Item):
     """A guarded command: runs when `unless` fails, or, with `on_change`, when an item that names it has changed."""
 
-    kind: ClassVar[str] = "command"
     name: str
     argv: tuple[str, ...]
     unless: tuple[str, ...] = ()
@@ -224,3 +221,34 @@ def _item_to_wire(item: Item, secrets: dict[str, bytes]) -> dict[str, Any]:
             continue
         wire[spec.name] = list(value) if isinstance(value, tuple) else value
     return wire
+
+
+Settings = Mapping[str, str | int | tuple[str, ...] | None]
+"""The settings of one section. A tuple repeats its key; None leaves it out."""
+
+
+def render_unit(**sections: Settings) -> str:
+    """A unit or a drop-in, its sections in the order given."""
+    return HEADER + "\n".join(f"[{name}]\n{_render_settings(settings)}" for name, settings in sections.items())
+
+
+def daemon_unit(description: str, command: str, restart_s: int, unit: Settings, service: Settings | None = None) -> str:
+    """The unit of a daemon that always runs: systemd restarts it without a limit."""
+    return render_unit(
+        Unit={"Description": description, **unit, "StartLimitIntervalSec": 0},
+        Service={"ExecStart": command, "Restart": "always", "RestartSec": restart_s, **(service or {})},
+        Install={"WantedBy": "multi-user.target"},
+    )
+
+
+def restart_drop_in(unit: Settings | None = None, service: Settings | None = None) -> str:
+    """A drop-in after which systemd restarts a service that fails, without a limit."""
+    return render_unit(
+        Unit={**(unit or {}), "StartLimitIntervalSec": 0},
+        Service={**(service or {}), "Restart": "on-failure", "RestartSec": 3},
+    )
+
+
+def _render_settings(settings: Settings) -> str:
+    pairs = ((key, value if isinstance(value, tuple) else (value,)) for key, value in settings.items())
+    return "".join(f"{key}={value}\n" for key, values in pairs for value in values if value is not None)

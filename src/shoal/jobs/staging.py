@@ -17,7 +17,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from shoal.agent.units import HEADER
+from shoal.agent.document import HEADER
 from shoal.remote.job_file_transfer import FAILED, READY
 
 END_PROGRAM = "/usr/local/lib/shoal/job-end"

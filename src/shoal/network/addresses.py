@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 
+from shoal.agent.document import HEADER, render_unit
 from shoal.agent.facts import Address, Facts
-from shoal.agent.units import HEADER, render_unit
 
 # Bridges and tunnels of one host: two hosts can have the same subnet there without reaching each other. Also our own
 # network, which must not be built on itself.

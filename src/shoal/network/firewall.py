@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.agent.units import HEADER, render_unit
+from shoal.agent.document import HEADER, render_unit
 
 RULES = "/etc/shoal/firewall.nft"
 UNIT = "/etc/systemd/system/shoal-firewall.service"

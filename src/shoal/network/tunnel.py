@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shoal.agent.document import HEADER, render_unit
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER, render_unit
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 29001

@@ -13,8 +13,8 @@ import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shoal.agent.document import HEADER, Settings, render_unit
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER, Settings, render_unit
 from shoal.network.addresses import candidates, lan_addresses
 
 OVERHEAD = 80

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.agent.document import Directory, Document, File, Item, Packages, Service
+from shoal.agent.document import HEADER, Directory, Document, File, Item, Packages, Service, render_unit
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER, render_unit
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, Stage
 from shoal.spec.finding import Finding

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from shoal.agent.document import DeviceRule, Directory, Document, File, Item, Service
-from shoal.agent.units import HEADER, render_unit
+from shoal.agent.document import HEADER, DeviceRule, Directory, Document, File, Item, Service, render_unit
 from shoal.network.links import LINKS, NCCL, nccl_settings, sockets
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, Stage

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import Command, Directory, Document, File, Service
-from shoal.agent.units import HEADER, render_unit
+from shoal.agent.document import HEADER, Command, Directory, Document, File, Service, render_unit
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF

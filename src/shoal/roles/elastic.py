@@ -11,9 +11,8 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 
-from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service
+from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, render_unit
 from shoal.agent.facts import Facts
-from shoal.agent.units import render_unit
 from shoal.remote import program_text
 from shoal.remote.ledger_rows import SERVICE
 from shoal.remote.power_request import REQUESTS, VERBS

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import Document, File
+from shoal.agent.document import HEADER, Document, File
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER
 from shoal.roles.component import Component, FileQuery
 from shoal.spec.environments import SHARED_DIRECTORY, Environment, Proxy
 from shoal.spec.member import Member

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping
 
-from shoal.agent.document import Block, Command, Document, File, Service
+from shoal.agent.document import Block, Command, Document, File, Service, restart_drop_in
 from shoal.agent.facts import Facts
-from shoal.agent.units import restart_drop_in
 from shoal.network.addresses import (
     MARK,
     SPLIT_LINE_MARK,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from shoal.agent.document import Command, Directory, Document, File, Item, Mount
+from shoal.agent.document import HEADER, Command, Directory, Document, File, Item, Mount
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER
 from shoal.remote import program_text
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, Stage

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shoal.agent.document import Command, Directory, Document, File, Packages, SecretRef, Service
+from shoal.agent.document import Command, Directory, Document, File, Packages, SecretRef, Service, render_unit
 from shoal.agent.facts import Facts
-from shoal.agent.units import render_unit
 from shoal.hostlist import compress
 from shoal.network.tailscale import EXPIRES_SOON_S, INTERFACE, Tailnet, read_status, tailnet_name, up_flags
 from shoal.roles.cluster import Cluster

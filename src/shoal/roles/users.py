@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shoal.agent.document import Block, Command, Directory, Document, File, Group, Item, User
+from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
-from shoal.agent.units import HEADER
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement

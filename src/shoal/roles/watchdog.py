@@ -6,8 +6,7 @@ providers still bill a machine that is shut down.
 
 from __future__ import annotations
 
-from shoal.agent.document import Directory, Document, File, Service
-from shoal.agent.units import HEADER, render_unit
+from shoal.agent.document import HEADER, Directory, Document, File, Service, render_unit
 
 DIRECTORY = "/usr/local/lib/shoal"
 WATCHDOG = f"{DIRECTORY}/watchdog"

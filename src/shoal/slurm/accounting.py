@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
-from shoal.agent.units import HEADER, render_unit, restart_drop_in
+from shoal.agent.document import HEADER, render_unit, restart_drop_in
 from shoal.remote import program_text
 from shoal.slurm.model import AccountingConf
 from shoal.slurm.state import JOBCOMP

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.agent.units import HEADER
+from shoal.agent.document import HEADER
 from shoal.hostlist import fold
 from shoal.slurm.accounting import accounting_settings
 from shoal.slurm.conf_lines import (

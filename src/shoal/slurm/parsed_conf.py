@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.agent.units import HEADER
+from shoal.agent.document import HEADER
 from shoal.hostlist import expand
 from shoal.slurm.model import Node, NodeGpu
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shoal.agent.units import HEADER, render_unit, restart_drop_in
+from shoal.agent.document import HEADER, render_unit, restart_drop_in
 
 PORT = "2049"
 EXPORTS = "/etc/exports.d/shoal.exports"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.units import HEADER
+from shoal.agent.document import HEADER
 
 ACCOUNT = "shoal-share"
 DIRECTORY = "/etc/shoal/storage"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.agent.units import HEADER
+from shoal.agent.document import HEADER
 from shoal.storage import sshfs
 
 ACCOUNT = "shoal-copy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from shoal.agent.units import HEADER, render_unit
+from shoal.agent.document import HEADER, render_unit
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""
