@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from shoal.cli.options import Cluster, File, Json, Yes, suggest
+from shoal.cli.options import Yes, suggest, with_session
 from shoal.cli.screen import Columns, escape_text
-from shoal.cli.session import Session
-from shoal.errors import Interrupted, UsageError
+from shoal.cli.session import Session, confirm
 
 if TYPE_CHECKING:
     from shoal.slurm.usage import UsageRow
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.verbs.usage import UsageResult
 
 
+@with_session
 def usage(
     by: Annotated[
         str,
@@ -34,64 +33,50 @@ def usage(
         typer.Option(metavar="TIME", help="Since then: 2026-11-01, 2026-11-01T14:30, 12h, 7d or 4w. Default: 30d."),
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Until then. Default: now.")] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Show who used how many GPU hours.
 
     With their cost, where a nodeset has a `price`.
     """
-    with Session(json) as session:
-        from shoal.verbs.usage import usage as verb
+    from shoal.verbs.usage import usage as verb
 
-        result = session.run(verb(session.open(file, cluster), by, since, until))
-        if json:
-            return session.finish_value(result)
+    result = session.run(verb(session.open(), by, since, until))
+    if not session.finish(result):
         show_usage(session.console, result)
 
 
+@with_session
 def restore(
     backup: Annotated[
         str | None, typer.Argument(help="The backup to restore, or latest. Without it: list them.")
     ] = None,
     yes: Yes = False,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """List backups of job records, or restore one.
 
     The current records are backed up first. Jobs keep running, and their records of that time are kept.
     """
-    with Session(json) as session:
-        from shoal.verbs.restore import list_backups
-        from shoal.verbs.restore import restore as verb
+    from shoal.verbs.restore import list_backups
+    from shoal.verbs.restore import restore as verb
 
-        context = session.open(file, cluster)
-        if backup is None:
-            result = session.run(list_backups(context))
-        else:
-            _confirm(context.cluster, backup, yes)
-            result = session.run(verb(context, backup))
-        if json:
-            return session.finish_value(result)
+    context = session.open()
+    if backup is None:
+        result = session.run(list_backups(context))
+    else:
+        records = f"the records of cluster {context.cluster} with {backup}"
+        confirm(f"replaces {records}", f"Replace {records}?", yes)
+        result = session.run(verb(context, backup))
+    if not session.finish(result):
         show_restore(session.console, result)
-
-
-def _confirm(cluster: str, backup: str, yes: bool) -> None:
-    if yes:
-        return
-    what = f"the records of cluster {cluster} with {backup}"
-    if not sys.stdin.isatty():
-        raise UsageError(f"this replaces {what}", hint="use --yes")
-    if not typer.confirm(f"Replace {what}?", err=True):
-        raise Interrupted("nothing was changed")
 
 
 def show_usage(console: Console, result: UsageResult) -> None:
     period = f"{_minute(result.since)} to {_minute(result.until)}"
-    console.print(f"[bold]{result.cluster}[/]: {period}\n", highlight=False)
+    console.print(f"[bold]{result.cluster}[/]: {period}\n")
     if not result.rows:
         console.print("no usage")
         return
@@ -106,13 +91,13 @@ def show_usage(console: Console, result: UsageResult) -> None:
     console.print(table)
     if costs and result.total.unpriced > 0:
         hours = f"{result.total.unpriced:.2f} GPU hours"
-        console.print(f"\nnot in the cost: {hours} on nodesets that have no `price`", highlight=False)
+        console.print(f"\nnot in the cost: {hours} on nodesets that have no `price`")
 
 
 def show_restore(console: Console, result: RestoreResult) -> None:
     if result.restored:
-        console.print(f"[green]✓[/] {result.cluster}: restored {result.restored} on {result.host}", highlight=False)
-        console.print(f"  the previous records are in {result.before}", highlight=False)
+        console.print(f"[green]✓[/] {result.cluster}: restored {result.restored} on {result.host}")
+        console.print(f"  the previous records are in {result.before}")
         console.print("  accounts and limits are those of that time; `shoal up` changes them to match the file")
         return
     if not result.backups:
@@ -122,7 +107,7 @@ def show_restore(console: Console, result: RestoreResult) -> None:
     for backup in result.backups:
         table.add_row(backup.name, _minute(backup.made), _size(backup.size))
     console.print(table)
-    console.print(f"\non {result.host}; `shoal restore NAME` restores one", highlight=False)
+    console.print(f"\non {result.host}; `shoal restore NAME` restores one")
 
 
 def _cells(row: UsageRow, costs: bool, detailed: bool) -> list[str]:
@@ -143,9 +128,3 @@ def _minute(when: float) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1024:.0f} KiB" if count < 1024 * 1024 else f"{count / 1024 / 1024:.1f} MiB"
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command()(usage)
-    app.command()(restore)

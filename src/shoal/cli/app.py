@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal import __version__
-from shoal.cli.help import CommandGroup, add_examples, command_name
+from shoal.cli.help import CommandGroup, add_examples
 from shoal.cli.session import run_app
 
 COMMANDS: dict[str, dict[str, str]] = {
@@ -49,14 +49,14 @@ COMMANDS: dict[str, dict[str, str]] = {
         "simulate": "server_commands",
     },
 }
-"""The commands under their headings in `shoal --help`, each with its module in this package."""
+"""The commands under their headings in `shoal --help`, each with its module in this package, which has its name."""
+RUNS_PROGRAM = ("run", "ssh", "exec")
+"""What follows the first argument of these is for the program that they run."""
 
 _MODULES = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
 
 
 class ShoalGroup(CommandGroup):
-    """The `shoal` command itself."""
-
     headings = COMMANDS
 
 
@@ -79,11 +79,12 @@ def make_app(command: str = "") -> typer.Typer:
         epilog="`shoal COMMAND --help` shows examples. Begin with init, check and up; then run.",
     )
     app.callback(invoke_without_command=True)(_main_options)
-    for module in [_MODULES[command]] if command in _MODULES else dict.fromkeys(_MODULES.values()):
-        importlib.import_module(f"shoal.cli.{module}").register(app)
-    if command in _MODULES:
-        app.registered_commands = [entry for entry in app.registered_commands if command_name(entry) == command]
-        app.registered_groups = [group for group in app.registered_groups if group.name == command]
+    for name in [command] if command in _MODULES else _MODULES:
+        entry = getattr(importlib.import_module(f"shoal.cli.{_MODULES[name]}"), name)
+        if isinstance(entry, typer.Typer):
+            app.add_typer(entry, name=name)
+        else:
+            app.command(name, context_settings={"allow_interspersed_args": name not in RUNS_PROGRAM})(entry)
     add_examples(app)
     return app
 

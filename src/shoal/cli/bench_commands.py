@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.options import Cluster, File, Json
+from shoal.cli.options import with_session
 from shoal.cli.output import plain
 from shoal.cli.screen import show_failures
 from shoal.cli.session import PARTLY, Session
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 HEAT = ("white on red", "black on dark_orange", "black on yellow", "black on green3", "white on green4")
 """From the worst measured value to the best."""
 
-bench_app = typer.Typer(help="Measure the cluster.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure the cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench_app.command("links")
+@bench.command("links")
+@with_session
 def links(
     hosts: Annotated[
         str | None,
@@ -36,9 +37,8 @@ def links(
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to measure each direction.", min=0.2, max=60)
     ] = 1.0,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Measure latency and bandwidth between every two hosts.
 
@@ -46,16 +46,11 @@ def links(
     hosts are near each other, unless the file names sites. Jobs that use the network meanwhile get slower, and distort
     the result.
     """
-    with Session(json) as session:
-        from shoal.verbs.links import bench_links
+    from shoal.verbs.links import bench_links
 
-        result = session.run(bench_links(session.open(file, cluster), hosts, seconds))
-        if json:
-            session.finish_value({**plain(result), "whole": result.whole})
-        else:
-            show_links(session.console, result)
-        if not result.whole:
-            session.status = PARTLY
+    result = session.run(bench_links(session.open(), hosts, seconds))
+    if not session.finish({**plain(result), "whole": result.whole}, 0 if result.whole else PARTLY):
+        show_links(session.console, result)
 
 
 def show_links(console: Console, result: LinksResult) -> None:
@@ -64,18 +59,18 @@ def show_links(console: Console, result: LinksResult) -> None:
     speeds = {pair: link.mbit for pair, link in links.items() if link.mbit}
     trips = {pair: link.rtt_ms for pair, link in links.items() if link.rtt_ms}
     if links:
-        console.print("[bold]bandwidth[/] from row to column, bits per second", highlight=False)
+        console.print("[bold]bandwidth[/] from row to column, bits per second")
         _show_matrix(console, result.hosts, speeds, speed_text, best=max)
-        console.print("\n[bold]round trip[/] from row to column, milliseconds", highlight=False)
+        console.print("\n[bold]round trip[/] from row to column, milliseconds")
         _show_matrix(console, result.hosts, trips, lambda value: f"{value:.2f}", best=min)
         console.print()
     for problem, broken in _problems(result.links).items():
         pairs = ", ".join(f"{link.source} to {link.target}" for link in broken)
         console.print(Text(f"no link from {pairs}: {problem}", style="red"))
-    show_failures(console, dict(result.failures))
+    show_failures(console, result.failures)
     if len(result.groups) > 1:
         near = " | ".join(compress(group) for group in result.groups)
-        console.print(f"near each other: {near}", highlight=False, markup=False)
+        console.print(f"near each other: {near}", markup=False)
         console.print(
             "Unless the file names sites, the next `shoal up` tells Slurm: a job then stays inside one group."
         )
@@ -138,8 +133,3 @@ def _problems(links: Sequence[LinkSpeed]) -> dict[str, list[LinkSpeed]]:
         if link.problem:
             problems.setdefault(link.problem, []).append(link)
     return problems
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.add_typer(bench_app, name="bench")

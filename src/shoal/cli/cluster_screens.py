@@ -1,26 +1,34 @@
-"""The screens of plan, up, down and status. Colours only where the console has them."""
+"""The screens of plan, up, down and status, with a line for each service. Colours only where the console has them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
-from shoal.cli.screen import Columns, escape_text, format_time_limit, show_failures, show_findings
-from shoal.cli.service_screens import show_services
+from shoal.cli.screen import Columns, count, escape_text, format_time_limit, print_wrapped, show_failures, show_findings
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
 from shoal.verbs.down import DownResult
+from shoal.verbs.health import AccountingHealth, TailnetMember, TailnetView, WireGuardView
+from shoal.verbs.rentals import RentedNode, RentedView
+from shoal.verbs.shares import ShareState
 from shoal.verbs.status import ClusterStatus
 from shoal.verbs.up import UpResult
 
 COST_STYLE = {Cost.NOTHING: "green", Cost.RESTART: "yellow", Cost.DRAIN: "magenta", Cost.JOBS: "red bold"}
 _GPUS = re.compile(r"gpu:(?:([^:,(]+):)?(\d+)")
 STATE_STYLE = {"IDLE": "green", "ALLOCATED": "cyan", "MIXED": "cyan", "DOWN": "red", "UNKNOWN": "red", "ERROR": "red"}
+RENTAL_STATES = {"intended": "being ordered", "made": "booting", "joined": "in use", "releasing": "being released"}
+PATH_STYLES = {"direct": "green", "relayed": "yellow", "idle": "dim", "offline": "red", "unknown": "red"}
+PATH_TEXTS = {"idle": "idle (no packets lately)", "unknown": "not in the tailnet"}
+SHOWN_CLOCK_OFFSET_S = 0.5
+"""A clock is named from this difference on."""
 
 
 def show_plan(console: Console, plan: Plan, diff: bool) -> None:
@@ -29,7 +37,7 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
     show_failures(console, plan.unreached)
     if plan.empty:
         where = f" on the hosts that answered; {_unreached_text(plan)}" if plan.unreached else ""
-        console.print(f"{plan.cluster}: no changes{where}", highlight=False)
+        console.print(f"{plan.cluster}: no changes{where}")
         return
     table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
     for (text, cost), hosts in _grouped(plan.changes).items():
@@ -41,11 +49,11 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
                 console.print(f"\n[bold]{change.host}[/] {escape_text(change.what)}")
                 console.print(_coloured(change.diff))
     touched = {change.host for change in plan.changes}
-    changes, hosts_touched = _count(len(plan.changes), "change"), _count(len(touched), "host")
+    changes, hosts_touched = count(len(plan.changes), "change"), count(len(touched), "host")
     rest = f"; {_unreached_text(plan)}" if plan.unreached else ""
-    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.label}{rest}", highlight=False)
+    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.label}{rest}")
     if plan.lost_jobs:
-        console.print(f"[red]These jobs would end:[/] {', '.join(plan.lost_jobs)}", highlight=False)
+        console.print(f"[red]These jobs would end:[/] {', '.join(plan.lost_jobs)}")
     if plan.create:
         console.print("The changes that new hosts need, on them and on others, are planned once they answer.")
 
@@ -69,22 +77,22 @@ def show_up(console: Console, result: UpResult) -> None:
         console.print(f"[red]✗[/] {name}: Slurm cannot use it yet: {escape_text(reason)}")
     for name in result.staying:
         console.print(f"[magenta]…[/] {name}: drained, still has jobs; run `{result.again}` again when they have ended")
-    show_failures(console, {name: error for name, error in result.failures.items()})
+    show_failures(console, result.failures)
     changed = [name for name in result.changed if name not in result.created]
     groups = (("created", result.created), ("changed", changed), ("removed", result.removed))
     done = ", ".join(f"{word} {compress(names)}" for word, names in groups if names) or "no changes"
     if not result.whole:
         console.print(f"[yellow]![/] {result.cluster}: {done}; not complete")
-        console.print(f"  fix the problems above, then run `{result.again}` again", highlight=False)
+        console.print(f"  fix the problems above, then run `{result.again}` again")
         return
     console.print(f"[green]✓[/] {result.cluster}: {done}")
     if (result.created or result.changed) and not result.removed:
-        console.print("  `shoal status` shows it, `shoal run train.py` trains on it", highlight=False)
+        console.print("  `shoal status` shows it, `shoal run train.py` trains on it")
 
 
 def show_down(console: Console, result: DownResult) -> None:
     show_findings(console, result.findings)
-    show_failures(console, {name: error for name, error in result.failures.items()})
+    show_failures(console, result.failures)
     if result.given_back:
         console.print(f"released {', '.join(result.given_back)}: no provider lists a machine of the cluster any more")
     if result.deleted:
@@ -102,8 +110,7 @@ def show_status(console: Console, status: ClusterStatus) -> None:
     counts = Counter(_headline(node) for node in status.nodes)
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     console.print(
-        f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n",
-        highlight=False,
+        f"[bold]{status.cluster}[/]: Slurm {status.version} on {status.controller}; nodes: {summary or 'none'}\n"
     )
     of_nodes = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
     table = Columns(*of_nodes, wraps=("nodes", "state", "reason"))
@@ -181,10 +188,6 @@ def _gpus(gres: str, used: str) -> str:
     return ", ".join(f"{busy.get(kind, '0')}/{count} {kind}".rstrip() for kind, count in found) or escape_text(gres)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _headline(node: NodeState) -> str:
     return "+".join(node.state).lower()
 
@@ -195,3 +198,119 @@ def _coloured(diff: str) -> Text:
         style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
         text.append(line + "\n", style=style)
     return text
+
+
+def show_services(console: Console, status: ClusterStatus) -> None:
+    """A line for each service that the cluster has."""
+    clocks, lines = status.clocks, []
+    if clocks and clocks.ahead:
+        off = {name: ahead for name, ahead in clocks.ahead.items() if abs(ahead) > SHOWN_CLOCK_OFFSET_S}
+        listed = ", ".join(f"[yellow]{name} {ahead:+.1f} s[/]" for name, ahead in sorted(off.items()))
+        near = [abs(ahead) for name, ahead in clocks.ahead.items() if name not in off]
+        within = f"within {max(near):.2f} s of {status.controller}'s" if near else ""
+        containers = (
+            f"; {compress(clocks.containers)}: containers, on their machine's clock" if clocks.containers else ""
+        )
+        lines.append(f"clocks: {', '.join(filter(None, (within, listed)))}{containers}")
+    if status.wireguard:
+        lines.append(wireguard_line(status.wireguard))
+    if status.tailnet:
+        lines += tailnet_lines(status.tailnet)
+    if status.tracking:
+        state = "[green]responds[/]" if status.tracking.well else f"[red]{escape_text(status.tracking.said)}[/]"
+        lines.append(f"{status.tracking.kind}: {' '.join(filter(None, (escape(status.tracking.uri), state)))}")
+    lines += [_share(share) for share in status.shares]
+    if status.accounting:
+        lines.append(accounting_line(status.accounting))
+    if status.rented:
+        lines += rented_lines(status.rented)
+    if lines:
+        console.print()
+    for line in lines:
+        print_wrapped(console, line)
+
+
+def _share(share: ShareState) -> str:
+    about = f"share {share.where} on {share.server} ({share.kind})"
+    if share.trouble:
+        return f"{about}: [red]{escape(share.trouble)}[/]"
+    style = "yellow" if share.free_mb < share.total_mb / 20 else "green"
+    quotas = "".join(
+        f"; {escape_text(name)} has {_size(used)} of {_size(allowed)}" for name, (used, allowed) in share.quotas.items()
+    )
+    return f"{about}: [{style}]{_size(share.free_mb)} free[/] of {_size(share.total_mb)}{quotas}"
+
+
+def _size(megabytes: int) -> str:
+    return f"{megabytes / 1024:.1f}G"
+
+
+def wireguard_line(view: WireGuardView) -> str:
+    """`wireguard: heard from 3 members recently`, or who was not heard from."""
+    if view.problem:
+        return f"wireguard: [red]{escape_text(view.problem)}[/]"
+    heard = len(view.heard) - len(view.quiet)
+    if not view.quiet:
+        return f"wireguard: [green]heard from {heard} member{'s' if heard != 1 else ''} recently[/]"
+    quiet = ", ".join(f"{name} ({_ago(view.heard[name])})" for name in view.quiet)
+    rest = f"; {heard} other{'s were' if heard != 1 else ' was'} heard from recently" if heard else ""
+    return f"wireguard: [yellow]not heard from {quiet}[/]{rest}"
+
+
+def _ago(seconds: int | None) -> str:
+    return "never" if seconds is None else f"{seconds // 60} min"
+
+
+def accounting_line(accounting: AccountingHealth) -> str:
+    """`accounting: on c1; newest backup 2026-11-15 03:12`, and what is wrong with it."""
+    backup = accounting.newest_backup
+    if accounting.backup_is_missing:
+        backup = f"[yellow]{backup}[/]"
+    if accounting.well:
+        return f"accounting: [green]works[/], on {accounting.host}; {backup}"
+    if accounting.error:
+        return f"accounting: [red]{escape_text(accounting.error)}[/], on {accounting.host}"
+    wrong = escape_text(accounting.down)
+    return f"accounting: [red]{wrong}[/], on {accounting.host}; {backup}"
+
+
+def rented_lines(view: RentedView) -> Iterator[str]:
+    """The rented machines, equal ones on one line, with their price; then problems."""
+    if view.nodes:
+        yield f"rented: {len(view.nodes)} machines, [bold]${view.usd_hour:.2f} an hour[/]"
+    elif not view.problem:
+        yield "rented: none"
+    groups: dict[tuple[str, str], list[RentedNode]] = {}
+    for node in view.nodes:
+        where = f"{node.type} at {node.account} {node.place}" + (" (spot)" if node.market == "spot" else "")
+        groups.setdefault((where, RENTAL_STATES.get(node.state, node.state)), []).append(node)
+    for (where, state), nodes in groups.items():
+        usd_hour = nodes[0].usd_hour
+        price = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
+        yield f"  {compress([node.name for node in nodes])}: {escape_text(where)}, {state}{price}"
+    if view.problem:
+        yield f"rented: [red]{escape_text(view.problem)}[/]"
+    for account, problem in view.accounts.items():
+        yield f"  [yellow]{account}[/]: {escape_text(problem)}"
+
+
+def tailnet_lines(view: TailnetView) -> Iterator[str]:
+    """The members by the path to them; then a line for each key that expires soon."""
+    if view.problem or view.state != "Running":
+        yield f"tailnet: [red]{escape_text(view.problem or view.state)}[/]; `shoal up` joins the controller again"
+        return
+    groups: dict[tuple[str, str], list[str]] = {}
+    for member in view.members:
+        groups.setdefault((member.way, _way(member)), []).append(member.name)
+    paths = (f"{compress(names)} [{PATH_STYLES[way]}]{text}[/]" for (way, text), names in groups.items())
+    yield "tailnet: " + "; ".join(paths)
+    for member in view.members:
+        if member.days is not None:
+            fix = "run `shoal keys rotate tailscale`"
+            yield f"[yellow]the key of {member.name} expires in {member.days} days[/]: {fix}"
+
+
+def _way(member: TailnetMember) -> str:
+    if member.way == "relayed":
+        return f"relayed by {escape_text(member.relay)}, slowly"
+    return PATH_TEXTS.get(member.way, member.way)

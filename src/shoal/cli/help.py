@@ -59,15 +59,10 @@ def add_examples(app: typer.Typer) -> None:
 def named_commands(app: typer.Typer, prefix: str = "") -> Iterator[tuple[str, CommandInfo]]:
     """Every command of the app with the words that call it."""
     for command in app.registered_commands:
-        yield prefix + command_name(command), command
+        yield f"{prefix}{command.name}", command
     for group in app.registered_groups:
         if group.typer_instance is not None:
             yield from named_commands(group.typer_instance, f"{prefix}{group.name} ")
-
-
-def command_name(command: CommandInfo) -> str:
-    """The name of a command: the given one, or that of its function."""
-    return command.name or (command.callback.__name__ if command.callback else "")
 
 
 class ShoalCommand(TyperCommand):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.cluster_commands import DrainTimeout, finish_up
-from shoal.cli.options import Cluster, File, Json, suggest, suggest_hosts
+from shoal.cli.cluster_commands import finish_up
+from shoal.cli.options import Cluster, DrainTimeout, File, suggest, suggest_hosts, with_session
 from shoal.cli.session import PARTLY, Session
 from shoal.errors import ShoalError
+from shoal.hostlist import compress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from shoal.verbs.exec import ExecResult
     from shoal.verbs.keys import KeysResult
 
-node_app = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
-keys_app = typer.Typer(help="Replace the keys of a running cluster.", no_args_is_help=True, rich_markup_mode=None)
+node = typer.Typer(help="Drain, resume or remove a node.", no_args_is_help=True, rich_markup_mode=None)
+keys = typer.Typer(help="Replace the keys of a running cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 Nodes = Annotated[str, typer.Argument(help="Nodes: gpu01 or gpu[01-04].", autocompletion=suggest_hosts)]
 
@@ -35,26 +36,26 @@ def ssh(
     json: Annotated[bool, typer.Option("--json", help="Print the ssh command line instead of running it.")] = False,
 ) -> None:
     """Open a shell on a host, with this cluster's keys."""
-    with Session(json) as session:
+    with Session(json, file, cluster) as session:
         from shoal.verbs.exec import forget_host, ssh_command
 
-        context = session.open(file, cluster)
+        context = session.open()
         if forget_key:
             forgotten = forget_host(context, host)
-            if json:
-                return session.finish_value({"host": host, "forgotten": forgotten})
-            text = f"forgot the key of {host}" if forgotten else f"there was no key of {host}"
-            return session.console.print(text, highlight=False)
+            if not session.finish({"host": host, "forgotten": forgotten}):
+                session.console.print(f"forgot the key of {host}" if forgotten else f"there was no key of {host}")
+            return
         line = session.run(ssh_command(context, host, command or []))
-        if json:
-            return session.finish_value({"command": line})
+        if session.finish({"command": line}):
+            return
         try:
             os.execvp(line[0], line)
         except FileNotFoundError:
             raise ShoalError("this machine has no ssh command", hint="install openssh-client") from None
 
 
-def exec_(
+@with_session
+def exec(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
     hosts: Annotated[
         str | None,
@@ -70,45 +71,37 @@ def exec_(
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long to wait on each host.", min=0)
     ] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Run a command on many hosts; equal outputs are shown once."""
-    with Session(json) as session:
-        from shoal.verbs.exec import execute
+    from shoal.verbs.exec import execute
 
-        context = session.open(file, cluster)
-        finish_exec(session, session.run(execute(context, command, hosts, nodeset, root=not user, timeout=timeout)))
+    work = execute(session.open(), command, hosts, nodeset, root=not user, timeout=timeout)
+    finish_exec(session, session.run(work))
 
 
 def finish_exec(session: Session, result: ExecResult) -> None:
-    if session.json:
-        groups = [
-            {"hosts": names, "status": outcome.status, "stdout": outcome.text, "stderr": outcome.error_text}
-            for names, outcome in result.groups
-        ]
-        session.finish_value({"groups": groups, "failures": result.failures, "fix": result.hint})
-    else:
+    groups = [
+        {"hosts": names, "status": outcome.status, "stdout": outcome.text, "stderr": outcome.error_text}
+        for names, outcome in result.groups
+    ]
+    status = PARTLY if result.failures else result.worst if result.worst < 126 else 1
+    if not session.finish({"groups": groups, "failures": result.failures, "fix": result.hint}, status):
         show_exec(session.console, result)
-    if result.failures:
-        session.status = PARTLY
-    elif result.worst:
-        session.status = result.worst if result.worst < 126 else 1
 
 
 def show_exec(console: Console, result: ExecResult) -> None:
     """Hosts with equal output share one heading, as clush -b does."""
     from shoal.cli.screen import print_fix, show_failures
-    from shoal.hostlist import compress
 
     for names, outcome in result.groups:
         status = f" (exit {outcome.status})" if outcome.status else ""
-        console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{compress(names)}[/] ({len(names)}){status}", soft_wrap=True)
         _print_verbatim(console, outcome.text)
         _print_verbatim(console, outcome.error_text, style="red")
     print_fix(console, result.hint, indent=2)
-    show_failures(console, dict(result.failures))
+    show_failures(console, result.failures)
 
 
 def _print_verbatim(console: Console, text: str, style: str = "") -> None:
@@ -116,65 +109,59 @@ def _print_verbatim(console: Console, text: str, style: str = "") -> None:
     if not text:
         return
     if style and console.is_terminal:
-        console.out(text.rstrip("\n"), style=style, highlight=False)
+        console.out(text.rstrip("\n"), style=style)
     else:
         console.file.write(text if text.endswith("\n") else f"{text}\n")
 
 
-@node_app.command("drain")
+@node.command("drain")
+@with_session
 def node_drain(
     hosts: Nodes,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="The reason that `status` shows.")] = "drained by hand",
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Let running jobs end and start no new ones."""
-    with Session(json) as session:
-        from shoal.verbs.node import drain_nodes
+    from shoal.verbs.node import drain_nodes
 
-        finish_nodes(session, "draining", session.run(drain_nodes(session.open(file, cluster), hosts, reason)))
+    finish_nodes(session, "draining", session.run(drain_nodes(session.open(), hosts, reason)))
 
 
-@node_app.command("resume")
-def node_resume(hosts: Nodes, file: File = None, cluster: Cluster = None, json: Json = False) -> None:
+@node.command("resume")
+@with_session
+def node_resume(hosts: Nodes, session: Session) -> None:
     """Give drained nodes jobs again."""
-    with Session(json) as session:
-        from shoal.verbs.node import resume_nodes
+    from shoal.verbs.node import resume_nodes
 
-        finish_nodes(session, "resumed", session.run(resume_nodes(session.open(file, cluster), hosts)))
+    finish_nodes(session, "resumed", session.run(resume_nodes(session.open(), hosts)))
 
 
 def finish_nodes(session: Session, verb: str, names: list[str]) -> None:
-    from shoal.hostlist import compress
-
-    if session.json:
-        return session.finish_value({verb: names})
-    text = f"{verb} {compress(names)}" if names else "no changes: these nodes accept jobs already"
-    session.console.print(text, highlight=False)
+    if not session.finish({verb: names}):
+        text = f"{verb} {compress(names)}" if names else "no changes: these nodes accept jobs already"
+        session.console.print(text)
 
 
-@node_app.command("remove")
+@node.command("remove")
+@with_session
 def node_remove(
     host: Annotated[str, typer.Argument(help="One node.", autocompletion=suggest_hosts)],
-    file: File = None,
-    cluster: Cluster = None,
+    session: Session,
     drain_timeout: DrainTimeout = None,
-    json: Json = False,
 ) -> None:
     """Remove a node from the file and the cluster.
 
     It is drained, and removed once its jobs have ended.
     """
-    with Session(json) as session:
-        from shoal.plan.apply import ApplyTimeouts
-        from shoal.verbs.node import remove_node
+    from shoal.plan.apply import ApplyTimeouts
+    from shoal.verbs.node import remove_node
 
-        context = session.open(file, cluster)
-        finish_up(session, session.run(remove_node(context, host, ApplyTimeouts(drain_s=drain_timeout))))
+    finish_up(session, session.run(remove_node(session.open(), host, ApplyTimeouts(drain_s=drain_timeout))))
 
 
-@keys_app.command("rotate")
+@keys.command("rotate")
+@with_session
 def rotate(
     key: Annotated[
         str,
@@ -186,47 +173,31 @@ def rotate(
     leave_unreachable: Annotated[
         bool, typer.Option("--leave-unreachable", help="Proceed without hosts that do not answer; `up` repairs them.")
     ] = False,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Replace a key on all hosts at once.
 
     Running jobs go on. It measures and prints how long Slurm did not answer. If it is interrupted, run it again: it
     continues with the same new key.
     """
-    with Session(json) as session:
-        from shoal.verbs.keys import rotate as verb
+    from shoal.verbs.keys import rotate as verb
 
-        result = session.run(verb(session.open(file, cluster), key, leave_unreachable=leave_unreachable))
-        if result.left:
-            session.status = PARTLY
-        if json:
-            return session.finish_value(result)
+    result = session.run(verb(session.open(), key, leave_unreachable=leave_unreachable))
+    if not session.finish(result, PARTLY if result.left else 0):
         show_keys(session.console, result)
 
 
 def show_keys(console: Console, result: KeysResult) -> None:
     from shoal.cli.screen import show_failures
-    from shoal.hostlist import compress
 
     for key in result.rotated:
         how = "an earlier rotation is finished" if key.finished else "a new key"
-        console.print(f"[green]✓[/] {key.key}: {how} on {compress(key.hosts)}", highlight=False)
+        console.print(f"[green]✓[/] {key.key}: {how} on {compress(key.hosts)}")
         outage = "Slurm always answered" if not key.failed_seconds else f"Slurm failed for {key.failed_seconds:.2f} s"
         slowest = f"{key.asked} requests, the slowest answer took {key.slowest_answer:.1f} s"
-        console.print(f"  {outage} ({slowest})", highlight=False)
-    show_failures(console, dict(result.left))
+        console.print(f"  {outage} ({slowest})")
+    show_failures(console, result.left)
     if result.left:
         verb = "has" if len(result.left) == 1 else "have"
-        console.print(
-            f"  {compress(result.left)} still {verb} the old key: run `shoal up` once reachable", highlight=False
-        )
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    for name, command in (("ssh", ssh), ("exec", exec_)):
-        app.command(name, context_settings={"allow_interspersed_args": False})(command)
-    app.add_typer(node_app, name="node")
-    app.add_typer(keys_app, name="keys")
+        console.print(f"  {compress(result.left)} still {verb} the old key: run `shoal up` once reachable")

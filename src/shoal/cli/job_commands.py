@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.options import Cluster, File, Json
+from shoal.cli.options import Cluster, Json, with_session
 from shoal.cli.output import plain
 from shoal.cli.session import PARTLY, Session
 from shoal.errors import Interrupted
 
 if TYPE_CHECKING:
     from shoal.jobs.logs import LogLine
-    from shoal.verbs.jobs import CancelResult, JobsResult
     from shoal.verbs.logs import LogsResult
 
 # `shoal logs -f` follows, so its --file has no short form.
@@ -28,17 +27,19 @@ LogsFile = Annotated[
 ]
 
 
+@with_session
 def jobs(
     ended: Annotated[bool, typer.Option("--all", "-a", help="Also jobs that ended more than a day ago.")] = False,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Show jobs, their progress, and why they failed."""
-    with Session(json) as session:
-        from shoal.verbs.jobs import jobs as verb
+    from shoal.cli.job_screens import show_jobs
+    from shoal.verbs.jobs import jobs as verb
 
-        _finish_jobs(session, session.run(verb(session.open(file, cluster, phases=ended), ended=ended)))
+    result = session.run(verb(session.open(phases=ended), ended=ended))
+    if not session.finish(result, PARTLY if result.failures else 0):
+        show_jobs(session.console, result)
 
 
 def logs(
@@ -57,11 +58,11 @@ def logs(
     json: Json = False,
 ) -> None:
     """Show what the ranks of a job printed, ordered by time."""
-    with Session(json) as session:
+    with Session(json, file, cluster) as session:
         from shoal.verbs.logs import follow as follow_verb
         from shoal.verbs.logs import logs as verb
 
-        context = session.open(file, cluster, phases=False)
+        context = session.open(phases=False)
         if follow:
             show = print_line(session, rank, timestamps)
             with keep_running(job):
@@ -70,17 +71,19 @@ def logs(
         finish_logs(session, session.run(verb(context, job, directory)), rank, timestamps)
 
 
+@with_session
 def cancel(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Numbers of jobs.")],
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Numbers of jobs.")], session: Session
 ) -> None:
     """Cancel jobs, running or waiting."""
-    with Session(json) as session:
-        from shoal.verbs.jobs import cancel as verb
+    from shoal.verbs.jobs import cancel as verb
 
-        _finish_cancel(session, session.run(verb(session.open(file, cluster, phases=False), jobs)))
+    result = session.run(verb(session.open(phases=False), jobs))
+    if session.finish(result):
+        return
+    for text, numbers in (("cancelled", result.cancelled), ("already ended:", result.ended)):
+        if numbers:
+            session.console.print(f"{text} {', '.join(numbers)}")
 
 
 @contextmanager
@@ -122,41 +125,11 @@ def finish_log(session: Session, result: LogsResult, value: dict[str, Any], *, a
     from shoal.cli.job_screens import show_job_end
     from shoal.cli.screen import show_failures
 
-    if session.json:
-        session.finish_value(value)
-    else:
-        show_failures(session.errors, dict(result.failures))
+    if not session.finish(value, PARTLY if result.failures else 0):
+        show_failures(session.errors, result.failures)
         if always or result.reason is not None:
             show_job_end(session.errors, result.record, result.reason)
-    if result.failures:
-        session.status = PARTLY
 
 
 def _lines_of(result: LogsResult, rank: int | None) -> tuple[LogLine, ...]:
     return tuple(line for line in result.lines if rank in (None, line.rank))
-
-
-def _finish_jobs(session: Session, result: JobsResult) -> None:
-    from shoal.cli.job_screens import show_jobs
-
-    if session.json:
-        session.finish_value(result)
-    else:
-        show_jobs(session.console, result)
-    if result.failures:
-        session.status = PARTLY
-
-
-def _finish_cancel(session: Session, result: CancelResult) -> None:
-    if session.json:
-        return session.finish_value(result)
-    for text, jobs in (("cancelled", result.cancelled), ("already ended:", result.ended)):
-        if jobs:
-            session.console.print(f"{text} {', '.join(jobs)}", highlight=False)
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command()(jobs)
-    app.command()(logs)
-    app.command()(cancel)

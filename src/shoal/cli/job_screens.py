@@ -27,22 +27,19 @@ def show_submitted(console: Console, job: SubmittedJob) -> None:
     ranks = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
     where = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     sent = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
-    console.print(
-        f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}",
-        highlight=False,
-    )
+    console.print(f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}")
     if job.array:
-        console.print(f"  `shoal logs -f {job.id}_N` shows what its task N prints", highlight=False)
+        console.print(f"  `shoal logs -f {job.id}_N` shows what its task N prints")
     else:
-        console.print(f"  `shoal logs -f {job.id}` shows what it prints", highlight=False)
+        console.print(f"  `shoal logs -f {job.id}` shows what it prints")
     if job.nodes > 1 and not job.shared:
-        console.print("  checkpoints need storage that its nodes share: name it with --directory", highlight=False)
+        console.print("  checkpoints need storage that its nodes share: name it with --directory")
     if job.traces:
-        console.print(f"  its profile will be on its nodes in {job.traces}", highlight=False)
+        console.print(f"  its profile will be on its nodes in {job.traces}")
 
 
 def show_jobs(console: Console, result: JobsResult) -> None:
-    show_failures(console, dict(result.failures))
+    show_failures(console, result.failures)
     if not result.jobs:
         console.print("no jobs")
         return
@@ -74,7 +71,7 @@ def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None
     when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f ") if timestamps else ""
     style = "dim" if line.rank == BATCH else RANK_STYLES[line.rank % len(RANK_STYLES)]
     if console.is_terminal:
-        console.out(f"{when}[{who}] ", style=style, highlight=False, end="")
+        console.out(f"{when}[{who}] ", style=style, end="")
         console.file.write(f"{line.text}\n")
     else:
         console.file.write(f"{when}[{who}] {line.text}\n")
@@ -87,15 +84,13 @@ def show_job_end(console: Console, record: JobRecord | None, reason: FailureReas
         return
     if reason is None:
         mark = "[green]✓[/]" if record.state == "COMPLETED" else "[cyan]…[/]"
-        console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})", highlight=False)
+        console.print(f"{mark} job {record.id}: {_state(record)} ({record.run_time})")
         return
-    console.print(
-        f"[red]✗[/] job {record.id}: {_state(record)}: {escape_text(reason.text)}", highlight=False, soft_wrap=True
-    )
+    console.print(f"[red]✗[/] job {record.id}: {_state(record)}: {escape_text(reason.text)}", soft_wrap=True)
     for text in reason.details:
-        console.print(f"    {escape_text(text)}", highlight=False, soft_wrap=True)
+        console.print(f"    {escape_text(text)}", soft_wrap=True)
     if reason.fix:
-        console.print(f"  fix: {escape_text(reason.fix)}", highlight=False, soft_wrap=True)
+        console.print(f"  fix: {escape_text(reason.fix)}", soft_wrap=True)
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:

@@ -1,13 +1,16 @@
-"""Options that many commands share, and what the shell completes for them."""
+"""Options that many commands share, what the shell completes for them, and the session that they open."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.session import Session
 from shoal.errors import ShoalError
 
 File = Annotated[
@@ -25,15 +28,39 @@ Cluster = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="How long to wait for jobs on nodes that leave. Default: until they end.", min=0
+    ),
+]
+
+
+def with_session(function: Callable[..., None]) -> Callable[..., None]:
+    """A command of the function: --file and --cluster stand where its parameter `session` stands, --json is last."""
+
+    @functools.wraps(function)
+    def command(file: Path | None, cluster: str | None, json: bool, **values: Any) -> None:
+        with Session(json, file, cluster) as session:
+            function(session=session, **values)
+
+    options: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.name == "session":
+            options += [_option("file", File, None), _option("cluster", Cluster, None)]
+        else:
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    command.__signature__ = inspect.Signature([*options, _option("json", Json, False)])  # type: ignore[attr-defined]
+    return command
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def suggest(*words: str) -> Callable[[str], list[str]]:
     """Completes from a fixed list of words."""
-
-    def matching(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return matching
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def suggest_hosts(context: typer.Context, incomplete: str) -> list[str]:

@@ -58,10 +58,10 @@ class TerminalProgress:
         with bars:
             moving = BarPhase(bars, title, total)
             yield moving
-        self._console.print(moving.line(time.monotonic() - begun), highlight=False)
+        self._console.print(moving.line(time.monotonic() - begun))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

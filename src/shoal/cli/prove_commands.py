@@ -82,7 +82,7 @@ def prove(
     each step and the final parameters. It explains a difference larger than rounding, and exits with 1. Without --file
     or --cluster it runs on this machine's CPU.
     """
-    with Session(json) as session:
+    with Session(json, file, cluster) as session:
         from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
         from shoal.proof.model import PARALLELS, TOLERANCES, ProofRequest
         from shoal.verbs.prove import CLUSTER_LAUNCHERS
@@ -107,7 +107,7 @@ def prove(
         given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
         runner: Runner
         if on_cluster:
-            runner = _as_jobs(session, request, file, cluster, job, given)
+            runner = _as_jobs(session, request, job, given)
         else:
             _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
             runner = LocalRunner(request, python)
@@ -126,14 +126,7 @@ def progress_of(session: Session) -> ProgressReporter:
     return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else NoProgress()
 
 
-def _as_jobs(
-    session: Session,
-    request: ProofRequest,
-    file: Path | None,
-    cluster: str | None,
-    job: Path | None,
-    given: dict[str, Any],
-) -> Runner:
+def _as_jobs(session: Session, request: ProofRequest, job: Path | None, given: dict[str, Any]) -> Runner:
     from shoal.jobs.load import load_job
     from shoal.jobs.model import job_from_options
     from shoal.verbs.prove import ClusterRunner
@@ -143,16 +136,13 @@ def _as_jobs(
         options["export"] = parse_exports(options["export"])
     options.update(script=request.script, args=request.args)
     spec = load_job(job, options) if job is not None else job_from_options(options)
-    return ClusterRunner(request, session.open(file, cluster), spec, Path.cwd())
+    return ClusterRunner(request, session.open(), spec, Path.cwd())
 
 
 def finish(session: Session, result: ProofResult) -> None:
     """Print what was found; the exit code is 1 where anything differs."""
-    if session.json:
-        session.finish_value(_finite({**plain(result), "passed": result.passed}))
-    else:
+    if not session.finish(_finite({**plain(result), "passed": result.passed}), 0 if result.passed else 1):
         show_proof(session.console, result)
-    session.status = 0 if result.passed else 1
 
 
 def _finite(value: Any) -> Any:
@@ -196,21 +186,19 @@ def show_proof(console: Console, result: ProofResult) -> None:
     console.print(
         f"largest relative differences between {result.processes} processes and one, over {result.steps} steps"
         f" in {result.dtype}:",
-        highlight=False,
         soft_wrap=True,
     )
     console.print(table)
     for cause in dict.fromkeys(row.cause for row in result.rows if row.cause):
         ways = ", ".join(f"{row.launcher} {row.parallel}" for row in result.rows if row.cause == cause)
         lines = [escape_text(line) for line in cause.split("\n")]
-        console.print(f"[red]✗[/] {ways}: {lines[0]}", highlight=False, soft_wrap=True)
+        console.print(f"[red]✗[/] {ways}: {lines[0]}", soft_wrap=True)
         for line in lines[1:]:
-            console.print(f"  {line}", highlight=False, soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)
     if result.passed:
         console.print(
             f"[green]✓[/] {escape_text(result.script)} trains the same with {result.processes} processes as with"
             f" one: nothing differs by more than {result.tolerance:g}",
-            highlight=False,
             soft_wrap=True,
         )
 
@@ -232,8 +220,3 @@ def _verdict(row: ProofRow) -> Text:
     if row.passed:
         return Text("✓ same", style="green")
     return Text("✗ differs" if row.found else "✗ failed", style="red")
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command."""
-    app.command()(prove)

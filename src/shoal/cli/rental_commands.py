@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from shoal.cli.options import Cluster, File, Json, Yes, suggest
+from shoal.cli.options import Yes, suggest, with_session
 from shoal.cli.output import plain
-from shoal.cli.screen import Columns, escape_text, print_fix, show_findings
-from shoal.cli.session import PARTLY, Session
-from shoal.cloud.providers.api import Market, Offer
+from shoal.cli.screen import Columns, count, escape_text, print_fix, show_findings
+from shoal.cli.session import PARTLY, Session, confirm
+from shoal.cloud.providers.api import Market, Offer, Query
 from shoal.cloud.rental import dollars, format_dollars, micros
-from shoal.errors import Interrupted, ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.verbs.cost import BudgetLimits, CostResult
 from shoal.verbs.offers import OffersResult
 from shoal.verbs.reap import ListedInstance, ReapPreview, ReapResult
@@ -25,6 +24,7 @@ ROWS = 40
 """So many offers, and so many jobs, are shown; --json has all of them."""
 
 
+@with_session
 def offers(
     gpu: Annotated[str, typer.Option(metavar="NAME", help="Only GPUs with this in their name, such as H100.")] = "",
     count: Annotated[int, typer.Option(metavar="NUMBER", help="At least this many GPUs per machine.", min=0)] = 0,
@@ -41,52 +41,50 @@ def offers(
             metavar="WORD", help="on-demand or spot. Default: both.", autocompletion=suggest("on-demand", "spot")
         ),
     ] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Show which machines can be rented now, cheapest first.
 
     It asks all provider accounts in the file. Where a provider gives no price, it is from Shoal's table, with its date.
     """
-    with Session(json) as session:
-        from shoal.cloud.providers.api import Query
-        from shoal.verbs.offers import offers as verb
+    from shoal.verbs.offers import offers as verb
 
-        query = Query(gpu, count, tuple(type_ or ()), tuple(region or ()), (), _market(market))
-        result = session.run(verb(session.open(file, cluster), query, tuple(provider or ())))
-        session.finish_value(result) if json else show_offers(session.console, result)
-        if result.failures:
-            session.status = PARTLY
+    if market not in (None, "on-demand", "spot"):
+        raise UsageError(f"there is no market {market!r}", hint="use --market on-demand or --market spot")
+    query = Query(gpu, count, tuple(type_ or ()), tuple(region or ()), (), cast("Market | None", market))
+    result = session.run(verb(session.open(), query, tuple(provider or ())))
+    if not session.finish(result, PARTLY if result.failures else 0):
+        show_offers(session.console, result)
 
 
+@with_session
 def cost(
     month: Annotated[
         str | None, typer.Option(metavar="MONTH", help="Another month, such as 2026-10. Default: this month.")
     ] = None,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Show what rented machines cost: now, today, this month.
 
     By nodeset, user and job, and what machines cost while they start or idle.
     """
-    with Session(json) as session:
-        from shoal.verbs.cost import cost as verb
+    from shoal.verbs.cost import cost as verb
 
-        result = session.run(verb(session.open(file, cluster), month))
-        session.finish_value(cost_json(result)) if json else show_cost(session.console, result)
+    result = session.run(verb(session.open(), month))
+    if not session.finish(cost_json(result)):
+        show_cost(session.console, result)
 
 
+@with_session
 def reap(
     yes: Yes = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also remove rentals from the ledger that no provider ever listed.")
     ] = False,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Release every rented machine of the cluster.
 
@@ -94,50 +92,24 @@ def reap(
     without the controller's ledger it watches for some minutes before it reports that there is none. While the
     controller runs, it rents again what jobs wait for; use `shoal down` then.
     """
-    with Session(json) as session:
-        from shoal.verbs.reap import preview
-        from shoal.verbs.reap import reap as verb
+    from shoal.verbs.reap import preview
+    from shoal.verbs.reap import reap as verb
 
-        context = session.open(file, cluster)
-        seen = session.run(preview(context))
-        if not json:
-            show_preview(session.console, seen)
-        if not seen.found and not (force and seen.unlisted):
-            if json:
-                session.finish_value(_reap_json(seen, (), seen.unlisted))
-            session.status = PARTLY if seen.failures or seen.findings else 0
-            return
-        _confirm(seen, yes)
-        result = session.run(verb(context, force=force))
-        if json:
-            session.finish_value(_reap_json(result, result.gone, result.remaining))
-        else:
-            show_reap(session.console, result)
-        if not result.clean:
-            session.status = PARTLY
-
-
-def _confirm(seen: ReapPreview, yes: bool) -> None:
-    if yes:
-        return
-    if seen.found:
-        what = f"deletes {len(seen.found)} rented machines of cluster {seen.cluster}, with what is on their disks"
+    context = session.open()
+    before = session.run(preview(context))
+    if not session.json:
+        show_preview(session.console, before)
+    if before.found:
+        effect = f"deletes {len(before.found)} rented machines of cluster {before.cluster}, with what is on their disks"
+    elif force and before.unlisted:
+        effect = f"removes {len(before.unlisted)} machines of cluster {before.cluster} from its ledger, unproven"
     else:
-        what = f"removes {len(seen.unlisted)} machines of cluster {seen.cluster} from its ledger, unproven"
-    if not sys.stdin.isatty():
-        raise UsageError(f"this {what}", hint="use --yes")
-    if not typer.confirm(f"This {what}. Continue?", err=True):
-        raise Interrupted("nothing was changed")
-
-
-def _market(word: str | None) -> Market | None:
-    if word is None:
-        return None
-    if word == "spot":
-        return "spot"
-    if word == "on-demand":
-        return "on-demand"
-    raise UsageError(f"there is no market {word!r}", hint="use --market on-demand or --market spot")
+        session.finish(_reap_json(before, (), before.unlisted), PARTLY if before.failures or before.findings else 0)
+        return
+    confirm(effect, f"This {effect}. Continue?", yes)
+    result = session.run(verb(context, force=force))
+    if not session.finish(_reap_json(result, result.gone, result.remaining), 0 if result.clean else PARTLY):
+        show_reap(session.console, result)
 
 
 def show_offers(console: Console, result: OffersResult) -> None:
@@ -155,12 +127,12 @@ def show_offers(console: Console, result: OffersResult) -> None:
         table.add_row(*texts, style="dim" if offers[0].available == "no" else "")
     constant = table.drop_constant(console, ("provider", "market", "price of", "stock"))
     if constant:
-        console.print(f"all of them: {constant}\n", highlight=False)
+        console.print(f"all of them: {constant}\n")
     console.print(table)
     if len(rows) > ROWS:
-        console.print(f"\nand {len(rows) - ROWS} more; --json shows all", highlight=False)
+        console.print(f"\nand {len(rows) - ROWS} more; --json shows all")
     if any(offers[0].usd_hour is None for offers in list(rows.values())[:ROWS]):
-        console.print(f"\n{UNPRICED}", highlight=False, soft_wrap=True)
+        console.print(f"\n{UNPRICED}", soft_wrap=True)
 
 
 def _offer_cells(offer: Offer) -> tuple[str, ...]:
@@ -179,26 +151,21 @@ AVAILABLE = {"yes": "yes", "low": "few", "no": "none", "unknown": "unknown"}
 
 def show_cost(console: Console, result: CostResult) -> None:
     costs, whole = result.costs, result.budget
-    machines = f"{costs.machines} machine" + "s" * (costs.machines != 1)
-    console.print(f"[bold]{result.cluster}[/]: {machines}\n", highlight=False)
+    console.print(f"[bold]{result.cluster}[/]: {count(costs.machines, 'machine')}\n")
     table = _table("", right=("", "of"))
     table.add_row("now, an hour", format_dollars(costs.per_hour), _limit_text(whole.per_hour))
     table.add_row("today (UTC)", format_dollars(costs.today), _limit_text(whole.per_day))
     table.add_row(costs.month, format_dollars(costs.total), _limit_text(whole.per_month), style="bold")
     console.print(table)
     if costs.total:
-        _parts(
-            console,
-            "nodeset",
-            costs.nodesets,
-            {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()},
-        )
+        limits = {name: _limit_text(limit.per_month) for name, limit in result.budgets.items()}
+        _parts(console, "nodeset", costs.nodesets, limits)
         _parts(console, "user", {**costs.users, "(starting)": costs.starting, "(idle)": costs.idle})
         _jobs(console, result)
     if costs.unpriced:
-        console.print(f"\nnot included, because the price is unknown: {', '.join(costs.unpriced)}", highlight=False)
+        console.print(f"\nnot included, because the price is unknown: {', '.join(costs.unpriced)}")
     if costs.unattributed:
-        console.print(f"\n[yellow]![/] cannot be split by user and job: {escape(costs.unattributed)}", highlight=False)
+        console.print(f"\n[yellow]![/] cannot be split by user and job: {escape(costs.unattributed)}")
 
 
 def cost_json(result: CostResult) -> dict[str, Any]:
@@ -229,7 +196,7 @@ def show_preview(console: Console, preview: ReapPreview) -> None:
     show_findings(console, preview.findings)
     if not preview.found:
         if not preview.failures and not preview.findings:
-            console.print(f"{preview.cluster}: no provider lists a machine of this cluster", highlight=False)
+            console.print(f"{preview.cluster}: no provider lists a machine of this cluster")
         return
     _machines(console, preview.found)
 
@@ -240,10 +207,10 @@ def show_reap(console: Console, result: ReapResult) -> None:
     if result.remaining:
         console.print("still there, or unknown:")
         _machines(console, result.remaining)
-    gone = f"{len(result.gone)} machine" + "s" * (len(result.gone) != 1)
+    gone = count(len(result.gone), "machine")
     mark = "[green]✓[/]" if result.clean else "[yellow]![/]"
     after = "no provider lists any more" if result.clean else "run `shoal reap` again"
-    console.print(f"{mark} {result.cluster}: {gone} released; {after}", highlight=False)
+    console.print(f"{mark} {result.cluster}: {gone} released; {after}")
 
 
 def _reap_json(
@@ -262,15 +229,9 @@ def _machines(console: Console, listed: Iterable[ListedInstance]) -> None:
     for entry in listed:
         machine = entry.instance
         price = "" if machine.usd_hour is None else format_dollars(micros(machine.usd_hour))
-        cells = (
-            entry.account,
-            machine.id,
-            machine.node,
-            machine.type,
-            machine.zone or machine.region,
-            machine.raw_state,
-        )
-        table.add_row(*(escape_text(cell) for cell in (*cells, price)))
+        where = machine.zone or machine.region
+        cells = (entry.account, machine.id, machine.node, machine.type, where, machine.raw_state, price)
+        table.add_row(*map(escape_text, cells))
     console.print(table)
 
 
@@ -294,13 +255,13 @@ def _jobs(console: Console, result: CostResult) -> None:
     console.print(table)
     if len(jobs) > ROWS:
         rest = format_dollars(sum(job.micros for job in jobs[ROWS:]))
-        console.print(f"and {len(jobs) - ROWS} more jobs for {rest}; --json shows all", highlight=False)
+        console.print(f"and {len(jobs) - ROWS} more jobs for {rest}; --json shows all")
 
 
 def _show_provider_errors(console: Console, failures: Mapping[str, ShoalError]) -> None:
     for name, error in failures.items():
         message = error.message.removeprefix(f"{name}: ")
-        console.print(f"[red]✗[/] {name}: {escape(message)}", highlight=False, soft_wrap=True)
+        console.print(f"[red]✗[/] {name}: {escape(message)}", soft_wrap=True)
         print_fix(console, error.hint)
 
 
@@ -308,9 +269,8 @@ def _prices(offer: Offer) -> tuple[str, str]:
     if offer.usd_hour is None:
         return "?", "?"
     amount = micros(offer.usd_hour)
-    return format_dollars(amount).removeprefix("$"), format_dollars(amount // offer.gpus).removeprefix(
-        "$"
-    ) if offer.gpus else ""
+    per_gpu = format_dollars(amount // offer.gpus) if offer.gpus else ""
+    return format_dollars(amount).removeprefix("$"), per_gpu.removeprefix("$")
 
 
 def _limit_text(limit: int | None) -> str:
@@ -323,10 +283,3 @@ def _limits(limit: BudgetLimits) -> dict[str, float]:
 
 def _table(*titles: str, right: Collection[str] = ()) -> Columns:
     return Columns(*titles, *right, right=right, wraps=("type", "machine", "region", "where", "name"))
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command()(offers)
-    app.command()(cost)
-    app.command()(reap)

@@ -17,7 +17,7 @@ from shoal.jobs.model import LAUNCHER_NAMES, PROFILER_NAMES, JobSpec, job_from_o
 
 if TYPE_CHECKING:
     from shoal.verbs.logs import LogsResult
-    from shoal.verbs.run import PreparedJob, SubmittedJob
+    from shoal.verbs.run import SubmittedJob
 
 CHOICES = {"launcher": LAUNCHER_NAMES, "profile": PROFILER_NAMES}
 """What the shell completes, by field."""
@@ -42,8 +42,8 @@ def run(
     Without options it gets all GPUs of one node, one process per GPU; -N2 takes those of two nodes. The options are
     spelled as sbatch spells them.
     """
-    with Session(json) as session:
-        context = session.open(file, cluster, phases=False)
+    with Session(json, file, cluster) as session:
+        context = session.open(phases=False)
         limit = max_size * 1024 * 1024
         spec = _job_spec(script, args, job, options)
         if wait and spec.array:
@@ -51,16 +51,21 @@ def run(
         if dry_run:
             from shoal.verbs.run import dry_run as prepare
 
-            return _finish_dry_run(session, session.run(prepare(context, spec, Path.cwd(), limit)))
+            prepared = session.run(prepare(context, spec, Path.cwd(), limit))
+            value = {"script": prepared.script, "code": prepared.tree.hash, "job": prepared.job.spec.model_dump()}
+            if not session.finish(value):
+                print(prepared.script, end="")
+            return
         from shoal.verbs.run import run as verb
 
         submitted = session.run(verb(context, spec, Path.cwd(), limit))
-        if not wait:
-            return _finish_run(session, submitted)
         if not json:
             from shoal.cli.job_screens import show_submitted
 
-            show_submitted(session.errors, submitted)
+            show_submitted(session.errors if wait else session.console, submitted)
+        if not wait:
+            session.finish(submitted)
+            return
         from shoal.verbs.logs import follow
 
         show = print_line(session, None)
@@ -98,21 +103,6 @@ def parse_exports(texts: list[str]) -> dict[str, str]:
             raise UsageError(f"--export {name} has no value", hint=f"use --export {name}=VALUE")
         exports[name] = value
     return exports
-
-
-def _finish_dry_run(session: Session, prepared: PreparedJob) -> None:
-    if session.json:
-        job = prepared.job.spec.model_dump()
-        return session.finish_value({"script": prepared.script, "code": prepared.tree.hash, "job": job})
-    print(prepared.script, end="")
-
-
-def _finish_run(session: Session, job: SubmittedJob) -> None:
-    if session.json:
-        return session.finish_value(job)
-    from shoal.cli.job_screens import show_submitted
-
-    show_submitted(session.console, job)
 
 
 def finish_wait(session: Session, job: SubmittedJob, result: LogsResult) -> None:
@@ -158,8 +148,3 @@ def _signature(function: Callable[..., None]) -> inspect.Signature:
 
 
 run.__signature__ = _signature(run)  # type: ignore[attr-defined]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command."""
-    app.command(context_settings={"allow_interspersed_args": False})(run)

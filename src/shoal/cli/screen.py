@@ -38,7 +38,7 @@ def print_wrapped(console: Console, markup: str) -> None:
     for line in Text.from_markup(markup).split("\n", allow_blank=True):
         for piece in line.divide(_line_breaks(line.plain, console.width) if console.is_terminal else ()):
             piece.rstrip()
-            console.print(piece, highlight=False, soft_wrap=True)
+            console.print(piece, soft_wrap=True)
 
 
 def _line_breaks(line: str, width: int) -> Iterator[int]:
@@ -52,7 +52,11 @@ def _line_breaks(line: str, width: int) -> Iterator[int]:
 def print_fix(console: Console, hint: str, indent: int = 4) -> None:
     """Print what to do about an error. Never broken into lines: much of it is commands to copy."""
     if hint:
-        console.print(f"{' ' * indent}fix: {escape(hint)}", highlight=False, soft_wrap=True)
+        console.print(f"{' ' * indent}fix: {escape(hint)}", soft_wrap=True)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_time_limit(text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import Cluster, File, Json, suggest
+from shoal.cli.options import Json, suggest, with_session
 from shoal.cli.session import Session
 from shoal.errors import Interrupted
 
@@ -16,37 +17,30 @@ if TYPE_CHECKING:
     from shoal.verbs.ui import WebPage
 
 
+@with_session
 def ui(
     page: Annotated[str, typer.Argument(help="Which page: mlflow.", autocompletion=suggest("mlflow"))],
     port: Annotated[
         int, typer.Option(metavar="NUMBER", help="The port on this machine. Default: a free one.", min=0, max=65535)
     ] = 0,
     show_password: Annotated[bool, typer.Option("--show-password", help="Also print the password.")] = False,
-    file: File = None,
-    cluster: Cluster = None,
-    json: Json = False,
+    *,
+    session: Session,
 ) -> None:
     """Open MLflow's page through SSH, until Ctrl-C."""
-    with Session(json) as session:
-        from shoal.verbs.ui import ui as verb
+    from shoal.verbs.ui import ui as verb
 
-        def show(page: WebPage) -> None:
-            if json:
-                session.finish_value({key: value for key, value in vars(page).items() if value})
-            else:
-                session.console.print(page.url, highlight=False, soft_wrap=True)
-                if page.user:
-                    password = page.password or "`--show-password` prints it"
-                    session.console.print(f"  user {page.user}, password: {password}", highlight=False, soft_wrap=True)
-                    session.errors.print("  until Ctrl-C", highlight=False)
-            session.console.file.flush()
+    def show(page: WebPage) -> None:
+        if not session.finish({key: value for key, value in vars(page).items() if value}):
+            session.console.print(page.url, soft_wrap=True)
+            if page.user:
+                password = page.password or "`--show-password` prints it"
+                session.console.print(f"  user {page.user}, password: {password}", soft_wrap=True)
+                session.errors.print("  until Ctrl-C")
+        session.console.file.flush()
 
-        try:
-            session.run(
-                verb(session.open(file, cluster), page, show, port=port, show_password=show_password), watching=True
-            )
-        except Interrupted:
-            return  # that is how it ends
+    with suppress(Interrupted):  # that is how it ends
+        session.run(verb(session.open(), page, show, port=port, show_password=show_password), watching=True)
 
 
 def simulate(
@@ -82,43 +76,19 @@ def simulate(
     It answers as the provider's API does, accepts any key, keeps a bill and injects faults, at no cost. Set its address
     as the `url` of a provider account in shoal.yaml, and `shoal up` rents from it.
     """
-    with Session(json) as session:
+    with Session(json) as session, suppress(Interrupted):  # that is how it ends
         from shoal.verbs.simulate import simulate as verb
 
         def show(cloud: Simulated) -> None:
-            if json:
-                session.finish_value({key: value for key, value in vars(cloud).items() if value != ""})
-            else:
+            if not session.finish({key: value for key, value in vars(cloud).items() if value != ""}):
                 where = f"sandbox hosts of cluster {cloud.cluster}" if cloud.cluster else "no real hosts"
-                session.console.print(f"{cloud.kind} is simulated at {cloud.url}", highlight=False, soft_wrap=True)
-                session.console.print(f"  {where}; bill: {cloud.url}/_simulator/bill", highlight=False, soft_wrap=True)
+                session.console.print(f"{cloud.kind} is simulated at {cloud.url}", soft_wrap=True)
+                session.console.print(f"  {where}; bill: {cloud.url}/_simulator/bill", soft_wrap=True)
                 if cloud.machines:
-                    session.console.print(f"  {cloud.machines} machines from an earlier start", highlight=False)
+                    session.console.print(f"  {cloud.machines} machines from an earlier start")
                 if cloud.warning:
-                    session.errors.print(f"  {cloud.warning}", highlight=False, soft_wrap=True)
-                session.errors.print("  until Ctrl-C", highlight=False)
+                    session.errors.print(f"  {cloud.warning}", soft_wrap=True)
+                session.errors.print("  until Ctrl-C")
             session.console.file.flush()
 
-        try:
-            session.run(
-                verb(
-                    kind,
-                    show,
-                    port=port,
-                    cluster=cluster,
-                    image=image,
-                    faults=faults,
-                    boot_seconds=boot_seconds,
-                    limited=limits,
-                    keep=keep,
-                ),
-                watching=True,
-            )
-        except Interrupted:
-            return  # that is how it ends
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command()(ui)
-    app.command()(simulate)
+        session.run(verb(kind, show, port, cluster, image, faults, boot_seconds, limits, keep), watching=True)

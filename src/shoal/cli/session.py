@@ -54,9 +54,10 @@ ClickUsageError: Any = typer.BadParameter.__mro__[1]
 class Session:
     """Printing and exit code of one run."""
 
-    def __init__(self, json: bool) -> None:
+    def __init__(self, json: bool, file: Path | None = None, cluster: str | None = None) -> None:
         self.json = json
         self.status = 0
+        self._spec = (file, cluster)
 
     # Made on first use: a job is submitted before rich is loaded.
 
@@ -72,17 +73,17 @@ class Session:
 
         return console(stderr=True)
 
-    def open(self, file: Path | None, cluster: str | None, *, phases: bool = True) -> Context:
+    def open(self, *, phases: bool = True) -> Context:
         """The cluster. `phases`: the verb takes long and shows progress; otherwise it needs the hosts only."""
         from shoal.verbs.context import open_context, open_hosts
 
         if not phases:
-            return open_hosts(file, cluster)
+            return open_hosts(*self._spec)
         if self.json:
-            return open_context(file, cluster)
+            return open_context(*self._spec)
         from shoal.cli.progress import TerminalProgress
 
-        return open_context(file, cluster, TerminalProgress(self.errors))
+        return open_context(*self._spec, TerminalProgress(self.errors))
 
     def run(self, work: Coroutine[Any, Any, T], *, watching: bool = False) -> T:
         """Run a verb. Ctrl-C stops it after the current step; the next run continues from there.
@@ -93,8 +94,12 @@ class Session:
         gc.enable()
         return run_interruptible(work, message="" if watching else STOPPING)
 
-    def finish_value(self, value: Any) -> None:
-        print(dump(value))
+    def finish(self, value: Any, status: int = 0) -> bool:
+        """Set the exit code, and print the value with --json. False: the caller shows it."""
+        self.status = status
+        if self.json:
+            print(dump(value))
+        return self.json
 
     def __enter__(self) -> Self:
         return self
@@ -136,14 +141,14 @@ class Session:
         print_wrapped(self.errors, ("" if stopped else "[red]error:[/] ") + escape(error.message))
         if error.hint:
             label = "" if stopped else "fix: "
-            self.errors.print(f"  {label}{error.hint}", markup=False, highlight=False, soft_wrap=True)
+            self.errors.print(f"  {label}{error.hint}", markup=False, soft_wrap=True)
 
     def _report_bug(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         if self.json:
             print(dump({"error": "bug", "message": str(error), "traceback": text}))
             return
-        self.errors.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.errors.print(text, markup=False, soft_wrap=True)
         self.errors.print("[red]This is a bug in Shoal.[/] Please report it with the lines above.", soft_wrap=True)
 
 
@@ -207,6 +212,16 @@ async def _with_signals(work: Coroutine[Any, Any, T], message: str) -> T:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return await work
+
+
+def confirm(effect: str, question: str, yes: bool) -> None:
+    """Ask before what cannot be undone. Raises where the answer is no, or there is nobody to ask."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(f"this {effect}", hint="use --yes")
+    if not typer.confirm(question, err=True):
+        raise Interrupted("nothing was changed")
 
 
 def map_os_error(error: BaseException | None) -> ShoalError | None:

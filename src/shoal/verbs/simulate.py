@@ -28,7 +28,6 @@ class Simulated:
 async def simulate(
     kind: str,
     opened: Callable[[Simulated], None],
-    *,
     port: int = 0,
     cluster: str = "",
     image: str = "debian12",

@@ -14,8 +14,8 @@ from tests.unit.verbs.fake_clusters import context_of as context_for
 
 from shoal.agent.facts import FileFact
 from shoal.cli.accounting_commands import show_restore, show_usage
+from shoal.cli.cluster_screens import accounting_line
 from shoal.cli.host_commands import show_keys
-from shoal.cli.service_screens import accounting_line
 from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
 from shoal.jobs.record import jobcomp_command, recent_command, sacct_command

@@ -16,8 +16,8 @@ from rich.console import Console
 from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.facts import FileFact
+from shoal.cli.cluster_screens import show_services
 from shoal.cli.env_commands import show_built, show_cleaned, show_list
-from shoal.cli.service_screens import show_services
 from shoal.environments.store import (
     MARK,
     BuiltEnvironment,

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.unit.network.test_tailscale_status import STATUS
 from tests.unit.plan.fake_world import spec_of
 
-from shoal.cli.service_screens import tailnet_lines
+from shoal.cli.cluster_screens import tailnet_lines
 from shoal.hosts.api import Result
 from shoal.network.tailscale import STATUS_COMMAND, Tailnet
 from shoal.slurm.state import NodeState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.plan.fake_world import LAB, spec_of
 
-from shoal.cli.service_screens import wireguard_line
+from shoal.cli.cluster_screens import wireguard_line
 from shoal.hosts.api import Result, Target
 from shoal.network.wireguard import Peer, peers_conf
 from shoal.verbs.health import WireGuardView, parse_handshakes, wireguard_view

@@ -13,7 +13,7 @@ from tests.unit.verbs.fake_clusters import AT_ONCE, context_of, raised
 from tests.unit.verbs.fake_renters import ledger_row
 
 from shoal.agent.facts import FileFact
-from shoal.cli.service_screens import rented_lines
+from shoal.cli.cluster_screens import rented_lines
 from shoal.cloud.status_file import STATUS
 from shoal.errors import ProviderError, ShoalError
 from shoal.hosts.api import Result, Target
