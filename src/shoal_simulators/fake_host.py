@@ -29,16 +29,7 @@ from shoal.agent.facts import Facts
 from shoal.errors import ConnectionLost, HostError, Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
-from shoal.hosts.process import (
-    KILLED,
-    STDERR_TAIL,
-    LineHost,
-    LineProcess,
-    OutputBuffer,
-    OutputTail,
-    keep_result,
-    program_name,
-)
+from shoal.hosts.process import KILLED, LineHost, LineProcess, OutputBuffer, OutputTail, ProgramChannel, program_name
 
 
 @dataclass
@@ -104,7 +95,7 @@ class FakeHost(LineHost):
         self.calls: list[Call] = []
         self.connects = 0
         self.closed = False
-        self._running: set[_FakeWire] = set()
+        self._running: set[_FakeChannel] = set()
 
     @property
     def argvs(self) -> list[tuple[str, ...]]:
@@ -125,10 +116,8 @@ class FakeHost(LineHost):
         self.calls.append(call)
         refused = root and self.sudo_refused
         answer = Result(1, stderr=b"sudo: a password is required\n") if refused else self._answer(call.argv)
-        judge = (
-            partial(sudo.check_sudo_result, self.name, self.target.user or "operator", argv) if refused else keep_result
-        )
-        channel = _FakeWire(self, call, answer, whole_stderr=whole_stderr)
+        judge = partial(sudo.check_sudo_result, self.name, self.target.user or "operator", argv) if refused else None
+        channel = _FakeChannel(self, call, answer, whole_stderr=whole_stderr)
         self._running.add(channel)
         return LineProcess(channel, judge)
 
@@ -158,7 +147,7 @@ class FakeConnector:
         return host
 
 
-class _FakeWire:
+class _FakeChannel(ProgramChannel):
     """The pipes of a scripted program, which runs as a task."""
 
     def __init__(self, host: FakeHost, call: Call, answer: Answer, *, whole_stderr: bool) -> None:
@@ -167,17 +156,9 @@ class _FakeWire:
         self._lines = 0
         self._flow = asyncio.Event()
         self._flow.set()
+        super().__init__(self._flow.clear, self._flow.set, whole_stderr=whole_stderr)
         self._stdin = OutputBuffer(_nothing, _nothing)
-        self.stdout = OutputBuffer(self._flow.clear, self._flow.set)
-        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
-        self.status: int | None = None
-        self.killed = False
         self._task = asyncio.create_task(self._play(answer))
-
-    async def send(self, data: bytes) -> None:
-        if not self._task.done():
-            self._call.stdin += data
-            self._stdin.feed(data)
 
     def close_input(self) -> None:
         self._stdin.end()
@@ -193,6 +174,13 @@ class _FakeWire:
         hint = "check that the host is up, then run the same again"
         what = f"the connection broke while it ran {program_name(self._call.argv)}"
         self._end(None, ConnectionLost(self._host.name, what, hint=hint))
+
+    def _write(self, chunk: bytes) -> bool:
+        if self._task.done():
+            return False
+        self._call.stdin += chunk
+        self._stdin.feed(chunk)
+        return True
 
     async def _play(self, answer: Answer) -> None:
         program = FakeProgram(self._call, self._stdin, self._print, self.stderr)

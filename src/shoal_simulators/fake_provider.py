@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
-from shoal.hosts.provider import Capability, Instance, Progress, Request
+from shoal.hosts.provider import Instance, Progress, Request
 from shoal.spec.finding import Finding
 
 
@@ -61,8 +61,6 @@ class FakeFaults:
 
 class FakeProvider:
     """Keeps instances in a dictionary. `failing` names the hosts that cannot be made, with the reason."""
-
-    capabilities = frozenset({Capability.VM, Capability.SITES, Capability.FAULTS})
 
     def __init__(self, *, findings: Sequence[Finding] = ()) -> None:
         self.findings = list(findings)

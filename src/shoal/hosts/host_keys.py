@@ -11,12 +11,12 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import HostError, HostKeyChanged, ShoalError
+from shoal.remote.agent.file_io import write_atomic
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class HostKey:
         """As `ssh-keygen -l` shows it."""
         digest = hashlib.sha256(base64.b64decode(self.text, validate=True)).digest()
         return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
-
-
-def forget(known_hosts: Path, name: str) -> bool:
-    """Forget a host's key, so that the next connection trusts what it finds. False when none was kept."""
-    return HostKeys(known_hosts).forget(name)
 
 
 class HostKeys:
@@ -79,6 +74,7 @@ class HostKeys:
         self._keys[name] = key
 
     def forget(self, name: str) -> bool:
+        """Forget a host's key, so that the next connection trusts what it finds. False when none was kept."""
         if not self.path.exists():
             return False
         with self._locked():
@@ -98,16 +94,8 @@ class HostKeys:
             raise _unusable(self.path, error) from error
 
     def _write(self, lines: list[str]) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)  # made with mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(self.path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        text = "".join(f"{line}\n" for line in lines)
+        write_atomic(str(self.path), text.encode(), 0o600, os.geteuid(), os.getegid())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -133,20 +121,16 @@ def host_key_changed(name: str, known: HostKey, shown: HostKey, path: Path, *, p
         else f"if the host was reinstalled, forget its old key: shoal ssh --forget-key {name} "
         f"(kept in {path}); if not, someone may be between you and the host"
     )
-    return HostKeyChanged(
-        name,
-        f"shows the {shown.type} key {shown.fingerprint}, not the {known.type} key {known.fingerprint} {met}",
-        hint=hint,
-    )
+    keys = f"shows the {shown.type} key {shown.fingerprint}, not the {known.type} key {known.fingerprint}"
+    return HostKeyChanged(name, f"{keys} {met}", hint=hint)
 
 
 def pinned_key(name: str, text: str) -> HostKey:
     try:
         return HostKey.parse(text)
     except ValueError as error:
-        raise HostError(
-            name, f"the host key given for it is not a public key: {error}", hint="give it as `ssh-ed25519 AAAA...`"
-        ) from error
+        what = f"the host key given for it is not a public key: {error}"
+        raise HostError(name, what, hint="give it as `ssh-ed25519 AAAA...`") from error
 
 
 def _keys(lines: list[str]) -> dict[str, HostKey]:

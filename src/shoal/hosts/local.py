@@ -8,23 +8,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any
 
-from shoal.errors import HostError, Unreachable
+from shoal.errors import Unreachable
 from shoal.hosts import sudo
 from shoal.hosts.api import Target
-from shoal.hosts.process import (
-    KILLED,
-    STDERR_TAIL,
-    LineHost,
-    LineProcess,
-    OutputBuffer,
-    OutputTail,
-    keep_result,
-    program_name,
-)
+from shoal.hosts.process import KILLED, LineHost, LineProcess, ProgramChannel, program_name
 
-_CHUNK = 128 << 10
 # One that sudo made root's may take its time to notice that its pipes are gone.
 _REAP_SECONDS = 1.0
 # A shell starts the program, as it does over SSH, so that a missing one is status 127 here as well.
@@ -44,7 +34,7 @@ class LocalHost(LineHost):
     def __init__(self, target: Target, *, through_sudo: bool | None = None) -> None:
         self.target = target
         self._through_sudo = os.geteuid() != 0 if through_sudo is None else through_sudo
-        self._running: set[_LocalWire] = set()
+        self._running: set[_LocalChannel] = set()
 
     async def close(self) -> None:
         """End what still runs, as the end of an SSH connection would."""
@@ -52,35 +42,34 @@ class LocalHost(LineHost):
 
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._through_sudo
-        judge = partial(sudo.check_sudo_result, self.name, sudo.login_name(), argv) if through_sudo else keep_result
-        channel = _LocalWire(self._running.discard, whole_stderr=whole_stderr)
+        judge = partial(sudo.check_sudo_result, self.name, sudo.login_name(), argv) if through_sudo else None
+        channel = _LocalChannel(self._running.discard, whole_stderr=whole_stderr)
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: channel, *_SHELL, *(sudo.as_root(argv) if through_sudo else argv), start_new_session=True
             )
         except OSError as error:
-            raise _cannot_start(self.name, argv, error) from error
+            cause = f"cannot start {program_name(argv)}: {error.strerror or error}"
+            hint = "check that the machine is not out of memory or processes"
+            raise Unreachable(self.name, cause, hint=hint) from error
         self._running.add(channel)
         return LineProcess(channel, judge)
 
 
-class _LocalWire(asyncio.SubprocessProtocol):
+class _LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
     """The pipes of a child process."""
 
-    def __init__(self, on_end: Callable[[_LocalWire], None], *, whole_stderr: bool) -> None:
+    def __init__(self, on_end: Callable[[_LocalChannel], None], *, whole_stderr: bool) -> None:
+        super().__init__(
+            lambda: self._pipe(1).pause_reading(), lambda: self._pipe(1).resume_reading(), whole_stderr=whole_stderr
+        )
         self._on_end = on_end
-        self._transport: asyncio.SubprocessTransport | None = None
-        self.stdout = OutputBuffer(lambda: self._stdout().pause_reading(), lambda: self._stdout().resume_reading())
-        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
-        self.status: int | None = None
-        self.killed = False
+        self._transport: Any = None
         self._ended = False
         self._reaped = asyncio.Event()
-        self._writable = asyncio.Event()
-        self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self._transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         (self.stdout if fd == 1 else self.stderr).feed(data)
@@ -92,18 +81,11 @@ class _LocalWire(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         self._reaped.set()
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """The process has ended and its pipes are drained."""
         if self._ended:
             return
         self._ended = True
-        assert self._transport is not None
         code = self._transport.get_returncode()
         self.status = KILLED if code is None else code if code >= 0 else 128 - code
         self.stdout.end()
@@ -111,26 +93,13 @@ class _LocalWire(asyncio.SubprocessProtocol):
         self._transport.close()
         self._on_end(self)
 
-    async def send(self, data: bytes) -> None:
-        assert self._transport is not None
-        pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
-        view = memoryview(data)
-        for start in range(0, len(view), _CHUNK):
-            await self._writable.wait()
-            if self._ended or pipe.is_closing():
-                return
-            pipe.write(bytes(view[start : start + _CHUNK]))
-
     def close_input(self) -> None:
-        assert self._transport is not None
-        pipe = self._transport.get_pipe_transport(0)
-        if pipe and not pipe.is_closing():
-            cast(asyncio.WriteTransport, pipe).write_eof()
+        if not self._pipe(0).is_closing():
+            self._pipe(0).write_eof()
 
     async def kill(self) -> None:
         if self._ended:
             return
-        assert self._transport is not None
         self.killed = True
         # The whole session: the program's children hold its pipes too. One that sudo made root's is not ours to kill;
         # it loses its pipes.
@@ -142,14 +111,11 @@ class _LocalWire(asyncio.SubprocessProtocol):
             async with asyncio.timeout(_REAP_SECONDS):
                 await self._reaped.wait()
 
-    def _stdout(self) -> asyncio.ReadTransport:
-        assert self._transport is not None
-        return cast(asyncio.ReadTransport, self._transport.get_pipe_transport(1))
+    def _write(self, chunk: bytes) -> bool:
+        if self._ended or self._pipe(0).is_closing():
+            return False
+        self._pipe(0).write(chunk)
+        return True
 
-
-def _cannot_start(name: str, argv: Sequence[str], error: OSError) -> HostError:
-    return Unreachable(
-        name,
-        f"cannot start {program_name(argv)}: {error.strerror or error}",
-        hint="check that the machine is not out of memory or processes",
-    )
+    def _pipe(self, fd: int) -> Any:
+        return self._transport.get_pipe_transport(fd)

@@ -7,7 +7,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from shoal.errors import CommandTimeout
 from shoal.hosts.api import Result, Target
@@ -49,27 +49,46 @@ class LineHost(ABC):
         """Start a program. `whole_stderr` keeps all of standard error, not only the end."""
 
 
-class ProgramChannel(Protocol):
+class ProgramChannel(ABC):
     """What carries a program's input and output. `stdout` ends when the program has, with its status known."""
 
-    stdout: OutputBuffer
-    stderr: OutputTail
-    status: int | None
-    killed: bool
+    def __init__(self, pause: Callable[[], None], resume: Callable[[], None], *, whole_stderr: bool) -> None:
+        self.stdout = OutputBuffer(pause, resume)
+        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
+        self.status: int | None = None
+        self.killed = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     async def send(self, data: bytes) -> None:
         """Write with backpressure. What an ended program does not read is dropped: its status has the cause."""
+        for start in range(0, len(data), _CHUNK):
+            await self._writable.wait()
+            if not self._write(data[start : start + _CHUNK]):
+                return
 
+    @abstractmethod
     def close_input(self) -> None: ...
 
+    @abstractmethod
     async def kill(self) -> None:
         """End the program now; nothing happens when it has ended already."""
+
+    @abstractmethod
+    def _write(self, chunk: bytes) -> bool:
+        """Pass on a part of the input; False when nothing takes it any more."""
 
 
 class LineProcess:
     """A Process over any channel. `judge` distinguishes sudo's refusal from the program's own end."""
 
-    def __init__(self, channel: ProgramChannel, judge: Callable[[Result], Result]) -> None:
+    def __init__(self, channel: ProgramChannel, judge: Callable[[Result], Result] | None) -> None:
         self._channel = channel
         self._judge = judge
         self._any_output = False
@@ -101,7 +120,7 @@ class LineProcess:
     def _result(self, stdout: bytes) -> Result:
         assert self._channel.status is not None
         result = Result(self._channel.status, stdout, self._channel.stderr.value())
-        return result if self._any_output or self._channel.killed else self._judge(result)
+        return self._judge(result) if self._judge and not (self._any_output or self._channel.killed) else result
 
 
 async def run_to_end(
@@ -126,13 +145,10 @@ def program_name(argv: Sequence[str]) -> str:
     return f"`{argv[0]}`"
 
 
-def keep_result(result: Result) -> Result:
-    return result
-
-
 HIGH_WATER = 1 << 20
 """How much output waits for its reader before the program is held back."""
 STDERR_TAIL = 64 << 10
+_CHUNK = 128 << 10
 
 
 class OutputBuffer:
@@ -224,7 +240,7 @@ class OutputBuffer:
 class OutputTail:
     """The last bytes of a stream; all of it when `limit` is None."""
 
-    def __init__(self, limit: int | None = STDERR_TAIL) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._buffer = bytearray()
 

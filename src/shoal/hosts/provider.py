@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from shoal import registry
 from shoal.hosts.api import Target
 from shoal.spec.finding import Finding
 from shoal.spec.member import Shape
-
-
-class Capability(Enum):
-    """What a provider's instances can do; code asks for one of these."""
-
-    VM = "a whole machine with its own init system"
-    SITES = "instances can be placed on separate sites"
-    FAULTS = "instances can be cut off, frozen and killed on purpose"
 
 
 @dataclass(frozen=True)
@@ -48,8 +39,6 @@ Progress = Callable[[str, float], None]
 class Provider(Protocol):
     """Makes and removes hosts. After it has made one, everything else goes over SSH."""
 
-    capabilities: frozenset[Capability]
-
     def check(self, requests: Sequence[Request]) -> list[Finding]:
         """What stands in the way of making these hosts on this machine, with what to install. Changes nothing."""
 
@@ -75,7 +64,7 @@ class Provider(Protocol):
 
 
 class Faults(Protocol):
-    """Breaks hosts on purpose. A provider with `Capability.FAULTS` has one of these as its attribute `faults`.
+    """Breaks hosts on purpose. A provider that can has one of these as its attribute `faults`.
 
     Each raises ProviderError when the cluster has no such host.
     """

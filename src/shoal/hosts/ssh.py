@@ -14,15 +14,13 @@ from typing import Any
 from shoal.errors import HostError, UsageError
 from shoal.hosts import sudo
 from shoal.hosts.api import Result, Target
-from shoal.hosts.host_keys import HostKey, HostKeys, forget, host_key_changed, pinned_key
+from shoal.hosts.host_keys import HostKey, HostKeys, host_key_changed, pinned_key
 from shoal.hosts.process import LineHost, LineProcess, program_name
 from shoal.hosts.slim_asyncssh import asyncssh
 from shoal.hosts.ssh_channel import KILL_COMMAND, PRINT_PID_COMMAND, SshChannel
 from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN_ERRORS, cannot_connect, cannot_start, connection_lost
 from shoal.hosts.ssh_login import KeyRing, SshClient
-
-__all__ = ["SshConnector", "SshHost", "forget"]
 
 # The fastest first. A server that has none of them is too old for the Slurm versions we drive.
 _ALGORITHMS: dict[str, Any] = {
@@ -94,9 +92,8 @@ class SshConnector:
             connection = await self._connect(route, client, expected, tunnel)
         except (*FOREIGN_ERRORS, TimeoutError) as error:
             if client.shown and expected and client.shown != expected:
-                raise host_key_changed(
-                    route.name, expected, client.shown, self._host_keys.path, pinned=pinned is not None
-                ) from error
+                path = self._host_keys.path
+                raise host_key_changed(route.name, expected, client.shown, path, pinned=bool(pinned)) from error
             proxy_error = client.end_proxy()
             raise cannot_connect(
                 route, error, client.tried, timeout=self._timeout, via=via, proxy_error=proxy_error
@@ -177,9 +174,8 @@ class SshHost(LineHost):
         try:
             listener = await self._connection.forward_local_port("127.0.0.1", near, address, port)
         except OSError as error:
-            raise UsageError(
-                f"cannot listen on port {near}: {error.strerror}", hint="name another with --port"
-            ) from None
+            what = f"cannot listen on port {near}: {error.strerror}"
+            raise UsageError(what, hint="name another with --port") from None
         return listener.get_port()
 
     async def wait_closed(self) -> None:

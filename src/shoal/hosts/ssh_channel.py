@@ -11,23 +11,18 @@ from collections.abc import Awaitable, Callable
 import asyncssh
 
 from shoal.errors import HostError
-from shoal.hosts.process import KILLED, STDERR_TAIL, OutputBuffer, OutputTail
+from shoal.hosts.process import KILLED, ProgramChannel
 
-_CHUNK = 128 << 10
 _KILL_SECONDS = 2.0
 
 # sshd does not pass signals on to root's programs, so a program announces its process id, and another one kills it.
 PRINT_PID_COMMAND = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
-KILL_COMMAND = (
-    "sh",
-    "-c",
-    'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true',
-    "sh",
-)
+_KILL = 'group=$(ps -o pgid= -p "$1") && kill -s KILL -- "-$((group))"; kill -s KILL "$1" 2>/dev/null; true'
+KILL_COMMAND = ("sh", "-c", _KILL, "sh")
 _PID_LINE = re.compile(rb"shoal-pid (\d+)\n")
 
 
-class SshChannel(asyncssh.SSHClientSession[bytes]):
+class SshChannel(ProgramChannel, asyncssh.SSHClientSession[bytes]):
     """What the server reports about the program: its output, its end, or a lost connection."""
 
     def __init__(
@@ -38,21 +33,16 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         *,
         whole_stderr: bool,
     ) -> None:
+        super().__init__(self._pause, self._resume, whole_stderr=whole_stderr)
         self._lost = lost
         self._kill = kill
         self._on_end = on_end
         self._chan: asyncssh.SSHClientChannel[bytes] | None = None
-        self.stdout = OutputBuffer(self._pause, self._resume)
-        self.stderr = OutputTail(None if whole_stderr else STDERR_TAIL)
-        self.status: int | None = None
-        self.killed = False
         self.pid: int | None = None
         """The program's process id on the host, once announced: from then on, it is sure to run."""
         self._pid_known = asyncio.Event()
         self._before_pid: bytearray | None = bytearray()
         self.ended = asyncio.Event()
-        self._writable = asyncio.Event()
-        self._writable.set()
 
     def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
         self._chan = chan
@@ -74,12 +64,6 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
     def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
         self.status = 128 + _signal_number(signal)
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self.ended.is_set():
             return
@@ -91,19 +75,6 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
         self._writable.set()
         self.ended.set()
         self._on_end(self)
-
-    async def send(self, data: bytes) -> None:
-        """Write with backpressure. What an ended program does not read is dropped: its status has the cause."""
-        assert self._chan is not None
-        view = memoryview(data)
-        for start in range(0, len(view), _CHUNK):
-            await self._writable.wait()
-            if self.ended.is_set() or self._chan.is_closing():
-                return
-            try:
-                self._chan.write(bytes(view[start : start + _CHUNK]))
-            except (OSError, asyncssh.Error):
-                return
 
     def close_input(self) -> None:
         assert self._chan is not None
@@ -146,6 +117,16 @@ class SshChannel(asyncssh.SSHClientSession[bytes]):
             self.stderr.feed(bytes(self._before_pid[: announcement.start()] + self._before_pid[announcement.end() :]))
             self._before_pid = None
             self._pid_known.set()
+
+    def _write(self, chunk: bytes) -> bool:
+        assert self._chan is not None
+        if self.ended.is_set() or self._chan.is_closing():
+            return False
+        try:
+            self._chan.write(chunk)
+        except (OSError, asyncssh.Error):
+            return False
+        return True
 
     def _pause(self) -> None:
         if self._chan:

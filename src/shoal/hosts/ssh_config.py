@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,16 @@ class Route:
 
 
 class SshConfig:
-    """The user's SSH config. A host is looked up once; the file is not read where there is none."""
+    """The user's SSH config. The file is not read where there is none."""
 
     def __init__(self, path: Path | None, *, agent: bool) -> None:
         default = Path("~/.ssh/config").expanduser()
         self._path = path or (default if default.exists() else None)
         self._agent = agent
         self._user = login_name()
-        self._routes: dict[Target, Route] = {}
 
     def route(self, target: Target) -> Route:
         """Raises HostError when the config cannot be read or understood."""
-        if target not in self._routes:
-            self._routes[target] = self._look_up(target)
-        return self._routes[target]
-
-    def _look_up(self, target: Target) -> Route:
         alias = target.address or target.name
         get = self._section(target, alias).get
         identities, chosen = _identities(target, get("IdentityFile"))
@@ -69,7 +63,7 @@ class SshConfig:
             chosen=chosen,
             agent=self._agent_socket(get("IdentityAgent")),
             only=target.identity is not None or bool(get("IdentitiesOnly")),
-            jumps=_jumps(target, jump) if jump else (),
+            jumps=tuple(_jump(target, part.strip()) for part in jump.split(",")) if jump else (),
             proxy_command=command if not jump else "",
         )
 
@@ -79,17 +73,13 @@ class SshConfig:
         try:
             return SSHClientConfig.load(None, paths, False, False, False, *arguments)
         except OSError as error:
-            raise HostError(
-                target.name,
-                f"cannot read the SSH config {self._path}: {error.strerror or error}",
-                hint=f"make {self._path} a file you may read",
-            ) from error
+            what = f"cannot read the SSH config {self._path}: {error.strerror or error}"
+            raise HostError(target.name, what, hint=f"make {self._path} a file you may read") from error
         except (ConfigParseError, IllegalUserName, ValueError, IndexError) as error:
             # An option without its value ends in asyncssh's parser as a bare IndexError.
-            what = str(error) if not isinstance(error, IndexError) else f"{self._path}: an option has no value"
-            raise HostError(
-                target.name, f"cannot understand the SSH config: {what}", hint="fix that line; `ssh -G HOST` checks it"
-            ) from error
+            cause = str(error) if not isinstance(error, IndexError) else f"{self._path}: an option has no value"
+            what = f"cannot understand the SSH config: {cause}"
+            raise HostError(target.name, what, hint="fix that line; `ssh -G HOST` checks it") from error
 
     def _agent_socket(self, configured: object) -> str | None:
         if not self._agent:
@@ -115,12 +105,8 @@ def _set(value: object) -> str:
     return "" if text.lower() == "none" else text
 
 
-def _jumps(target: Target, text: str) -> tuple[Target, ...]:
-    """`user@host:port,host2` as targets, each looked up in the config in its turn."""
-    return tuple(_jump(target, part.strip()) for part in text.split(","))
-
-
 def _jump(target: Target, text: str) -> Target:
+    """A part of `user@host:port,host2` as a target, which is looked up in the config in its turn."""
     user, _, place = text.removeprefix("ssh://").rpartition("@")
     name, port = place, None
     if place.startswith("["):
@@ -129,7 +115,6 @@ def _jump(target: Target, text: str) -> Target:
     elif place.count(":") == 1:
         name, _, port = place.partition(":")
     if not name or (port is not None and not port.isdigit()):
-        raise HostError(
-            target.name, f"cannot understand ProxyJump {text!r} in the SSH config", hint="write it as user@host:port"
-        )
-    return replace(Target(name), user=user or None, port=int(port) if port else None)
+        what = f"cannot understand ProxyJump {text!r} in the SSH config"
+        raise HostError(target.name, what, hint="write it as user@host:port")
+    return Target(name, user=user or None, port=int(port) if port else None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,59 +39,38 @@ class KeyRing:
     """Key files, each read and decoded once however many hosts they open."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, KeyFile] = {}
+        self._read = functools.cache(_read)
 
     def files(self, route: Route) -> list[KeyFile]:
         """The key files of a route. Raises AuthenticationFailed when one named for this host is unusable."""
-        files = [self._file(path) for path in route.identities]
-        if route.chosen:
-            for file in files:
-                _must_be_usable(route, file)
+        files = [self._read(path) for path in route.identities]
+        for file in files if route.chosen else ():
+            if file.problem and not (file.encrypted and route.agent):
+                problem = file.problem + (" and no ssh-agent is running" if file.encrypted else "")
+                raise AuthenticationFailed(route.name, f"the key {file.path} {problem}", hint=file.fix)
         return files
-
-    def _file(self, path: Path) -> KeyFile:
-        if path not in self._files:
-            self._files[path] = _read(path)
-        return self._files[path]
-
-
-async def agent_keys(
-    socket: str, only: Sequence[bytes] | None
-) -> tuple[list[asyncssh.SSHKeyPair], asyncssh.SSHAgentClient]:
-    """The keys an ssh-agent offers, narrowed to `only`. Raises OSError when the agent does not answer."""
-    client = await asyncssh.connect_agent(socket)
-    try:
-        keys = list(await client.get_keys(only)) if only is None or only else []
-    except ValueError as error:
-        client.close()
-        raise OSError(f"the ssh-agent at {socket} gave no list of keys: {error}") from error
-    return keys, client
 
 
 def _read(path: Path) -> KeyFile:
     try:
         key = asyncssh.read_private_key(path)
     except FileNotFoundError:
-        return KeyFile(path, None, problem="does not exist", fix=f"make it with: ssh-keygen -t ed25519 -f {path}")
+        problem, fix = "does not exist", f"make it with: ssh-keygen -t ed25519 -f {path}"
     except OSError as error:
-        why = error.strerror or str(error)
-        return KeyFile(
-            path, None, problem=f"cannot be read: {why}", fix=f"make {path} readable to you: chmod 600 {path}"
-        )
+        problem = f"cannot be read: {error.strerror or error}"
+        fix = f"make {path} readable to you: chmod 600 {path}"
     except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
         if "passphrase" in str(error).lower():
-            fix = f"load it into the ssh-agent: ssh-add {path}"
-            return KeyFile(
-                path, None, _public_half(path), encrypted=True, problem="is protected by a passphrase", fix=fix
-            )
-        return KeyFile(
-            path, None, problem=f"is not a private key: {error}", fix="name the private key, not the .pub file"
-        )
-    try:
-        certificate = asyncssh.read_certificate(f"{path}-cert.pub")
-    except (OSError, asyncssh.KeyImportError):
-        return KeyFile(path, key, key.public_data)
-    return KeyFile(path, (key, certificate), key.public_data)
+            problem, fix = "is protected by a passphrase", f"load it into the ssh-agent: ssh-add {path}"
+            return KeyFile(path, None, _public_half(path), encrypted=True, problem=problem, fix=fix)
+        problem, fix = f"is not a private key: {error}", "name the private key, not the .pub file"
+    else:
+        try:
+            certificate = asyncssh.read_certificate(f"{path}-cert.pub")
+        except (OSError, asyncssh.KeyImportError):
+            return KeyFile(path, key, key.public_data)
+        return KeyFile(path, (key, certificate), key.public_data)
+    return KeyFile(path, None, problem=problem, fix=fix)
 
 
 def _public_half(path: Path) -> bytes | None:
@@ -101,14 +80,6 @@ def _public_half(path: Path) -> bytes | None:
         except (OSError, asyncssh.KeyImportError):
             continue
     return None
-
-
-def _must_be_usable(route: Route, file: KeyFile) -> None:
-    if file.encrypted and route.agent:
-        return
-    if file.problem:
-        problem = file.problem + (" and no ssh-agent is running" if file.encrypted else "")
-        raise AuthenticationFailed(route.name, f"the key {file.path} {problem}", hint=file.fix)
 
 
 _TAIL = 4 << 10
@@ -216,8 +187,9 @@ class SshClient(asyncssh.SSHClient):
             return []
         only = [file.public for file in self._files if file.public] if self._route.only else None
         try:
-            keys, self._agent = await agent_keys(self._route.agent, only)
-        except OSError:
+            self._agent = await asyncssh.connect_agent(self._route.agent)
+            keys = list(await self._agent.get_keys(only)) if only is None or only else []
+        except (OSError, ValueError):  # no answer, or one that is no list of keys
             self.tried.append(f"no ssh-agent: {self._route.agent} does not answer")
             return []
         self.tried.append(f"{len(keys)} from the ssh-agent")

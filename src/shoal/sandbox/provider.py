@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ProviderError
-from shoal.hosts.provider import Capability, Instance, Progress, Request
+from shoal.hosts.provider import Instance, Progress, Request
 from shoal.sandbox import checks, images, network, nspawn, seed
 from shoal.sandbox.cgroups import groups_named, hierarchies
 from shoal.sandbox.layout import HostRecord, Layout, Site, cache_dir, site_of
@@ -24,8 +24,6 @@ SHUTDOWN_TIMEOUT_S = 120.0
 
 class SandboxProvider:
     """Real Debian hosts under systemd-nspawn."""
-
-    capabilities = frozenset({Capability.VM, Capability.SITES, Capability.FAULTS})
 
     def __init__(self, cache: Path | None = None) -> None:
         self.cache = cache or cache_dir()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.errors import CommandTimeout, HostError, UsageError
 from shoal.hosts.api import Result
 from shoal.hosts.fanout import group_equal
-from shoal.hosts.host_keys import forget
+from shoal.hosts.host_keys import HostKeys
 from shoal.hosts.process import program_name
 from shoal.verbs.context import Context
 
@@ -91,4 +91,4 @@ def _refuse_options(host: str, argv: Sequence[str]) -> Sequence[str]:
 def forget_host(context: Context, host: str) -> bool:
     """Forget the key of a host that was reinstalled: the next connection accepts the new one."""
     member = context.choose_one(host)
-    return forget(context.known_hosts, member.name)
+    return HostKeys(context.known_hosts).forget(member.name)

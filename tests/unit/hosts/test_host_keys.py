@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import HostKeyChanged, ShoalError
-from shoal.hosts.host_keys import HostKey, HostKeys, forget
+from shoal.hosts.host_keys import HostKey, HostKeys
 
 A = HostKey("ssh-ed25519", "QUFBQQ==")
 B = HostKey("ssh-ed25519", "QkJCQg==")
@@ -64,12 +64,12 @@ def test_forgetting_leaves_hosts_with_similar_names(tmp_path: Path) -> None:
     keys = HostKeys(path)
     keys.remember("n1", "10.0.0.1", 22, A)
     keys.remember("n10", "10.0.0.2", 22, B)
-    assert forget(path, "n1")
+    assert HostKeys(path).forget("n1")
     assert (HostKeys(path).find("n1"), HostKeys(path).find("n10")) == (None, B)
 
 
 def test_forgetting_where_nothing_is_known_makes_no_file(tmp_path: Path) -> None:
-    assert not forget(tmp_path / "none" / "known_hosts", "n1")
+    assert not HostKeys(tmp_path / "none" / "known_hosts").forget("n1")
     assert not (tmp_path / "none").exists()
 
 

@@ -22,9 +22,9 @@ from sshd_server import Sshd, free_port, lock_key, make_key, needs_sshd, running
 from shoal.errors import AuthenticationFailed, CommandTimeout, ConnectionLost, HostError, HostKeyChanged, Unreachable
 from shoal.hosts.api import Target
 from shoal.hosts.fanout import fan_out
-from shoal.hosts.host_keys import HostKey
+from shoal.hosts.host_keys import HostKey, HostKeys
 from shoal.hosts.process import run_to_end
-from shoal.hosts.ssh import SshConnector, forget
+from shoal.hosts.ssh import SshConnector
 
 pytestmark = needs_sshd
 
@@ -88,8 +88,8 @@ async def test_a_changed_host_key_is_refused_until_it_is_forgotten(tmp_path: Pat
             await whoami(SshConnector(known_hosts), server.target("gpu01"))
         assert caught.value.message == (f"gpu01: shows the ssh-ed25519 key {new}, not the ssh-ed25519 key {old} we met")
         assert "shoal ssh --forget-key gpu01" in caught.value.hint
-        assert forget(known_hosts, "gpu01")
-        assert not forget(known_hosts, "gpu01")
+        assert HostKeys(known_hosts).forget("gpu01")
+        assert not HostKeys(known_hosts).forget("gpu01")
         await whoami(SshConnector(known_hosts), server.target("gpu01"))
     finally:
         server.stop()
