@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.agent.client import Report
 from shoal.agent.document import Document
 from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, SlurmError
 from shoal.hosts.api import Host
-from shoal.hosts.fanout import HostOutcome
 from shoal.plan.diff import host_changes
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, HostPlan, Plan
 from shoal.plan.nodes import LEAVING_REASON, drain_nodes, jobs_on, resume_nodes, resume_not_responding, unready_nodes
-from shoal.plan.progress import Phase, ProgressReporter
+from shoal.plan.progress import ProgressReporter
 from shoal.plan.secret_values import fetch_secrets
 from shoal.roles.component import Stage
 from shoal.roles.registry import preparation, shared_secrets, user_secrets
@@ -59,17 +57,14 @@ async def apply(
 ) -> ApplyResult:
     """Apply the plan. `nodes` are the compute nodes that must be ready at the end."""
     drained = await _drain(plan.drain, fleet, controller)
-    changed = await _converge(
-        plan, plan.hosts, [host.name for host in plan.hosts if host.changes], fleet, controller, progress
-    )
+    changed = await _converge(plan, [host for host in plan.hosts if host.changes], fleet, controller, progress)
     staying: tuple[str, ...] = ()
     if plan.drain:
         if not drained:
             await drain_nodes(await fleet.host(controller), plan.drain)
         staying = await _wait_until_empty(plan.drain, fleet, controller, progress, timeouts)
         if not staying:
-            names = [host.name for host in plan.after_drain]
-            changed += await _converge(plan, plan.after_drain, names, fleet, controller, progress)
+            changed += await _converge(plan, plan.after_drain, fleet, controller, progress)
     missing = await _wait_for_nodes(nodes, fleet, controller, progress, timeouts)
     return ApplyResult(tuple(dict.fromkeys(changed)), missing, staying)
 
@@ -84,49 +79,31 @@ async def _drain(leaving: Sequence[str], fleet: Fleet, controller: str) -> bool:
 
 
 async def _converge(
-    plan: Plan,
-    hosts: Sequence[HostPlan],
-    names: Sequence[str],
-    fleet: Fleet,
-    controller: str,
-    progress: ProgressReporter,
+    plan: Plan, hosts: Sequence[HostPlan], fleet: Fleet, controller: str, progress: ProgressReporter
 ) -> list[str]:
-    """All stages on the named hosts; a host that fails drops out, a controller that fails ends the run."""
-    if not names:
-        return []
+    """All stages on these hosts; a host that fails drops out, a controller that fails ends the run."""
     changed: list[str] = []
-    plans = {host.name: host for host in hosts}
-    for stage in Stage:
-        due = [name for name in names if name not in fleet.failures and plans[name].document(stage)]
-        documents = [plans[name].document(stage) for name in due]
-        secrets = await fetch_secrets(documents, plan.shared_secrets, plan.user_secrets, fleet, hosts_have_theirs=True)
+    for stage in Stage if hosts else ():
+        due = {host.name: host.document(stage) for host in hosts if host.name not in fleet.failures}
+        due = {name: document for name, document in due.items() if document}
+        secrets = await fetch_secrets(
+            due.values(), plan.shared_secrets, plan.user_secrets, fleet, hosts_have_theirs=True
+        )
         fleet.require(controller)
         if not due:
             continue
         with progress.phase(TITLES[stage], len(due)) as phase:
-
-            async def converge(
-                name: str, stage: Stage = stage, secrets: dict[str, bytes] = secrets, phase: Phase = phase
-            ) -> Report:
-                return await fleet.converge(name, plans[name].document(stage), secrets, phase)
-
-            reports = await fleet.each(due, converge, on_done=phase_callback(phase))
+            reports = await fleet.converge_all(due, secrets, phase)
         changed += [name for name, report in reports.items() if report.changed]
         fleet.require(controller)
     return changed
-
-
-def phase_callback(phase: Phase) -> Callable[[HostOutcome[Any]], None]:
-    """A callback that reports every finished host to a phase."""
-    return lambda outcome: phase.done(outcome.name, outcome.error.cause if outcome.error else "")
 
 
 async def _wait_until_empty(
     leaving: Sequence[str], fleet: Fleet, controller: str, progress: ProgressReporter, timeouts: ApplyTimeouts
 ) -> tuple[str, ...]:
     """Wait for the jobs on leaving nodes. Returns the nodes that are still busy after the timeout."""
-    host = await fleet.host(controller)
-    clock = asyncio.get_running_loop()
+    host, clock = await fleet.host(controller), asyncio.get_running_loop()
     end = None if timeouts.drain_s is None else clock.time() + timeouts.drain_s
     with progress.phase("jobs on leaving nodes", len(leaving)) as phase:
         empty: set[str] = set()
@@ -150,8 +127,8 @@ async def _wait_for_nodes(
 ) -> tuple[tuple[str, str], ...]:
     """Wait until every node that we could reach has registered with slurmctld."""
     due = [name for name in nodes if name not in fleet.failures]
-    host = await fleet.host(controller)
-    end = asyncio.get_running_loop().time() + timeouts.nodes_s
+    host, clock = await fleet.host(controller), asyncio.get_running_loop()
+    end = clock.time() + timeouts.nodes_s
     missing = await _unready(host, due, end)
     if not missing:
         return ()
@@ -163,7 +140,7 @@ async def _wait_for_nodes(
                 if name not in missing and name not in seen:
                     seen.add(name)
                     phase.done(name)
-            if not missing or asyncio.get_running_loop().time() > end:
+            if not missing or clock.time() > end:
                 return tuple(missing.items())
             ours = [name for name, reason in missing.items() if LEAVING_REASON in reason]
             if ours:
@@ -191,16 +168,11 @@ async def preparations(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet) -> 
 async def prepare(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet, progress: ProgressReporter) -> tuple[str, ...]:
     """Prepare the hosts that need it. Returns their names: their facts have changed since they were observed."""
     documents = _documents(spec, facts)
-    due = await _changes(documents, fleet)
-    if not due:
-        return ()
-    secrets = await fetch_secrets([documents[name] for name in due], shared_secrets(spec), user_secrets(spec), fleet)
-    with progress.phase("preparation", len(due)) as phase:
-
-        async def converge(name: str) -> Report:
-            return await fleet.converge(name, documents[name], secrets, phase)
-
-        await fleet.each(due, converge, phase_callback(phase))
+    due = {name: documents[name] for name in await _changes(documents, fleet)}
+    if due:
+        secrets = await fetch_secrets(due.values(), shared_secrets(spec), user_secrets(spec), fleet)
+        with progress.phase("preparation", len(due)) as phase:
+            await fleet.converge_all(due, secrets, phase)
     return tuple(due)
 
 
@@ -208,15 +180,11 @@ async def _changes(documents: Mapping[str, Document], fleet: Fleet) -> dict[str,
     async def dry_run(name: str) -> Report:
         return await (await fleet.agent(name)).check(documents[name])
 
-    reports = await fleet.each(documents, dry_run) if documents else {}
-    changes = {name: host_changes(name, report) for name, report in reports.items()}
-    return {name: its_changes for name, its_changes in changes.items() if its_changes}
+    reports = await fleet.each(documents, dry_run)
+    return {name: changes for name, report in reports.items() if (changes := host_changes(name, report))}
 
 
 def _documents(spec: Spec, facts: Mapping[str, Facts]) -> dict[str, Document]:
-    documents = {
-        member.name: preparation(spec, member, facts[member.name], facts)
-        for member in all_members(spec)
-        if member.name in facts
-    }
+    present = [member for member in all_members(spec) if member.name in facts]
+    documents = {member.name: preparation(spec, member, facts[member.name], facts) for member in present}
     return {name: document for name, document in documents.items() if document}

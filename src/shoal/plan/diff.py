@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shoal.agent.client import ItemResult, Report
+from shoal.agent.client import Report
 from shoal.agent.document import Document
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
-from shoal.hosts.fanout import HostOutcome
-from shoal.hosts.provider import Instance, Request
+from shoal.hosts.provider import Instance
 from shoal.plan.departures import plan_rental_departures, plan_user_departures
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
+from shoal.plan.progress import Phase
 from shoal.plan.secret_values import add_digests, missing_secret_findings
 from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.assembly import assemble
@@ -81,7 +80,7 @@ async def make_plan(
     fleet: Fleet,
     reached: Mapping[str, str],
     orphans: Sequence[tuple[str, Instance]] = (),
-    on_done: Callable[[HostOutcome[Any]], None] | None = None,
+    phase: Phase | None = None,
 ) -> Plan:
     """Ask each host how it differs from what it should be: in one round trip, or in two while a node leaves."""
     goal = cluster_goal(spec, observed, reached)
@@ -93,7 +92,7 @@ async def make_plan(
         now = await agent.check(_all(stages[name]))
         return now, await agent.check(_all(later[name])) if name in later else now
 
-    answers = await fleet.each(stages, dry_run, on_done)
+    answers = await fleet.each(stages, dry_run, phase)
     reports = {name: now for name, (now, _) in answers.items()}
     ends_jobs, loses = _lost_jobs(goal.now, observed)
     # On a login host the file is only read by commands.
@@ -113,7 +112,7 @@ async def make_plan(
         cluster=spec.cluster,
         drain=goal.leaving,
         delete=tuple((provider, instance.name) for provider, instance in orphans),
-        foreign=_foreign_instances(goal, orphans),
+        foreign=tuple(instance.name for at, instance in orphans if goal.new and at != goal.now.controller.provider),
         hosts=hosts,
         after_drain=after,
         lost_jobs=tuple(dict.fromkeys((*loses, *lost, *ended))),
@@ -130,15 +129,6 @@ async def make_plan(
             *_left_host_findings(goal, orphans),
         ),
         unreached=dict(fleet.failures),
-    )
-
-
-def creation_plan(cluster: str, create: Sequence[tuple[str, Request]], orphans: Sequence[tuple[str, Instance]]) -> Plan:
-    """The plan while hosts are still to be created: what they need is known once they answer."""
-    return Plan(
-        cluster=cluster,
-        create=tuple(create),
-        delete=tuple((provider, instance.name) for provider, instance in orphans),
     )
 
 
@@ -159,32 +149,18 @@ def clock_findings(observed: Observation) -> list[Finding]:
 
 def _left_host_findings(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     """Hosts that leave and are not deleted: Shoal has no address for them any more, and its files stay there."""
-    others = {instance.name for _, instance in orphans} | {*goal.rented}
-    return [_left_node(name) if name in goal.leaving else _left_host(name) for name in goal.left if name not in others]
-
-
-def _left_node(name: str) -> Finding:
-    return Finding(
-        "warning",
-        "leaves the cluster, and slurmd and the munge key stay on it",
-        fix=f"put it back into the file and run `shoal node remove {name}`",
-        host=name,
-    )
-
-
-def _left_host(name: str) -> Finding:
-    return Finding(
-        "warning",
-        "leaves the cluster, and the munge key stays on it",
-        fix=f"on it, as root: systemctl disable --now munge && rm {MUNGE_KEY}",
-        host=name,
-    )
-
-
-def _foreign_instances(goal: ClusterGoal, orphans: Sequence[tuple[str, Instance]]) -> tuple[str, ...]:
-    """Instances to be deleted that belong to another controller."""
-    mine = goal.now.controller.provider
-    return tuple(instance.name for provider, instance in orphans if goal.new and provider != mine)
+    findings = []
+    for name in goal.left:
+        if name in goal.rented or name in {instance.name for _, instance in orphans}:
+            continue
+        if name in goal.leaving:
+            what = "slurmd and the munge key stay on it"
+            fix = f"put it back into the file and run `shoal node remove {name}`"
+        else:
+            what = "the munge key stays on it"
+            fix = f"on it, as root: systemctl disable --now munge && rm {MUNGE_KEY}"
+        findings.append(Finding("warning", f"leaves the cluster, and {what}", fix=fix, host=name))
+    return findings
 
 
 def _failure_findings(reports: Mapping[str, Report]) -> list[Finding]:
@@ -240,7 +216,7 @@ def _lost_jobs(cluster: Cluster, observed: Observation) -> tuple[bool, tuple[str
     slurmctld fails every job, running or waiting, whose partition is gone when it reads the file.
     """
     old = _slurm_conf(cluster)
-    if old is None:
+    if not old:
         return False, ()
     jobs = [job for job in observed.slurm.jobs if job.state != "COMPLETING"]
     if loses_jobs(old, slurm_conf(cluster.conf)):
@@ -254,7 +230,7 @@ def _lost_jobs(cluster: Cluster, observed: Observation) -> tuple[bool, tuple[str
 def _conf_cost(cluster: Cluster, ends_jobs: bool) -> Cost:
     """What the new slurm.conf costs."""
     old = _slurm_conf(cluster)
-    if old is None:
+    if not old:
         return Cost.NOTHING
     return Cost.JOBS if ends_jobs else _step_cost(old, slurm_conf(cluster.conf))
 
@@ -263,15 +239,20 @@ def _step_cost(old: str, new: str) -> Cost:
     return Cost.RESTART if change_cost(old, new) == "restart" else Cost.NOTHING
 
 
-def _slurm_conf(cluster: Cluster) -> str | None:
-    fact = cluster.facts[cluster.controller.name]
-    return fact.text(SLURM_CONF) or None
+def _slurm_conf(cluster: Cluster) -> str:
+    return cluster.facts[cluster.controller.name].text(SLURM_CONF)
 
 
 def host_changes(name: str, report: Report, conf_cost: Cost = Cost.NOTHING) -> tuple[Change, ...]:
     """What a dry run found to do on a host; `conf_cost` is what a new slurm.conf costs there."""
     return tuple(
-        Change(name, item.key, _action(item), _cost(item.key, item.action, conf_cost), item.diff)
+        Change(
+            name,
+            item.key,
+            item.action if item.status != "failed" else f"cannot be applied: {item.detail}",
+            _cost(item.key, item.action, conf_cost),
+            item.diff,
+        )
         for item in report.items
         if item.status != "ok"
     )
@@ -294,10 +275,6 @@ def _later_changes(
         for change in host_changes(host.name, report, cost)
         if change.what not in done
     )
-
-
-def _action(item: ItemResult) -> str:
-    return item.action if item.status != "failed" else f"cannot be applied: {item.detail}"
 
 
 def _cost(key: str, action: str, conf_cost: Cost) -> Cost:

@@ -52,14 +52,19 @@ class Connections:
         return self._hosts[name]
 
     async def each(
-        self,
-        names: Iterable[str],
-        action: Callable[[str], Awaitable[T]],
-        on_done: Callable[[HostOutcome[T]], None] | None = None,
+        self, names: Iterable[str], action: Callable[[str], Awaitable[T]], phase: Phase | None = None
     ) -> dict[str, T]:
-        """Run an action on many hosts at once. Returns the results by name; failures go to `failures`."""
+        """Run an action on many hosts at once. Returns the results by name; failures go to `failures`.
+
+        Each host is reported to `phase` when it is done.
+        """
+
+        def report(outcome: HostOutcome[T]) -> None:
+            if phase is not None:
+                phase.done(outcome.name, outcome.error.cause if outcome.error else "")
+
         names = [name for name in names if name not in self.failures]
-        outcomes = await fan_out(names, action, on_done=on_done)
+        outcomes = await fan_out(names, action, on_done=report)
         answers: dict[str, T] = {}
         for name, outcome in outcomes.items():
             if outcome.error is not None:
@@ -128,6 +133,18 @@ class Fleet(Connections):
         report = await (await self.agent(name)).apply(document, secrets, report_item)
         report.raise_failed(name, again)
         return report
+
+    async def converge_all(
+        self,
+        documents: Mapping[str, Document],
+        secrets: Mapping[str, bytes],
+        phase: Phase,
+        again: str = "shoal up",
+    ) -> dict[str, Report]:
+        """The same for many hosts at once. Returns the reports by name; failures go to `failures`."""
+        return await self.each(
+            documents, lambda name: self.converge(name, documents[name], secrets, phase, again), phase
+        )
 
     async def close(self) -> None:
         await asyncio.gather(*(agent.close() for agent in self._agents.values()), return_exceptions=True)

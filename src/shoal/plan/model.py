@@ -93,8 +93,9 @@ class Plan:
             for provider, request in self.create
         )
         drained = tuple(Change(name, "node", "drain, then remove", Cost.DRAIN) for name in self.drain)
+        costs = {**dict.fromkeys(self.drain, Cost.DRAIN), **dict.fromkeys(self.foreign, Cost.JOBS)}
         deleted = tuple(
-            Change(name, "host", f"delete from {provider}", self._cost_of_deleting(name))
+            Change(name, "host", f"delete from {provider}", costs.get(name, Cost.NOTHING))
             for provider, name in self.delete
         )
         on_hosts = tuple(change for host in (*self.hosts, *self.after_drain) for change in host.changes)
@@ -107,11 +108,6 @@ class Plan:
     @property
     def empty(self) -> bool:
         return not self.changes
-
-    def _cost_of_deleting(self, name: str) -> Cost:
-        if name in self.foreign:
-            return Cost.JOBS
-        return Cost.DRAIN if name in self.drain else Cost.NOTHING
 
 
 def describe_shape(shape: Shape) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shoal.agent.client import FactsRequest
 from shoal.agent.facts import ConnectedAddress, Facts
-from shoal.errors import AgentFailed, CommandTimeout, HostError
+from shoal.errors import AgentFailed, CommandTimeout
 from shoal.hosts.api import Host
-from shoal.hosts.fanout import HostOutcome
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
+from shoal.plan.progress import Phase
 from shoal.plan.reachability import SSH_PORT, add_reachability, connection_addresses
 from shoal.roles.base import packages
 from shoal.roles.documents import fact_files, fact_services
@@ -32,36 +31,28 @@ class SlurmView:
     nodes: Mapping[str, NodeState] = field(default_factory=dict)
     jobs: tuple[JobState, ...] = ()
 
-    def jobs_on(self, node: str) -> tuple[JobState, ...]:
-        return tuple(job for job in self.jobs if node in job.node_names)
-
 
 @dataclass(frozen=True)
 class Observation:
-    """The hosts as they are now, and those that did not answer."""
+    """The hosts that answered, as they are now."""
 
     facts: Mapping[str, Facts]
-    failures: Mapping[str, HostError]
     slurm: SlurmView = SlurmView()
 
 
-async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[HostOutcome[Any]], None] | None = None) -> Observation:
-    """One round trip to each host, all at once. `on_done` is called for every host that answered or dropped out."""
+async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Observation:
+    """One round trip to each host, all at once."""
     members = {member.name: member for member in all_members(spec)}
     controller = next(iter(members))
-    modules = (MODULE,) if spec.network.kind == "wireguard" else ()
-    ask = FactsRequest(
+    request = FactsRequest(
         users=("*",),
         groups=("*",),
         files=fact_files(spec),
         services=fact_services(),
         filesystems=component_filesystems(spec),
-        modules=modules,
+        modules=(MODULE,) if spec.network.kind == "wireguard" else (),
+        tailscale=spec.network.kind == "tailscale",
     )
-
-    if spec.network.kind == "tailscale":
-        ask = replace(ask, tailscale=True)
-
     addresses = {
         name: ConnectedAddress(address, fleet.targets[name].port or SSH_PORT)
         for name, address in connection_addresses(fleet).items()
@@ -69,20 +60,20 @@ async def observe(fleet: Fleet, spec: Spec, on_done: Callable[[HostOutcome[Any]]
 
     async def observe_host(name: str) -> tuple[Facts, SlurmView | None]:
         agent = await fleet.agent(name)
-        facts = _require_apt(name, await agent.facts(replace(ask, packages=packages(spec, members[name]))))
+        facts = _require_apt(name, await agent.facts(replace(request, packages=packages(spec, members[name]))))
         facts = replace(facts, connected_at=addresses.get(name))
         # Slurm's commands wait long for a slurmctld that does not run.
         if name != controller or not facts.is_active("slurmctld"):
             return facts, None
         return facts, await slurm_view(await fleet.host(name))
 
-    answers = await fleet.each(fleet.targets, observe_host, on_done)
+    answers = await fleet.each(fleet.targets, observe_host, phase)
     facts = {name: fact for name, (fact, _) in answers.items()}
     if spec.network.kind == "wireguard":
         meshed = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
         facts |= await add_reachability(spec, meshed, fleet)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
-    return Observation(facts, dict(fleet.failures), view)
+    return Observation(facts, view)
 
 
 async def slurm_view(host: Host) -> SlurmView:

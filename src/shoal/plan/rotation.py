@@ -1,22 +1,37 @@
-"""What every key rotation uses: its hosts, documents for all of them at once, and a pause in scheduling."""
+"""Key rotations: what all of them use, and those of munge and Tailscale. Each verifies the new key on every host.
+
+The new key is stored on the controller before anything changes, so that the next run finishes one that was killed,
+and `shoal up` in between brings all hosts to the key that the controller has.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.agent.document import Document
-from shoal.errors import HostError, ShoalError
+from shoal.agent.client import FactsRequest
+from shoal.agent.document import Document, File, Service
+from shoal.agent.facts import Facts
+from shoal.errors import AgentFailed, HostError, ShoalError
+from shoal.hostlist import compress
 from shoal.hosts.api import Host
+from shoal.network.tailscale import read_status
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase
+from shoal.plan.secret_values import fetch_secrets
+from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_BYTES, MUNGE_KEY_NEXT, MUNGE_SECRET, MUNGED, munge_file
+from shoal.roles.tailscale import JOINED, SECRET, join
+from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 
 T = TypeVar("T")
+TAILSCALE_FACTS = FactsRequest(files={JOINED: "text"}, tailscale=True)
+TAILSCALE_COMMAND = "shoal keys rotate tailscale"
 SETTLE_S = 0.5
 """For a job that was just started to reach its node."""
 PAUSE_COMMAND = (
@@ -106,3 +121,91 @@ async def scheduling_paused(controller: Host) -> AsyncIterator[None]:
             await process.write(b"\n")
             await process.readline()
             await process.wait()
+
+
+async def digests(now: RotationContext, key: str, following: str) -> dict[str, tuple[str | None, str | None]]:
+    """The digests of the key file and of the file with the next key, by host."""
+
+    async def read_digests(name: str) -> tuple[str | None, str | None]:
+        facts = await (await now.fleet.agent(name)).facts(FactsRequest(files={key: "hash", following: "hash"}))
+        return facts.digest(key), facts.digest(following)
+
+    return await run_on(now, now.hosts, read_digests)
+
+
+async def rotate_munge(now: RotationContext) -> RotationResult:
+    """A new munge key for all hosts at once. Daemons keep running: they ask munged for every message."""
+    fleet, controller = now.fleet, now.controller
+    agent = await fleet.agent(controller)
+    by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    key, following = by_host[controller]
+    unfinished = following is not None or any(other != key for other, _ in by_host.values())
+    if unfinished and following is None:
+        secret = await agent.secret(MUNGE_KEY)  # the controller has the new key, some other hosts do not
+    else:
+        secret = await agent.secret(MUNGE_KEY_NEXT, make=MUNGE_KEY_BYTES)
+    digest = hashlib.sha256(secret).hexdigest()
+    document: Document = (munge_file(digest), Service("munge", command=MUNGED))
+    async with scheduling_paused(await fleet.host(controller)):
+        await apply_all(now, dict.fromkeys(now.hosts, document), {MUNGE_SECRET: secret})
+        await _verify(now, digest)
+    await apply_all(now, {controller: (File(MUNGE_KEY_NEXT),)}, {})
+    return RotationResult(now.hosts, unfinished)
+
+
+async def _verify(now: RotationContext, digest: str) -> None:
+    """Every host has the key, and its munged accepts a credential of the controller."""
+    by_host = await digests(now, MUNGE_KEY, MUNGE_KEY_NEXT)
+    other = [name for name, (key, _) in by_host.items() if key != digest]
+    if other:
+        raise ShoalError(f"{compress(other)} still has another munge key", hint="run `shoal keys rotate munge` again")
+    credential = (await (await now.fleet.host(now.controller)).run(("munge", "-n"), timeout=30)).stdout
+
+    async def verify(name: str) -> None:
+        host = await now.fleet.host(name)
+        result = await host.run(("unmunge", "-o", "/dev/null"), stdin=credential, timeout=30)
+        if result.status != 0:
+            output = result.error_text.strip() or f"status {result.status}"
+            raise HostError(name, f"munged rejects a credential of the controller: {output}", hint="run it again")
+        now.phase.done(name)
+
+    await run_on(now, now.hosts, verify)
+
+
+async def rotate_tailscale(now: RotationContext) -> RotationResult:
+    """A new key in the tailnet for every host, by the auth key that the file names. Connections stay open.
+
+    The controller is last. Hosts do not depend on each other: after an interruption the next run does all again.
+    """
+    spec, fleet, phase = now.spec, now.fleet, now.phase
+    assert spec.network.auth_key is not None
+    members = {member.name: member for member in members_of(spec)}
+    before = await fleet.each(now.hosts, lambda name: _tailscale_facts(fleet, name))
+    documents = {name: join(spec, members[name], facts, again=True) for name, facts in before.items()}
+    secrets = await fetch_secrets(documents.values(), {}, {SECRET: spec.network.auth_key}, fleet)
+
+    async def rejoin(name: str) -> None:
+        await fleet.converge(name, documents[name], secrets, phase, TAILSCALE_COMMAND)
+        old, new = read_status(before[name].tailscale), read_status((await _tailscale_facts(fleet, name)).tailscale)
+        if not new.running:
+            cause = new.problem or new.state
+            raise AgentFailed(
+                name, f"is not in the tailnet with its new key: {cause}", hint=f"run `{TAILSCALE_COMMAND}` again"
+            )
+        if old.address not in ("", new.address):
+            moved = f"came back into the tailnet as {new.address}; it was {old.address}"
+            raise AgentFailed(name, moved, hint="run `shoal up`, which updates the other hosts")
+        phase.done(name)
+
+    await fleet.each([name for name in documents if name != now.controller], rejoin)
+    await fleet.each([name for name in documents if name == now.controller], rejoin)
+    raise_failed(now)
+    return RotationResult(now.hosts)
+
+
+async def _tailscale_facts(fleet: Fleet, name: str) -> Facts:
+    facts = await (await fleet.agent(name)).facts(TAILSCALE_FACTS)
+    problem = read_status(facts.tailscale).problem if facts.tailscale else "it is not installed"
+    if problem:
+        raise AgentFailed(name, f"Tailscale does not answer there: {problem}", hint="run `shoal up`")
+    return facts

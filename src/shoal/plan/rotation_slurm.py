@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from shoal.agent.client import FactsRequest
 from shoal.agent.document import Document
 from shoal.errors import CommandTimeout, HostError, ShoalError, SlurmError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.plan.nodes import NOT_READY
-from shoal.plan.rotation import RotationContext, RotationResult, apply_all, run_on
+from shoal.plan.rotation import RotationContext, RotationResult, apply_all, digests, run_on
 from shoal.roles.accounting import has_database
 from shoal.roles.auth import KEY, KEY_DIGITS, KEY_SECRET, NEXT_KEY, NEXT_SECRET, key_files
 from shoal.slurm.state import NODES_COMMAND, parse_nodes
@@ -126,13 +125,3 @@ async def _verify(now: RotationContext, digest: str) -> None:
         raise SlurmError(f"slurmctld rejects what {name} signs: {result.error_text.strip()}", hint="run it again")
 
     await run_on(now, now.hosts, verify)
-
-
-async def digests(now: RotationContext, key: str, following: str) -> dict[str, tuple[str | None, str | None]]:
-    """The digests of the key file and of the file with the next key, by host."""
-
-    async def read_digests(name: str) -> tuple[str | None, str | None]:
-        facts = await (await now.fleet.agent(name)).facts(FactsRequest(files={key: "hash", following: "hash"}))
-        return facts.digest(key), facts.digest(following)
-
-    return await run_on(now, now.hosts, read_digests)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from shoal.errors import CommandTimeout, HostError, SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
-from shoal.plan.apply import phase_callback
 from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import unready_nodes
@@ -50,7 +49,7 @@ async def check(context: Context) -> list[Finding]:
 async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[str, Instance]]) -> list[Finding]:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
-        observed = await observe(fleet, context.spec, phase_callback(phase))
+        observed = await observe(fleet, context.spec, phase)
     findings = [_unreached(name, error) for name, error in fleet.failures.items()] + _disks(observed)
     if controller not in observed.facts:
         return findings

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from shoal.agent.client import FactsRequest, Report
+from shoal.agent.client import FactsRequest
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
 from shoal.hosts.api import Host
-from shoal.plan.apply import phase_callback
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.remote.ledger_rows import SERVICE
@@ -199,11 +198,7 @@ async def release(
         return (), {}
     async with await context.fleet(lent) as fleet:
         with context.progress.phase("hosts released", len(lent)) as phase:
-
-            async def release_host(name: str) -> Report:
-                return await fleet.converge(name, removal(), {}, phase, again)
-
-            done = await fleet.each(fleet.targets, release_host, on_done=phase_callback(phase))
+            done = await fleet.converge_all(dict.fromkeys(fleet.targets, removal()), {}, phase, again)
         return tuple(done), dict(fleet.failures)
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from shoal.errors import HostError, ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.plan.fleet import Fleet
-from shoal.plan.rotation import RotationContext
-from shoal.plan.rotations import ROTATIONS
+from shoal.plan.rotation import Rotation, RotationContext, rotate_munge, rotate_tailscale
+from shoal.plan.rotation_slurm import rotate_slurm
+from shoal.plan.rotation_wireguard import rotate_wireguard
 from shoal.plan.slurm_downtime import failed_seconds, measure_downtime
 from shoal.slurm.state import NODES_COMMAND, NodeState, parse_nodes
 from shoal.spec.members import rented_members
@@ -20,6 +21,26 @@ from shoal.verbs.slurmctld import require_configuration
 
 ALL = "all"
 NEEDS_MACHINE = frozenset({"POWERING_UP", "ALLOCATED", "MIXED"})
+ROTATIONS: Mapping[str, Rotation] = {
+    "munge": Rotation("munge key", lambda spec: True, "", rotate_munge),
+    "slurm": Rotation(
+        "key of auth/slurm", lambda spec: spec.auth == "slurm", "write `auth: slurm` into the file", rotate_slurm
+    ),
+    "wireguard": Rotation(
+        "WireGuard keys",
+        lambda spec: spec.network.kind == "wireguard",
+        "it needs `network: wireguard` in the file",
+        rotate_wireguard,
+    ),
+    "tailscale": Rotation(
+        "key in a tailnet",
+        lambda spec: spec.network.kind == "tailscale" and spec.network.auth_key is not None,
+        "it needs `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}` in the file",
+        rotate_tailscale,
+        cuts_off=False,
+    ),
+}
+"""All keys, in the order in which `all` rotates them."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +100,7 @@ def _chosen(context: Context, what: str) -> list[str]:
 async def _connect(context: Context, fleet: Fleet, leave_unreachable: bool) -> None:
     """Connect to every host first: one that does not answer would keep the old key and lose the cluster."""
     with context.progress.phase("connect", len(fleet.targets)) as phase:
-        await fleet.each(
-            fleet.targets, fleet.agent, lambda done: phase.done(done.name, done.error.cause if done.error else "")
-        )
+        await fleet.each(fleet.targets, fleet.agent, phase)
     fleet.require(context.controller.name)
     if fleet.failures and not leave_unreachable:
         errors = "".join(f"\n  {error.message}" for error in fleet.failures.values())

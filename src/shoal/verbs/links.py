@@ -24,7 +24,6 @@ from shoal.network.links import (
     read_links,
     rounds,
 )
-from shoal.plan.apply import phase_callback
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase
 from shoal.remote import program_text
@@ -122,7 +121,7 @@ async def _start(
             )
         return LinkProbe(name, process, addresses[name], answer["port"], token)
 
-    return await fleet.each(addresses, start, phase_callback(phase))
+    return await fleet.each(addresses, start, phase)
 
 
 async def _measure_all(

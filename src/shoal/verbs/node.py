@@ -39,7 +39,7 @@ async def resume_nodes(context: Context, hosts: str) -> list[str]:
         return await nodes.resume_nodes(controller, names)
 
 
-async def remove_node(context: Context, name: str, patience: ApplyTimeouts) -> UpResult:
+async def remove_node(context: Context, name: str, timeouts: ApplyTimeouts) -> UpResult:
     """Remove a node from the cluster and the file: drain, wait, remove, release.
 
     The file is written last, so that a run that is killed can be repeated.
@@ -53,7 +53,7 @@ async def remove_node(context: Context, name: str, patience: ApplyTimeouts) -> U
     lent = [member for member in context.choose(node) if member.provider is None]
     again = f"shoal node remove {node}"
     spec, warnings = load_text_all(without_host(read_text(context.file), node, context.file), str(context.file))
-    result = await up(replace(context, known=spec, warnings=tuple(warnings)), patience)
+    result = await up(replace(context, known=spec, warnings=tuple(warnings)), timeouts)
     # `up` reports what would stay on a host that leaves; `release` removes it next.
     result = replace(result, again=again, findings=tuple(f for f in result.findings if f.host != node))
     if result.staying:

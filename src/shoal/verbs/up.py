@@ -9,8 +9,8 @@ from shoal.cloud.rental import Rental
 from shoal.errors import HostError, ProviderError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance, Request
-from shoal.plan.apply import ApplyTimeouts, apply, phase_callback, preparations, prepare
-from shoal.plan.diff import creation_plan, make_plan, network_addresses
+from shoal.plan.apply import ApplyTimeouts, apply, preparations, prepare
+from shoal.plan.diff import make_plan, network_addresses
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Cost, Plan, shape_findings
 from shoal.plan.observe import Observation, observe
@@ -26,6 +26,8 @@ from shoal.verbs.context import Context, cannot_make, compute_hosts, report_to
 from shoal.verbs.controller_move import move_service, predecessor, record_controller
 from shoal.verbs.rentals import ledger_rentals, record_ended
 from shoal.verbs.shares import unservable_share_findings
+
+DEFAULT_TIMEOUTS = ApplyTimeouts()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ async def plan(context: Context) -> Plan:
     stock = await survey(context)
     absent = {request.name for _, request in stock.missing}
     if context.controller.name in absent:
-        return replace(creation_plan(context.cluster, stock.missing, stock.orphans), findings=stock.findings)
+        gone = tuple((provider, instance.name) for provider, instance in stock.orphans)
+        return Plan(context.cluster, create=stock.missing, delete=gone, findings=stock.findings)
     async with await context.fleet(member for member in context.members if member.name not in absent) as fleet:
         observed = await _observe(context, fleet)
         first = await preparations(context.spec, observed.facts, fleet)
@@ -85,7 +88,7 @@ async def plan(context: Context) -> Plan:
 
 async def up(
     context: Context,
-    patience: ApplyTimeouts | None = None,
+    timeouts: ApplyTimeouts = DEFAULT_TIMEOUTS,
     *,
     allow_job_loss: bool = False,
     leave_rented: bool = False,
@@ -108,14 +111,13 @@ async def up(
         if prepared:
             observed = await _observe(context, fleet)
         with context.progress.phase("compare", len(fleet.live)) as phase:
-            planned = await make_plan(
-                context.spec, observed, fleet, connection_addresses(fleet), stock.orphans, on_done=phase_callback(phase)
-            )
+            addresses = connection_addresses(fleet)
+            planned = await make_plan(context.spec, observed, fleet, addresses, stock.orphans, phase)
         _refuse_job_loss(planned, allow_job_loss)
         if former:
             await move_service(context, fleet, former)
-        nodes, patience = compute_hosts(context), patience or ApplyTimeouts()
-        applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, patience)
+        nodes = compute_hosts(context)
+        applied = await apply(planned, fleet, context.controller.name, nodes, context.progress, timeouts)
         record_controller(context, fleet)
         await record_ended(context, ((rental, 0.0) for rental in left))
         late = await _late_orphans(context, observed)
@@ -236,7 +238,7 @@ async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> d
 async def _observe(context: Context, fleet: Fleet) -> Observation:
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
-        observed = await observe(fleet, context.spec, phase_callback(phase))
+        observed = await observe(fleet, context.spec, phase)
     fleet.require(controller)
     return observed
 

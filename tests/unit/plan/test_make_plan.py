@@ -9,10 +9,9 @@ from tests.unit.plan.fake_world import LAB, World, host_facts, lab, slurm_packag
 
 from shoal.agent.facts import Facts, FileFact
 from shoal.errors import SlurmError, VersionMismatch
-from shoal.hosts.api import Target
-from shoal.hosts.provider import Instance, Request
+from shoal.hosts.provider import Request
 from shoal.plan.apply import ApplyTimeouts, apply
-from shoal.plan.diff import clock_findings, cluster_goal, creation_plan, make_plan
+from shoal.plan.diff import clock_findings, cluster_goal, make_plan
 from shoal.plan.model import Change, Cost, Plan
 from shoal.plan.observe import Observation, observe
 from shoal.plan.progress import NoProgress
@@ -232,8 +231,7 @@ async def test_a_controller_for_which_there_is_no_slurm_is_refused_with_a_way_ou
 
 def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> None:
     request = Request("fish1", Shape(image="debian13", cpus=2, memory_mb=2048, gpus=1, site="b"))
-    orphan = ("sandbox", Instance("fish9", "running", Target("fish9")))
-    plan = creation_plan("reef", [("sandbox", request)], [orphan])
+    plan = Plan("reef", create=(("sandbox", request),), delete=(("sandbox", "fish9"),))
     assert plan.changes == (
         Change("fish1", "host", "create on sandbox: debian13, 2 CPUs, 2048 MB, 1 simulated GPU, site b"),
         Change("fish9", "host", "delete from sandbox"),
@@ -244,12 +242,12 @@ def test_the_plan_for_hosts_that_are_yet_to_be_made_says_what_they_will_be() -> 
     ("offset", "level"), [(0.0, None), (59.0, None), (-61.0, "warning"), (239.0, "warning"), (-241.0, "error")]
 )
 def test_a_clock_that_is_off_is_found_before_munge_refuses_it(offset: float, level: str | None) -> None:
-    found = clock_findings(Observation({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}, {}))
+    found = clock_findings(Observation({"n1": replace(host_facts("n1", "10.0.0.11"), clock_offset=offset)}))
     assert [finding.level for finding in found] == ([level] if level else [])
 
 
 def test_the_finding_about_a_clock_says_how_far_and_what_to_do() -> None:
-    [finding] = clock_findings(Observation({"n1": Facts(clock_offset=-90.2)}, {}))
+    [finding] = clock_findings(Observation({"n1": Facts(clock_offset=-90.2)}))
     assert str(finding) == (
         "n1: the clock is off, found -90 s against this machine, "
         "run `timedatectl set-ntp true` on it; munge rejects messages from 300 s on"
@@ -260,5 +258,5 @@ def test_a_slurm_conf_that_somebody_else_wrote_drains_nobody() -> None:
     theirs = FileFact(text="ClusterName=old\nNodeName=x[1-4] CPUs=2\nPartitionName=a Nodes=ALL\n")
     world = lab(c1={"files": {SLURM_CONF: theirs}})
     facts = {name: agent.facts for name, agent in world.agents.items()}
-    goal = cluster_goal(world.spec, Observation(facts, {}), {})
+    goal = cluster_goal(world.spec, Observation(facts), {})
     assert (goal.leaving, goal.later) == ((), None)

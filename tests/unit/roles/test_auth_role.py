@@ -117,7 +117,7 @@ def test_older_slurm_is_refused_host_by_host() -> None:
         for name, at in ADDRESSES.items()
     }
     with pytest.raises(VersionMismatch) as caught:
-        cluster_goal(spec_of(SLURM), Observation(found, {}), ADDRESSES)
+        cluster_goal(spec_of(SLURM), Observation(found), ADDRESSES)
     assert "n1: `auth: slurm` needs Slurm 24.05 or later, found Slurm 22.05.8" in str(caught.value)
     assert "delete `auth: slurm` from the file" in str(caught.value)
 

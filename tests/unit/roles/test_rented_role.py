@@ -170,10 +170,10 @@ def test_a_type_that_is_probably_misspelt_is_told_although_the_file_says_its_sha
 def test_a_rented_node_is_none_that_leaves() -> None:
     first = assemble(SPEC_LAN, FACTS, ADDRESSES)
     facts = {**FACTS, "c1": in_force_of(first)}
-    goal = cluster_goal(SPEC_LAN, Observation(facts, {}), ADDRESSES)
+    goal = cluster_goal(SPEC_LAN, Observation(facts), ADDRESSES)
     assert (goal.leaving, goal.left, goal.later) == ((), (), None)
     fewer = spec_of(REEF.replace("NETWORK", "").replace("max: 3", "max: 2"))
-    assert cluster_goal(fewer, Observation(facts, {}), ADDRESSES).leaving == ("cloud3",)
+    assert cluster_goal(fewer, Observation(facts), ADDRESSES).leaving == ("cloud3",)
 
 
 def test_a_node_that_joins_leaves_slurm_conf_as_it_is() -> None:

@@ -163,7 +163,7 @@ def test_slurmdbd_may_not_be_older_than_slurmctld() -> None:
     new = {"os_version": "13"}
     facts = {name: host_facts(name, at, **({} if name == "n1" else new)) for name, at in addresses.items()}
     with pytest.raises(VersionMismatch) as caught:
-        cluster_goal(spec, Observation(facts, {}), addresses)
+        cluster_goal(spec, Observation(facts), addresses)
     assert "n1: slurmdbd older than slurmctld, found Slurm 22.05.8; the controller c1 has 24.11.5" in str(caught.value)
     assert "delete `accounting.host`, so that c1 has the database" in str(caught.value)
 
