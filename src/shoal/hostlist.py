@@ -63,19 +63,22 @@ def fold(names: Iterable[str]) -> str:
     """
     parts: list[str] = []
     group = ""  # the prefix whose numbers are being collected
-    ranges: list[_Range] = []
+    ranges: list[list[str]] = []  # its first and its last number, padded to the width of the first
     for name in names:
         prefix, digits = _split(name)
         if not digits:
             _close(parts, group, ranges)
             parts.append(name)
             continue
-        if ranges and prefix == group and ranges[-1].take(digits):
-            continue
+        if ranges and prefix == group:
+            first, last = ranges[-1]
+            if digits == f"{int(last) + 1:0{len(first)}}":
+                ranges[-1][1] = digits
+                continue
         if prefix != group:
             _close(parts, group, ranges)
             group = prefix
-        ranges.append(_Range(digits))
+        ranges.append([digits, digits])
     _close(parts, group, ranges)
     return ",".join(parts)
 
@@ -161,29 +164,10 @@ def _split(name: str) -> tuple[str, str]:
     return prefix, digits
 
 
-class _Range:
-    """Consecutive numbers of one prefix, all padded to the width of the first."""
-
-    def __init__(self, digits: str) -> None:
-        self.first = self.last = digits
-        self._next = int(digits) + 1
-
-    def take(self, digits: str) -> bool:
-        """Append the next number; False when it is not the next, or padded in another way."""
-        if digits != f"{self._next:0{len(self.first)}}":
-            return False
-        self.last = digits
-        self._next += 1
-        return True
-
-    def __str__(self) -> str:
-        return self.first if self.first is self.last else f"{self.first}-{self.last}"
-
-
-def _close(parts: list[str], prefix: str, ranges: list[_Range]) -> None:
+def _close(parts: list[str], prefix: str, ranges: list[list[str]]) -> None:
     """Write the collected ranges of one prefix as one part, and start again."""
     if ranges:
-        text = ",".join(map(str, ranges))
+        text = ",".join(first if first == last else f"{first}-{last}" for first, last in ranges)
         parts.append(f"{prefix}[{text}]" if "," in text or "-" in text else prefix + text)
         ranges.clear()
 

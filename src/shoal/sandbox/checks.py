@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,90 +69,71 @@ class MachineFacts:
 def find_problems(cache: Path, requests: Sequence[Request], machine: MachineFacts) -> list[Finding]:
     """Every error and warning about these hosts on this machine."""
     return [
-        *_tools(machine),
-        *_cache(cache),
-        *(finding for request in requests for finding in _host(request, machine)),
-        *_together(requests, machine),
+        *_machine_problems(cache, machine),
+        *(finding for request in requests for finding in _host_problems(request, machine)),
+        *_size_problems(requests, machine),
     ]
 
 
-def _tools(machine: MachineFacts) -> list[Finding]:
-    findings: list[Finding] = []
-    if not machine.root:
-        findings.append(Finding("error", "the sandbox needs root", fix="run the command with sudo"))
-    packages = [package for name, package in PROGRAMS.items() if name not in machine.programs]
-    missing = [name for name in PROGRAMS if name not in machine.programs]
+def _machine_problems(cache: Path, machine: MachineFacts) -> list[Finding]:
+    missing = {name: package for name, package in PROGRAMS.items() if name not in machine.programs}
     if not machine.programs & {"mmdebstrap", "debootstrap"}:
-        missing.append("mmdebstrap")
-        packages.append("mmdebstrap")
-    if missing:
-        install = f"apt-get install {' '.join(dict.fromkeys(packages))}"
-        what = f"the sandbox needs these programs: {', '.join(missing)}"
-        findings.append(Finding("error", what, fix=f"run `{install}`"))
-    if not machine.overlay:
-        what = "the sandbox needs overlayfs, and this kernel has none"
-        findings.append(Finding("error", what, fix="run `modprobe overlay`"))
-    if not machine.cgroups:
-        what = "the sandbox needs cgroups, and no cgroup file system is mounted"
-        findings.append(Finding("error", what, fix="mount cgroup2 on /sys/fs/cgroup"))
-    return findings
+        missing["mmdebstrap"] = "mmdebstrap"
+    install = f"apt-get install {' '.join(dict.fromkeys(missing.values()))}"
+    bad_cache = any(letter in str(cache) for letter in ':,\\"\n')
+    cache_fix = "set SHOAL_CACHE to a directory without colons, commas, quotes and backslashes"
+    no_overlay = "the sandbox needs overlayfs, and this kernel has none"
+    no_cgroups = "the sandbox needs cgroups, and no cgroup file system is mounted"
+    rows = (
+        (not machine.root, "the sandbox needs root", "", "run the command with sudo"),
+        (bool(missing), f"the sandbox needs these programs: {', '.join(missing)}", "", f"run `{install}`"),
+        (not machine.overlay, no_overlay, "", "run `modprobe overlay`"),
+        (not machine.cgroups, no_cgroups, "", "mount cgroup2 on /sys/fs/cgroup"),
+        (bad_cache, "overlayfs cannot take this cache directory", str(cache), cache_fix),
+    )
+    return [Finding("error", what, found, fix) for wrong, what, found, fix in rows if wrong]
 
 
-def _cache(cache: Path) -> list[Finding]:
-    if any(letter in str(cache) for letter in ':,\\"\n'):
-        fix = "set SHOAL_CACHE to a directory without colons, commas, quotes and backslashes"
-        return [Finding("error", "overlayfs cannot take this cache directory", str(cache), fix)]
-    return []
+def _host_problems(request: Request, machine: MachineFacts) -> list[Finding]:
+    shape, cpus, memory, disk = request.shape, request.shape.cpus, request.shape.memory_mb, request.shape.disk_mb
+    bad_cpus = cpus is not None and not 1 <= cpus <= machine.cpus
+    cpus_fix = f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}"
+    bad_memory = memory is not None and not HOST_MB <= memory <= machine.memory_mb
+    memory_fix = f"ask for {HOST_MB}M to {machine.memory_mb}M: this machine has {machine.memory_mb}M"
+    no_loop = disk is not None and not machine.loop
+    loop_fix = "run `modprobe loop`, or leave `disk` out"
+    no_cgroups = shape.cgroups and shape.image != "debian12" and not machine.cgroup_v2
+    cgroups_fix = "use `image: debian12`, or leave `cgroups` out"
+    images_fix = f"use one of: {', '.join(images.SUITES)}"
+    rows = (
+        (not NAME.fullmatch(request.name), "not a host name", repr(request.name), NAME_RULE),
+        (not NAME.fullmatch(shape.site), "not a site name", repr(shape.site), NAME_RULE),
+        (shape.image not in images.SUITES, "unknown image", repr(shape.image), images_fix),
+        (bad_cpus, "`cpus` out of range", str(cpus), cpus_fix),
+        (bad_memory, "`memory` out of range", f"{memory}M", memory_fix),
+        (disk is not None and disk < 16, "`disk` too small for a host", f"{disk}M", "ask for at least 16M"),
+        (no_loop, "`disk` needs loop devices", "no /dev/loop-control", loop_fix),
+        (not 0 <= shape.gpus <= 64, "`gpus` out of range", str(shape.gpus), "ask for 0 to 64"),
+        (no_cgroups, "`cgroups` on a machine with cgroup v1", f"image {shape.image}", cgroups_fix),
+    )
+    return [Finding("error", what, found, fix, host=request.name) for wrong, what, found, fix in rows if wrong]
 
 
-def _host(request: Request, machine: MachineFacts) -> list[Finding]:
-    shape = request.shape
-    findings: list[Finding] = []
-
-    def bad(what: str, there: str, fix: str) -> None:
-        findings.append(Finding("error", what, there, fix, host=request.name))
-
-    if not NAME.fullmatch(request.name):
-        bad("not a host name", repr(request.name), NAME_RULE)
-    if not NAME.fullmatch(shape.site):
-        bad("not a site name", repr(shape.site), NAME_RULE)
-    if shape.image not in images.SUITES:
-        bad("unknown image", repr(shape.image), f"use one of: {', '.join(images.SUITES)}")
-    if shape.cpus is not None and not 1 <= shape.cpus <= machine.cpus:
-        bad("`cpus` out of range", str(shape.cpus), f"ask for 1 to {machine.cpus}: this machine has {machine.cpus}")
-    if shape.memory_mb is not None and not HOST_MB <= shape.memory_mb <= machine.memory_mb:
-        fix = f"ask for {HOST_MB}M to {machine.memory_mb}M: this machine has {machine.memory_mb}M"
-        bad("`memory` out of range", f"{shape.memory_mb}M", fix)
-    if shape.disk_mb is not None and shape.disk_mb < 16:
-        bad("`disk` too small for a host", f"{shape.disk_mb}M", "ask for at least 16M")
-    if shape.disk_mb is not None and not machine.loop:
-        bad("`disk` needs loop devices", "no /dev/loop-control", "run `modprobe loop`, or leave `disk` out")
-    if not 0 <= shape.gpus <= 64:
-        bad("`gpus` out of range", str(shape.gpus), "ask for 0 to 64")
-    if shape.cgroups and shape.image != "debian12" and not machine.cgroup_v2:
-        fix = "use `image: debian12`, or leave `cgroups` out"
-        bad("`cgroups` on a machine with cgroup v1", f"image {shape.image}", fix)
-    return findings
-
-
-def _together(requests: Sequence[Request], machine: MachineFacts) -> list[Finding]:
-    findings: list[Finding] = []
+def _size_problems(requests: Sequence[Request], machine: MachineFacts) -> Iterator[Finding]:
+    """All hosts together fit on the machine."""
     need = len(requests) * HOST_MB
     if need > machine.available_mb:
-        fix = "ask for fewer hosts, or free memory"
-        findings.append(
-            Finding("error", f"{len(requests)} hosts need {need} MB of memory", f"{machine.available_mb} MB free", fix)
-        )
-    asked = sum(request.shape.memory_mb or 0 for request in requests)
-    if len(requests) > 1 and asked > machine.memory_mb:
+        what, free = f"{len(requests)} hosts need {need} MB of memory", f"{machine.available_mb} MB free"
+        yield Finding("error", what, free, "ask for fewer hosts, or free memory")
+    memory = sum(request.shape.memory_mb or 0 for request in requests)
+    if len(requests) > 1 and memory > machine.memory_mb:
         fix = "fine while the hosts do not use it all"
-        findings.append(Finding("warning", f"`memory` of all hosts is {asked} MB", f"{machine.memory_mb} MB here", fix))
+        yield Finding("warning", f"`memory` of all hosts is {memory} MB", f"{machine.memory_mb} MB here", fix)
     missing = {request.shape.image for request in requests} & set(images.SUITES) - machine.images
     disk = len(missing) * IMAGE_MB + len(requests) * HOST_DISK_MB
     if disk > machine.disk_free_mb:
         fix = "free some, or set SHOAL_CACHE to a directory on a larger disk"
-        findings.append(Finding("error", f"the cache needs {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix))
-    return findings
+        yield Finding("error", f"the cache needs {disk} MB of disk", f"{machine.disk_free_mb} MB free", fix)
 
 
 def _meminfo() -> dict[str, int]:

@@ -96,36 +96,15 @@ FILES = {
 }
 # What a throw-away host can do without: boots are faster, and nothing of them fails.
 MASKED = (
-    "apt-daily.timer",
-    "apt-daily-upgrade.timer",
-    "dpkg-db-backup.timer",
-    "e2scrub_all.timer",
-    "e2scrub_reap.service",
-    "systemd-tmpfiles-clean.timer",
-    "fstrim.timer",
-    "motd-news.timer",
-    "console-getty.service",
-    "getty@tty1.service",
-    "systemd-logind.service",
-    "systemd-networkd.service",
-    "systemd-networkd.socket",
-    "systemd-resolved.service",
-    "systemd-timesyncd.service",
-    "systemd-udevd.service",
-    "systemd-udev-trigger.service",
-    "systemd-modules-load.service",
-    "sys-kernel-debug.mount",
-    "sys-kernel-tracing.mount",
-    "dev-hugepages.mount",
-    "ssh.socket",
-    "sshd-keygen.service",
-    "systemd-pcrlock-make-policy.service",
-    "systemd-update-utmp.service",
-    "ldconfig.service",
-    "systemd-journal-catalog-update.service",
-    "systemd-hwdb-update.service",
-    "systemd-update-done.service",
-    "systemd-update-utmp-runlevel.service",
+    *("apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer"),
+    *("e2scrub_reap.service", "systemd-tmpfiles-clean.timer", "fstrim.timer", "motd-news.timer"),
+    *("console-getty.service", "getty@tty1.service", "systemd-logind.service", "systemd-networkd.service"),
+    *("systemd-networkd.socket", "systemd-resolved.service", "systemd-timesyncd.service", "systemd-udevd.service"),
+    *("systemd-udev-trigger.service", "systemd-modules-load.service", "sys-kernel-debug.mount"),
+    *("sys-kernel-tracing.mount", "dev-hugepages.mount", "ssh.socket", "sshd-keygen.service"),
+    *("systemd-pcrlock-make-policy.service", "systemd-update-utmp.service", "ldconfig.service"),
+    *("systemd-journal-catalog-update.service", "systemd-hwdb-update.service", "systemd-update-done.service"),
+    *("systemd-update-utmp-runlevel.service",),
 )
 STAGES = 14
 """About how many `I:` lines mmdebstrap prints; for the progress bar only."""
@@ -193,17 +172,10 @@ async def _bootstrap(image: str, root: Path, log: Path) -> None:
         options = [f"--dpkgopt={line}" for line in DPKG.splitlines()]
         options += [f"--aptopt={line}" for line in APT.splitlines()]
         options += ['--aptopt=Acquire::Check-Valid-Until "false"', "--skip=cleanup/apt"]
-        command = [
-            "mmdebstrap",
-            "--mode=root",
-            "--variant=minbase",
-            f"--include={packages}",
-            *options,
-            suite,
-            str(root),
-        ]
+        tool = ["mmdebstrap", "--mode=root", *options]
     else:
-        command = ["debootstrap", "--variant=minbase", f"--include={packages}", suite, str(root)]
+        tool = ["debootstrap"]
+    command = [*tool, "--variant=minbase", f"--include={packages}", suite, str(root)]
     await _step([*alone, *command], log, f"building image {image}")
 
 
@@ -218,7 +190,9 @@ async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
         link = root / "etc/systemd/system" / unit
         link.unlink(missing_ok=True)
         link.symlink_to("/dev/null")
-    _copy_certificates(root)
+    certificates = Path("/usr/local/share/ca-certificates")
+    if certificates.is_dir():
+        shutil.copytree(certificates, root / "usr/local/share/ca-certificates", dirs_exist_ok=True)
     shutil.copyfile("/etc/resolv.conf", root / "etc/resolv.conf")
     inside = ["chroot", str(root)]
     what = f"finishing image in {root}"
@@ -237,14 +211,12 @@ async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
 
 
 async def _step(argv: list[str], log: Path, what: str) -> None:
-    status = await call_logged(
-        *argv, log=log, env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-    )
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    status = await call_logged(*argv, log=log, env={"PATH": path})
     if status != 0:
-        raise ProviderError(
-            f"{what} failed, `{argv[0]}` ended with status {status}: {last_lines(log.read_text(errors='replace'))}",
-            hint=f"the whole log is {log}; see that this machine reaches its package mirror, then try again",
-        )
+        output = last_lines(log.read_text(errors="replace"))
+        hint = f"the whole log is {log}; see that this machine reaches its package mirror, then try again"
+        raise ProviderError(f"{what} failed, `{argv[0]}` ended with status {status}: {output}", hint=hint)
 
 
 async def _watch(log: Path, what: str, progress: Progress) -> None:
@@ -258,18 +230,12 @@ async def _watch(log: Path, what: str, progress: Progress) -> None:
 async def _apt_settings() -> str:
     """The machine's proxy settings for apt, so that a host's apt reaches what the machine's reaches."""
     dump = await call("apt-config", "dump", check=False) if shutil.which("apt-config") else ""
-    wanted = re.compile(r"Acquire::(https?::([^:]+::)?Proxy|Check-Valid-Until)\b", re.IGNORECASE)
-    lines = [line for line in dump.splitlines() if wanted.match(line) and '""' not in line]
+    setting = re.compile(r"Acquire::(https?::([^:]+::)?Proxy|Check-Valid-Until)\b", re.IGNORECASE)
+    lines = [line for line in dump.splitlines() if setting.match(line) and '""' not in line]
     for kind in ("http", "https"):
         if (proxy := os.environ.get(f"{kind}_proxy")) and not any(f"::{kind}::" in line for line in lines):
             lines.append(f'Acquire::{kind}::Proxy "{proxy}";')
     return "".join(f"{line}\n" for line in [*lines, 'Acquire::Check-Valid-Until "false";'])
-
-
-def _copy_certificates(root: Path) -> None:
-    source, goal = Path("/usr/local/share/ca-certificates"), root / "usr/local/share/ca-certificates"
-    if source.is_dir():
-        shutil.copytree(source, goal, dirs_exist_ok=True)
 
 
 def _recipe_hash(image: str, settings: str) -> str:

@@ -100,10 +100,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.cluster):
-            raise ProviderError(
-                f"the sandbox cannot name a cluster {self.cluster!r}",
-                hint=NAME_RULE,
-            )
+            raise ProviderError(f"the sandbox cannot name a cluster {self.cluster!r}", hint=NAME_RULE)
 
     @property
     def id(self) -> str:

@@ -44,12 +44,12 @@ async def ensure_sites(layout: Layout, names: Iterable[str]) -> dict[str, Site]:
         for site in sites.values():
             await _ensure_bridge(layout, site)
         raise_settings()
-        await call("nft", "-f", "-", stdin=render_table(layout, sites.values(), layout.hosts().values()))
+        await open_ports(layout, sites)
     return sites
 
 
 async def open_ports(layout: Layout, sites: dict[str, Site]) -> None:
-    """Let every container be reached by the port that is its own."""
+    """Write the firewall table: every container is reached by the port that is its own."""
     await call("nft", "-f", "-", stdin=render_table(layout, sites.values(), layout.hosts().values()))
 
 

@@ -5,7 +5,6 @@ keys, GPUs) and `upper` (what it writes). The overlay is mounted in a mount name
 processes end, however they end, no mount is left.
 """
 
-# Files here are small and local: reading one takes less time than a thread would.
 from __future__ import annotations
 
 import asyncio
@@ -159,10 +158,8 @@ async def wait_for_ssh(layout: Layout, host: HostRecord) -> None:
             output = last_lines(log.read_text(errors="replace"))
             raise ProviderError(f"host {host.name} ended during boot: {output}", hint=f"its console log is {log}")
         await asyncio.sleep(0.1)
-    raise ProviderError(
-        f"SSH does not answer on host {host.name} ({host.address}) {BOOT_TIMEOUT_S:.0f} s after its start",
-        hint=f"its console log is {log}",
-    )
+    what = f"SSH does not answer on host {host.name} ({host.address}) {BOOT_TIMEOUT_S:.0f} s after its start"
+    raise ProviderError(what, hint=f"its console log is {log}")
 
 
 async def ssh_answers(address: str) -> bool:
@@ -188,41 +185,28 @@ async def stop(layout: Layout, name: str) -> None:
 
 
 def _nspawn(layout: Layout, host: HostRecord) -> list[str]:
-    return _container(layout, host) if host.shape.container else _whole_machine(layout, host)
+    """The command that runs the host: a whole machine, or a container as a provider of containers runs one.
 
-
-def _whole_machine(layout: Layout, host: HostRecord) -> list[str]:
+    A container has no init system, may do what a container may by default, and has no device but GPUs.
+    """
     home = layout.host_dir(host.name)
-    devices = [path for path in (Path("/dev/net/tun"), Path("/dev/fuse")) if path.exists()]
-    binds = [f"--bind={path}" for path in devices]
-    binds += _gpu_binds(home)
-    # One directory that all hosts of the cluster have in common, as a lab has a file server.
-    layout.shared.mkdir(mode=0o1777, exist_ok=True)
-    layout.shared.chmod(0o1777)
-    binds.append(f"--bind={layout.shared}:/shared")
-    return [
-        *_same_for_all(layout, host), "--boot", "--capability=all", "--console=read-only",
-        # nfs-ganesha needs the first, Slurm the second to confine devices on cgroup v2. nspawn blocks both by default:
-        # together with all capabilities they allow an escape from the container.
-        "--system-call-filter=open_by_handle_at bpf", *binds,
-    ]  # fmt: skip
-
-
-def _container(layout: Layout, host: HostRecord) -> list[str]:
-    """As a provider of containers runs one: no init system, what a container may do by default, no device but GPUs."""
-    home = layout.host_dir(host.name)
-    return [*_same_for_all(layout, host), "--console=pipe", *_gpu_binds(home), "/bin/sh", "-c", CONTAINER]
-
-
-def _same_for_all(layout: Layout, host: HostRecord) -> list[str]:
-    return [
-        "systemd-nspawn", "--quiet", "--register=no", "--keep-unit",
-        f"--directory={layout.host_dir(host.name) / 'root'}",
+    command = [
+        "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", f"--directory={home / 'root'}",
         f"--machine={layout.namespace(host.name)}", f"--hostname={host.name}",
         f"--network-namespace-path=/run/netns/{layout.namespace(host.name)}",
         "--resolv-conf=off", "--timezone=off", "--link-journal=no",
+        *(f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())),
     ]  # fmt: skip
-
-
-def _gpu_binds(home: Path) -> list[str]:
-    return [f"--bind={path}:/dev/{path.name}" for path in sorted((home / "devices").iterdir())]
+    if host.shape.container:
+        return [*command, "--console=pipe", "/bin/sh", "-c", CONTAINER]
+    # One directory that all hosts of the cluster have in common, as a lab has a file server.
+    layout.shared.mkdir(mode=0o1777, exist_ok=True)
+    layout.shared.chmod(0o1777)
+    return [
+        *command, "--boot", "--capability=all", "--console=read-only",
+        # nfs-ganesha needs the first, Slurm the second to confine devices on cgroup v2. nspawn blocks both by default:
+        # together with all capabilities they allow an escape from the container.
+        "--system-call-filter=open_by_handle_at bpf",
+        *(f"--bind={path}" for path in ("/dev/net/tun", "/dev/fuse") if Path(path).exists()),
+        f"--bind={layout.shared}:/shared",
+    ]  # fmt: skip

@@ -133,11 +133,9 @@ class SandboxProvider:
             causes = list(failed.values())
             more = len(causes) - MAX_SHOWN_FAILURES
             shown = [*causes[:MAX_SHOWN_FAILURES], *([f"and {more} more"] if more > 0 else [])]
-            raise ProviderError(
-                f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join(shown),
-                hint=f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again",
-                hosts=failed,
-            )
+            what = f"{len(failed)} of {len(hosts)} sandbox hosts did not come up: " + "\n".join(shown)
+            hint = f"console logs are {layout.dir}/hosts/*/log; running the command again starts those hosts again"
+            raise ProviderError(what, hint=hint, hosts=failed)
 
 
 def _needs_start(layout: Layout, host: HostRecord) -> bool:
@@ -147,10 +145,8 @@ def _needs_start(layout: Layout, host: HostRecord) -> bool:
 def _raise_errors(findings: list[Finding]) -> None:
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
-        raise ProviderError(
-            "the sandbox cannot make these hosts: " + "; ".join(str(finding) for finding in errors),
-            hint=errors[0].fix,
-        )
+        what = "the sandbox cannot make these hosts: " + "; ".join(map(str, errors))
+        raise ProviderError(what, hint=errors[0].fix)
 
 
 class SandboxFaults:
@@ -191,18 +187,15 @@ class SandboxFaults:
                 while group.leader() in (before, None):  # noqa: ASYNC110 - a reboot has no event to wait for
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise ProviderError(
-                f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s", hint="kill it and create it again"
-            ) from None
+            what = f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s"
+            raise ProviderError(what, hint="kill it and create it again") from None
         await nspawn.wait_for_ssh(layout, record)
 
     async def fill_disk(self, cluster: str, host: str) -> None:
         layout, record = self._running(cluster, host)
         if not record.shape.disk_mb:
-            raise ProviderError(
-                f"cannot fill the disk of host {host}: it shares this machine's",
-                hint="ask for one with `disk_mb`",
-            )
+            what = f"cannot fill the disk of host {host}: it shares this machine's"
+            raise ProviderError(what, hint="ask for one with `disk_mb`")
         await asyncio.to_thread(_fill, self._filler(layout, record))
 
     async def empty_disk(self, cluster: str, host: str) -> None:

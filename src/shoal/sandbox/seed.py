@@ -49,25 +49,25 @@ async def lay_out(
         (home / name).mkdir(parents=True)
     key = asyncssh.generate_private_key("ssh-ed25519", comment=host.name)
     public = key.export_public_key().decode().strip()
-    seed = _Seed(home / "seed", Path(host.image))
-    seed.write("etc/ssh/ssh_host_ed25519_key", key.export_private_key(), 0o600)
-    seed.write("etc/ssh/ssh_host_ed25519_key.pub", f"{public}\n".encode())
-    seed.write("etc/ssh/authorized_keys", authorized.encode())
-    seed.write("etc/hostname", f"{host.name}\n".encode())
-    seed.write("etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n".encode())
     own = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
-    # Or it would turn away everybody but root for a moment after its SSH server answers: "System is booting up".
-    seed.write("etc/tmpfiles.d/systemd-nologin.conf", b"")
-    seed.write("etc/machine-id", f"{own}\n".encode(), 0o444)
+    files: dict[str, tuple[bytes, int]] = {
+        "etc/ssh/ssh_host_ed25519_key": (key.export_private_key(), 0o600),
+        "etc/ssh/ssh_host_ed25519_key.pub": (f"{public}\n".encode(), 0o644),
+        "etc/ssh/authorized_keys": (authorized.encode(), 0o644),
+        "etc/hostname": (f"{host.name}\n".encode(), 0o644),
+        "etc/hosts": (f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n".encode(), 0o644),
+        # Or it would turn away everybody but root for a moment after its SSH server answers: "System is booting up".
+        "etc/tmpfiles.d/systemd-nologin.conf": (b"", 0o644),
+        "etc/machine-id": (f"{own}\n".encode(), 0o444),
+    }
     if host.shape.memory_mb:
-        seed.write("etc/shoal-sandbox.d/meminfo", render_meminfo(host.shape.memory_mb).encode())
+        files["etc/shoal-sandbox.d/meminfo"] = render_meminfo(host.shape.memory_mb).encode(), 0o644
     if host.shape.cgroups:
-        seed.write("etc/shoal-sandbox.d/cgroups", b"yes\n")
+        files["etc/shoal-sandbox.d/cgroups"] = b"yes\n", 0o644
     if host.shape.gpus:
-        seed.write("etc/shoal-gpus", render_gpus(layout, host).encode())
-        seed.write("usr/bin/nvidia-smi", Path(nvidia_smi.__file__).read_bytes(), 0o755)
-    for name, (data, mode) in (more or {}).items():
-        seed.write(name, data, mode)
+        files["etc/shoal-gpus"] = render_gpus(layout, host).encode(), 0o644
+        files["usr/bin/nvidia-smi"] = Path(nvidia_smi.__file__).read_bytes(), 0o755
+    _write_layer(home / "seed", Path(host.image), {**files, **(more or {})})
     _make_gpu_devices(home / "devices", host.shape)
     if host.shape.disk_mb:
         await _make_disk(home / "disk.img", host.shape.disk_mb)
@@ -112,28 +112,22 @@ def write_file(path: Path, data: bytes, mode: int) -> None:
         sink.write(data)
 
 
-class _Seed:
-    """Writes into a layer above an image. A directory takes the owner and mode it has in the image."""
+def _write_layer(top: Path, image: Path, files: Mapping[str, tuple[bytes, int]]) -> None:
+    """Write files into a layer above an image. A directory takes the owner and mode it has in the image."""
+    _copy_mode(top, image)
+    for name, (data, mode) in files.items():
+        for directory in reversed(Path(name).parents[:-1]):
+            if not (top / directory).exists():
+                (top / directory).mkdir()
+                _copy_mode(top / directory, image / directory)
+        write_file(top / name, data, mode)
 
-    def __init__(self, top: Path, image: Path) -> None:
-        self.top = top
-        self.image = image
-        self._like(top, image)
 
-    def write(self, name: str, data: bytes, mode: int = 0o644) -> None:
-        path = self.top
-        for part in Path(name).parts[:-1]:
-            path = path / part
-            if not path.exists():
-                path.mkdir()
-                self._like(path, self.image / path.relative_to(self.top))
-        write_file(self.top / name, data, mode)
-
-    def _like(self, path: Path, model: Path) -> None:
-        if model.exists():
-            found = model.stat()
-            path.chmod(stat.S_IMODE(found.st_mode))
-            os.chown(path, found.st_uid, found.st_gid)
+def _copy_mode(path: Path, model: Path) -> None:
+    if model.exists():
+        status = model.stat()
+        path.chmod(stat.S_IMODE(status.st_mode))
+        os.chown(path, status.st_uid, status.st_gid)
 
 
 def _make_gpu_devices(where: Path, shape: Shape) -> None:
