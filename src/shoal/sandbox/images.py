@@ -104,7 +104,7 @@ MASKED = (
     *("sys-kernel-tracing.mount", "dev-hugepages.mount", "ssh.socket", "sshd-keygen.service"),
     *("systemd-pcrlock-make-policy.service", "systemd-update-utmp.service", "ldconfig.service"),
     *("systemd-journal-catalog-update.service", "systemd-hwdb-update.service", "systemd-update-done.service"),
-    *("systemd-update-utmp-runlevel.service",),
+    "systemd-update-utmp-runlevel.service",
 )
 STAGES = 14
 """About how many `I:` lines mmdebstrap prints; for the progress bar only."""

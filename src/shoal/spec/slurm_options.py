@@ -20,7 +20,7 @@ MANAGED_SLURM_KEYS = (
     *("SlurmctldPidFile", "SlurmctldPort", "SlurmdLogFile", "SlurmdPidFile", "SlurmdPort", "SlurmdSpoolDir"),
     *("SlurmdUser", "SlurmUser", "SrunPortRange", "StateSaveLocation", "SuspendExcNodes", "SuspendProgram"),
     *("SuspendRate", "SuspendTime", "SuspendTimeout", "SwitchType", "TaskPlugin", "TopologyPlugin"),
-    *("TreeWidth"),
+    "TreeWidth",
 )
 """The keys of slurm.conf that Shoal writes itself, so that they agree with what it does to the hosts."""
 
