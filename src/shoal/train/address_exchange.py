@@ -16,11 +16,11 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.train.env import Env
+from shoal.train.file_io import replace_file
 from shoal.train.interfaces import is_loopback, local_addresses, source_address
 
 PORT_RANGE = range(20_000, 32_768)
@@ -31,8 +31,7 @@ ROUTED_PEERS = 4
 """Other nodes whose routes are looked up; a few are enough to find the network between the nodes."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """An address and port where rank 0 may be listening."""
 
     address: str
@@ -88,7 +87,7 @@ class FileExchange(AddressExchange):
 
     def publish(self, endpoints: Sequence[Endpoint]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._write(self._name, _to_json(endpoints))
+        self._write(self._name, json.dumps(endpoints))
 
     def endpoints(self) -> list[Endpoint]:
         try:
@@ -113,11 +112,8 @@ class FileExchange(AddressExchange):
             path.unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> None:
-        """Write atomically, readable by this user only: a process that knows the nonce can join the job."""
-        draft = self._directory / f".{name}.{socket.gethostname()}.{os.getpid()}"
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as sink:
-            sink.write(text)
-        draft.replace(self._directory / name)
+        """Readable by this user only: a process that knows the nonce can join the job."""
+        replace_file(self._directory / name, text.encode(), mode=0o600)
 
     def _refresh_nfs(self) -> None:
         """NFS caches for half a minute that a file is missing. A change by this client makes it ask the server."""
@@ -137,7 +133,7 @@ class StoreExchange(AddressExchange):
         self._ranks = range(world_size)
 
     def publish(self, endpoints: Sequence[Endpoint]) -> None:
-        self._store.set(self._key, _to_json(endpoints))
+        self._store.set(self._key, json.dumps(endpoints))
 
     def endpoints(self) -> list[Endpoint]:
         return _from_json(self._store.get(self._key) or "[]") if self._store.check([self._key]) else []
@@ -207,10 +203,6 @@ def master_addresses(env: Env) -> list[str]:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:20]
-
-
-def _to_json(endpoints: Sequence[Endpoint]) -> str:
-    return json.dumps([[endpoint.address, endpoint.port, endpoint.nonce] for endpoint in endpoints])
 
 
 def _from_json(text: str | bytes) -> list[Endpoint]:

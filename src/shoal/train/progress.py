@@ -32,6 +32,7 @@ from shoal.contract import PROGRESS_FILE, SHOAL_JOB_DIR
 from shoal.train import profile
 from shoal.train.env import Env, read_env
 from shoal.train.errors import StopExit
+from shoal.train.file_io import replace_file
 from shoal.train.proof_record import detach, proof_recorder
 
 SPEED_WINDOW_S = 60.0
@@ -142,7 +143,8 @@ class Progress:
     def _report(self, now: float, state: State, *, with_line: bool) -> None:
         numbers = self._numbers(state)
         if self._file:
-            _replace(self._file, numbers)
+            with contextlib.suppress(OSError):  # a full disk does not stop training
+                replace_file(self._file, json.dumps(numbers).encode() + b"\n")
         if with_line:
             # Every 10 s in the first minute, then once a minute.
             self._next_line = now + (10 if now - self._began < SPEED_WINDOW_S else SPEED_WINDOW_S)
@@ -223,11 +225,3 @@ def _duration(seconds: float) -> str:
     days, rest = divmod(round(seconds), 86400)
     text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{text}" if days else text
-
-
-def _replace(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace the file atomically. A full disk does not stop training."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        draft.write_text(json.dumps(numbers) + "\n")
-        draft.replace(path)

@@ -29,14 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.contract import (
-    SHOAL_JOB_DIR,
-    SHOAL_PROOF_DIR,
-    SHOAL_PROOF_DTYPE,
-    SHOAL_PROOF_PARALLEL,
-    SHOAL_PROOF_STEPS,
-)
-from shoal.train.env import Env, read_env
+from shoal import contract
+from shoal.train.env import read_env
 
 
 def detach(value: Any) -> Any:
@@ -56,18 +50,6 @@ LOSS_NAMES = ("loss", "train_loss", "train/loss")
 
 
 @dataclass(frozen=True)
-class ProofSettings:
-    """The settings of `shoal prove` for a run."""
-
-    directory: Path
-    dtype: str = "float64"
-    parallel: str = ""
-    """Empty: as in the script."""
-    steps: int = 0
-    """0: as many as the script takes."""
-
-
-@dataclass(frozen=True)
 class ParameterPart:
     """One rank's part of a parameter."""
 
@@ -82,40 +64,33 @@ class ParameterPart:
         return hashlib.blake2b(self.values, digest_size=16).hexdigest()
 
 
-def read_settings(environ: Mapping[str, str] = os.environ) -> ProofSettings | None:
-    """The settings of this run; None if it is not a proof."""
-    directory = environ.get(SHOAL_PROOF_DIR)
-    if not directory:
-        return None
-    return ProofSettings(
-        Path(environ.get(SHOAL_JOB_DIR, "."), directory).absolute(),
-        environ.get(SHOAL_PROOF_DTYPE) or "float64",
-        environ.get(SHOAL_PROOF_PARALLEL, ""),
-        int(environ.get(SHOAL_PROOF_STEPS) or 0),
-    )
-
-
 _recorders: dict[Path, ProofRecorder] = {}
 
 
 def proof_recorder(environ: Mapping[str, str] = os.environ) -> ProofRecorder | None:
     """The recorder of this process, the same at every call; None if this is not a proof."""
-    asked = read_settings(environ)
-    if asked is None:
+    if not environ.get(contract.SHOAL_PROOF_DIR):
         return None
-    if asked.directory not in _recorders:
-        _recorders[asked.directory] = ProofRecorder(asked, read_env(environ))
-    return _recorders[asked.directory]
+    directory = Path(environ.get(contract.SHOAL_JOB_DIR, "."), environ[contract.SHOAL_PROOF_DIR]).absolute()
+    if directory not in _recorders:
+        _recorders[directory] = ProofRecorder(directory, environ)
+    return _recorders[directory]
 
 
 class ProofRecorder:
     """Writes one rank's record. Raises on a full disk: a proof needs its records."""
 
-    def __init__(self, asked: ProofSettings, env: Env) -> None:
-        self.settings = asked
+    def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
+        env = read_env(environ)
+        self.directory = directory
+        self.dtype = environ.get(contract.SHOAL_PROOF_DTYPE) or "float64"
+        self.parallel = environ.get(contract.SHOAL_PROOF_PARALLEL, "")
+        """Empty: as in the script."""
+        self.total_steps = int(environ.get(contract.SHOAL_PROOF_STEPS) or 0)
+        """0: as many as the script takes."""
         self.rank = env.rank
-        asked.directory.mkdir(parents=True, exist_ok=True)
-        self._path = asked.directory / f"rank-{env.rank}.jsonl"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f"rank-{env.rank}.jsonl"
         self._fresh: list[str] = []
         self._seen: dict[str, int] = {}
         self._samples = 0
@@ -126,23 +101,18 @@ class ProofRecorder:
         self._line("start", rank=env.rank, world_size=env.world_size)
 
     @property
-    def checkpoint_directory(self) -> Path:
-        """For the checkpoints of a proof: it does not use those of the real run."""
-        return self.settings.directory / "checkpoints"
-
-    @property
     def complete(self) -> bool:
         """All steps of the proof are done."""
-        return bool(self.settings.steps) and self.steps >= self.settings.steps
+        return bool(self.total_steps) and self.steps >= self.total_steps
 
     def model(self, parallel: str, batch_norm: Sequence[str], dropout: Sequence[str]) -> None:
         self._line("model", parallel=parallel, batch_norm=list(batch_norm), dropout=list(dropout))
 
     def add_samples(self, digests: Iterable[str]) -> None:
         """The model receives these samples for training."""
-        before = len(self._fresh)
-        self._fresh += digests
-        self._samples += len(self._fresh) - before
+        new_samples = list(digests)
+        self._fresh += new_samples
+        self._samples += len(new_samples)
 
     def step(self, lr: float, whole: float, sharded: float) -> None:
         """The optimizer is about to take a step, with gradients whose squares sum up to this."""
@@ -177,12 +147,12 @@ class ProofRecorder:
     def record_end(self, parts: Iterable[ParameterPart]) -> None:
         """Record this rank's part of the parameters. A second call adds those of another model."""
         described = []
-        with (self.settings.directory / f"rank-{self.rank}.end").open("ab") as file:
+        with self._path.with_suffix(".end").open("ab") as file:
             for part in parts:
                 # Parameters are large, and those that every rank has are the same: a digest tells whether they are.
                 kept = file.write(part.values) if part.sharded or self.rank == 0 else 0
                 described.append([part.name, part.digest, part.sharded, kept])
-        self._line("ends", type=TYPES[self.settings.dtype], parts=described)
+        self._line("ends", type=TYPES[self.dtype], parts=described)
 
     def _line(self, kind: str, **values: Any) -> None:
         with self._path.open("a") as file:

@@ -29,15 +29,15 @@ def begin_proof(environ: Mapping[str, str] = os.environ) -> None:
     Without a seed of the script, random numbers are the same in every run but differ between ranks: a common seed would
     hide that ranks draw numbers which they should share.
     """
-    found = proof_recorder(environ)
-    if found is None:
+    recorder = proof_recorder(environ)
+    if recorder is None:
         return
-    atexit.register(_leave, found, os.getpid())  # registered first, so that it runs last
-    torch.manual_seed(found.rank)
-    random.seed(found.rank)
+    atexit.register(_leave, recorder, os.getpid())  # registered first, so that it runs last
+    torch.manual_seed(recorder.rank)
+    random.seed(recorder.rank)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(found.rank)
-    torch.set_default_dtype(_DTYPES[found.settings.dtype])
+        numpy.random.seed(recorder.rank)
+    torch.set_default_dtype(_DTYPES[recorder.dtype])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
@@ -45,12 +45,12 @@ def begin_proof(environ: Mapping[str, str] = os.environ) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def _leave(found: ProofRecorder, process: int) -> None:
+def _leave(recorder: ProofRecorder, process: int) -> None:
     """End a process whose script was stopped early, after all other exit handlers.
 
     Threads of its process group may still be in a collective, and the end of the interpreter would abort them.
     """
-    if found.stopped_early and os.getpid() == process and getattr(sys, "last_value", None) is None:
+    if recorder.stopped_early and os.getpid() == process and getattr(sys, "last_value", None) is None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -59,21 +59,21 @@ def _leave(found: ProofRecorder, process: int) -> None:
 class ModelWatch:
     """Watches one model from before it is distributed until the proof is complete."""
 
-    def __init__(self, found: ProofRecorder, model: nn.Module) -> None:
+    def __init__(self, recorder: ProofRecorder, model: nn.Module) -> None:
         """Converts the model to the proof's precision, and later all its inputs."""
-        self._recorder = found
-        self._dtype = _DTYPES[found.settings.dtype]
+        self._recorder = recorder
+        self._dtype = _DTYPES[recorder.dtype]
         # Wrappers rename parameters; the names of this object stay.
         self._model = model.to(self._dtype)
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)]
+        model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
         self._optimizer: torch.optim.Optimizer | None = None
         self._ended = False
-        found.record_start(self._parts())
+        recorder.record_start(self._parts())
 
-    def choose_kind(self, asked: Literal["ddp", "fsdp"]) -> Literal["ddp", "fsdp"]:
+    def choose_kind(self, script_kind: Literal["ddp", "fsdp"]) -> Literal["ddp", "fsdp"]:
         """The parallelism: that of the proof, else that of the script."""
-        wanted = self._recorder.settings.parallel
-        return "ddp" if wanted == "ddp" else "fsdp" if wanted == "fsdp" else asked
+        proof_kind = self._recorder.parallel
+        return "ddp" if proof_kind == "ddp" else "fsdp" if proof_kind == "fsdp" else script_kind
 
     def after_parallelize(self, kind: str) -> None:
         """The model is distributed: training follows."""
@@ -81,10 +81,8 @@ class ModelWatch:
         norms = [name for name, part in named if type(part) in _BATCH_NORMS]
         drops = [name for name, part in named if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0]
         self._recorder.model(kind, norms, drops)
-        self._handles += [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
         atexit.register(self.end)
 
     def end(self) -> None:
@@ -92,12 +90,6 @@ class ModelWatch:
         if not self._ended:
             self._ended = True
             self._recorder.record_end(self._parts())
-
-    def close(self) -> None:
-        """Remove the hooks. For tests; a script's process ends instead."""
-        atexit.unregister(self.end)
-        for handle in self._handles:
-            handle.remove()
 
     def _forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,8 +138,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def watch_model(model: nn.Module, environ: Mapping[str, str] = os.environ) -> ModelWatch | None:
     """Watch a model before it is distributed; None if this is not a proof."""
-    found = proof_recorder(environ)
-    return ModelWatch(found, model) if found is not None else None
+    recorder = proof_recorder(environ)
+    return ModelWatch(recorder, model) if recorder is not None else None
 
 
 def digests(value: Any) -> list[str]:
@@ -162,11 +154,8 @@ def digests(value: Any) -> list[str]:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from shoal.train.address_exchange import AddressExchange, Endpoint, open_listener
 from shoal.train.env import Env
 from shoal.train.errors import RendezvousError
+from shoal.train.file_io import parse_json_object
 from shoal.train.interfaces import is_loopback, plain_address
 from shoal.train.rendezvous_errors import (
     FailedAttempt,
@@ -175,7 +176,7 @@ class _RankZero:
         return self._accept_rank(connection)
 
     def _accept_rank(self, connection: _Connection) -> bool:
-        hello = _parse(connection.received.partition(b"\n")[0])
+        hello = parse_json_object(connection.received.partition(b"\n")[0])
         if hello.get("shoal") != self.env.key or hello.get("nonce") != self.nonce:
             connection.send({"refused": "not this job"})
             return False
@@ -266,12 +267,12 @@ def _try_endpoint(env: Env, endpoint: Endpoint, timer: RendezvousTimer) -> Rende
     with sock, sock.makefile("rb") as lines:
         try:
             sock.sendall(json.dumps(hello).encode() + b"\n")
-            answer = _parse(lines.readline(MAX_LINE_BYTES))
+            answer = parse_json_object(lines.readline(MAX_LINE_BYTES))
             if answer.get("welcome") != endpoint.nonce:
                 return failed("another job's port")
             # From here on rank 0 enforces the timeout: it answers, unless it has ended.
             sock.settimeout(timer.timeout + 10)
-            message = _parse(lines.readline(MAX_LINE_BYTES))
+            message = parse_json_object(lines.readline(MAX_LINE_BYTES))
         except (OSError, ValueError):
             return failed("the connection broke")
         if "abort" in message:
@@ -283,12 +284,3 @@ def _try_endpoint(env: Env, endpoint: Endpoint, timer: RendezvousTimer) -> Rende
         own = plain_address(sock.getsockname()[0])
     # A rank on rank 0's node may have connected over loopback: the other nodes know both by rank 0's address.
     return Rendezvous(address, port, cluster_address if is_loopback(own) else own)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """A line as a message; empty where it is none."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}

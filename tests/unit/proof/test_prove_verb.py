@@ -10,8 +10,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.plan.progress import NoProgress, Phase
 from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
-from shoal.train.env import read_env
-from shoal.train.proof_record import ParameterPart, ProofRecorder, ProofSettings
+from shoal.train.proof_record import ParameterPart, ProofRecorder
 from shoal.verbs.prove import prove
 
 SAMPLES = "abcdefgh"
@@ -42,7 +41,7 @@ class FakeRunner:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "1",
         }
-        record = ProofRecorder(ProofSettings(directory), read_env(environ))
+        record = ProofRecorder(directory, environ)
         record.model(trial.parallel, [], [])
         record.record_start([ParameterPart("w", False, array("d", [1.0]).tobytes())])
         record.add_samples(SAMPLES[rank * size : (rank + 1) * size] if mistake != "samples" else SAMPLES[:size])

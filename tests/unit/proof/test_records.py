@@ -14,13 +14,12 @@ from tests.unit.proof.records import many
 from shoal.proof import compare
 from shoal.proof.compare import Difference, concatenate, parameters, relative
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
-from shoal.train.env import read_env
-from shoal.train.proof_record import ParameterPart, ProofRecorder, ProofSettings, proof_recorder, read_settings
+from shoal.train.proof_record import ParameterPart, ProofRecorder, proof_recorder
 
 
 def recording(directory: Path, rank: int = 0, world: int = 1, steps: int = 0) -> ProofRecorder:
     environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    return ProofRecorder(ProofSettings(directory, steps=steps), read_env(environ if world > 1 else {}))
+    return ProofRecorder(directory, {**(environ if world > 1 else {}), "SHOAL_PROOF_STEPS": str(steps)})
 
 
 def values(*numbers: float) -> bytes:
@@ -28,12 +27,13 @@ def values(*numbers: float) -> bytes:
 
 
 def test_without_the_variable_nothing_is_recorded() -> None:
-    assert proof_recorder({}) is None and read_settings({}) is None
+    assert proof_recorder({}) is None
 
 
 def test_a_relative_directory_is_below_the_jobs(tmp_path: Path) -> None:
-    asked = read_settings({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
-    assert asked == ProofSettings(tmp_path / "proof", "float64", "", 3)
+    made = proof_recorder({"SHOAL_PROOF_DIR": "proof", "SHOAL_JOB_DIR": str(tmp_path), "SHOAL_PROOF_STEPS": "3"})
+    assert made is not None and made.directory == tmp_path / "proof"
+    assert (made.dtype, made.parallel, made.total_steps) == ("float64", "", 3)
 
 
 def test_what_two_ranks_record_is_read_back_as_one_run(tmp_path: Path) -> None:

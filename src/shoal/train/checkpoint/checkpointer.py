@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -46,10 +46,9 @@ class Checkpointer:
         """With `asynchronous`, `save` returns once the state is copied to memory, and a thread writes it."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least one checkpoint is kept")
-        proof = (
-            proof_recorder()
-        )  # None unless `shoal prove` runs the script, which begins from no checkpoint and leaves none
-        self.directory = Path(proof.checkpoint_directory if proof else directory).absolute()
+        if proof := proof_recorder():  # `shoal prove` runs the script: it does not use the checkpoints of the real run
+            directory = proof.directory / "checkpoints"
+        self.directory = Path(directory).absolute()
         self.keep_last = keep_last
         self.asynchronous = asynchronous
         self.failures = 0
@@ -144,7 +143,10 @@ class Checkpointer:
         if (other := self._ranks.broadcast(other)) is not None:
             raise directory_in_use(self.directory, other)
         with self._fail_together():
-            self._clean()
+            # Only now: later they may be those of a save in progress.
+            for leftover in files.list_leftovers(self.directory) if self.rank == 0 else ():
+                log.warning("deleting %s, which an earlier attempt did not finish", leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, verified byte by byte; each rank reads its share of the files.
@@ -153,16 +155,16 @@ class Checkpointer:
         lose the run.
         """
         self.wait()
-        seen: list[Path] = []
+        candidates: list[Path] = []
         with self._fail_together():
-            seen = files.committed(self.directory) if self.rank == 0 else []
-        candidates = self._ranks.broadcast(seen)
+            candidates = files.committed(self.directory) if self.rank == 0 else []
+        candidates = self._ranks.broadcast(candidates)
         for checkpoint in candidates:
-            found = self._find_damage(checkpoint)
-            if not found:
+            damage = self._find_damage(checkpoint)
+            if not damage:
                 return checkpoint
             if self.rank == 0:
-                log.error("%s is damaged and will not be used: %s", checkpoint, found)
+                log.error("%s is damaged and will not be used: %s", checkpoint, damage)
             self._damaged.add(checkpoint)
         if candidates:
             raise CheckpointError(
@@ -227,40 +229,23 @@ class Checkpointer:
             else:
                 self._delete_older(path, nonce)
         seconds = time.monotonic() - began
-        return SaveResult(
-            manifest.step,
-            "failed" if error else "committed",
-            manifest.reason,
-            path,
-            error,
-            seconds if stall is None else stall,
-            seconds,
-        )
+        stall = seconds if stall is None else stall
+        outcome: Literal["failed", "committed"] = "failed" if error else "committed"
+        return SaveResult(manifest.step, outcome, manifest.reason, path, error, stall, seconds)
 
     def _record_result(self, result: SaveResult) -> SaveResult:
         if result.outcome == "failed":
             self.failures += 1
-            if self.rank == 0:
-                log.error(
-                    "the checkpoint of step %d (%s) FAILED%s: %s (failure %d of this process)",
-                    result.step,
-                    result.reason,
-                    ", training goes on without it" if result.reason == "periodic" else "",
-                    result.error,
-                    self.failures,
-                )
+            consequence = ", training goes on without it" if result.reason == "periodic" else ""
+            failure = f"{result.error} (failure {self.failures} of this process)"
+            text = f"the checkpoint of step {result.step} ({result.reason}) FAILED{consequence}: {failure}"
         else:
             self.newest = max(self.newest, result.step)
             self._durations.append(result.seconds)
-            if self.rank == 0:
-                log.info(
-                    "step %d saved in %.2f s (%s, training stood still for %.2f s): %s",
-                    result.step,
-                    result.seconds,
-                    result.reason,
-                    result.stall_seconds,
-                    result.path,
-                )
+            stall = f"training stood still for {result.stall_seconds:.2f} s"
+            text = f"step {result.step} saved in {result.seconds:.2f} s ({result.reason}, {stall}): {result.path}"
+        if self.rank == 0:
+            log.log(logging.ERROR if result.outcome == "failed" else logging.INFO, "%s", text)
         self.last = result
         return result
 
@@ -269,33 +254,23 @@ class Checkpointer:
         try:
             manifest = files.read_manifest(checkpoint)
             if manifest.step != files.step_of(checkpoint):
-                found = f"its manifest is that of step {manifest.step}"
+                damage = f"its manifest is that of step {manifest.step}"
             else:
-                found = files.find_damage(checkpoint, manifest.files[self.rank :: self._ranks.world_size])
+                damage = files.find_damage(checkpoint, manifest.files[self.rank :: self._ranks.world_size])
         except (OSError, ValueError) as error:
-            found = f"{files.MANIFEST}: {error}"
-        return next(filter(None, self._ranks.gather(found)), "")
+            damage = f"{files.MANIFEST}: {error}"
+        return next(filter(None, self._ranks.gather(damage)), "")
 
     def _delete_older(self, just: Path, nonce: str) -> None:
         """Delete all but the last keep_last checkpoints. Damaged ones do not count."""
-        whole = [path for path in files.committed(self.directory) if path not in self._damaged]
-        kept = {just, *whole[: self.keep_last]}
-        for checkpoint in files.committed(self.directory):
-            if checkpoint in kept:
-                continue
+        committed = files.committed(self.directory)
+        whole = [path for path in committed if path not in self._damaged]
+        for checkpoint in sorted(set(committed) - {just, *whole[: self.keep_last]}):
             try:
                 files.delete(checkpoint, nonce)
                 self._damaged.discard(checkpoint)
             except OSError as error:
                 log.error("cannot delete the old checkpoint %s: %s", checkpoint, error)
-
-    def _clean(self) -> None:
-        """Delete leftovers of failed saves. Only after `claim`: later they may be those of a save in progress."""
-        if self.rank != 0:
-            return
-        for leftover in files.list_leftovers(self.directory):
-            log.warning("deleting %s, which an earlier attempt did not finish", leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from shoal.contract import SHOAL_RUN_ID
 from shoal.train.env import requeue_job_id
 from shoal.train.errors import CheckpointError
+from shoal.train.file_io import replace_file
 
 log = logging.getLogger("shoal.train.checkpoint")
 
@@ -91,7 +92,7 @@ class Claim:
                 other = self._read()
                 if other is not None and other.run != self.owner.run and self._is_alive(other):
                     return self._read() or other  # it may have been incomplete before
-                self._replace()
+                replace_file(self.file, json.dumps(asdict(self.owner)).encode())
         except OSError as error:
             log.warning("cannot keep other jobs from writing to %s: %s", self.file.parent, error)
             return None
@@ -104,8 +105,8 @@ class Claim:
         self._released.set()
         atexit.unregister(self.release)
         with suppress(OSError):
-            found = self._read() if self.owner.pid in (0, os.getpid()) else None
-            if found is not None and found.token == self.owner.token:
+            owner = self._read() if self.owner.pid in (0, os.getpid()) else None
+            if owner is not None and owner.token == self.owner.token:
                 self.file.unlink()
 
     def _create(self) -> bool:
@@ -115,11 +116,6 @@ class Claim:
         except FileExistsError:
             return False
         return True
-
-    def _replace(self) -> None:
-        fresh = self.file.with_name(f"{CLAIM_FILE}.{self.owner.token}")
-        fresh.write_text(json.dumps(asdict(self.owner)))
-        fresh.replace(self.file)
 
     def _read(self) -> ClaimOwner | None:
         try:
@@ -165,11 +161,11 @@ class Claim:
     def _touch_until_released(self) -> None:
         while not self._released.wait(self._touch_period):
             with suppress(OSError):
-                found = self._read()
-                if found is None:
+                owner = self._read()
+                if owner is None:
                     continue
-                if found.token != self.owner.token:
-                    self.new_owner = found
+                if owner.token != self.owner.token:
+                    self.new_owner = owner
                     return
                 os.utime(self.file)  # also where the disk is full
 

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
@@ -48,17 +48,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of MANIFEST.json."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "step": self.step,
-                "world_size": self.world_size,
-                "run_id": self.run_id,
-                "reason": self.reason,
-                "files": [{"name": f.name, "size": f.size, "sha256": f.sha256} for f in self.files],
-            },
-            indent=1,
-        )
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Manifest:
@@ -75,11 +65,9 @@ class Manifest:
 
 def committed(directory: Path) -> list[Path]:
     """The committed checkpoints, newest first. Empty where the directory does not exist."""
-    found: list[tuple[int, int, Path]] = []
-    for entry in _entries(directory):
-        if match := _COMMITTED.fullmatch(entry.name):
-            found.append((int(match[1]), int(match[2] or 0), entry))
-    return [path for _, _, path in sorted(found, reverse=True)]
+    matches = ((_COMMITTED.fullmatch(entry.name), entry) for entry in _entries(directory))
+    checkpoints = [(int(match[1]), int(match[2] or 0), entry) for match, entry in matches if match]
+    return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
 def list_leftovers(directory: Path) -> list[Path]:
@@ -125,10 +113,10 @@ def find_damage(checkpoint: Path, records: Iterable[FileRecord]) -> str:
             if size != record.size:
                 return f"{record.name} has {size} bytes instead of {record.size}"
             with path.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             return f"{record.name} cannot be read: {error.strerror or error}"
-        if found != record.sha256:
+        if digest != record.sha256:
             return f"{record.name} has changed since it was written (SHA-256 differs)"
     return ""
 

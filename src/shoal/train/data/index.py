@@ -9,7 +9,6 @@ The file: one line of JSON, then the arrays that it describes, then nothing. Off
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.train.errors import DataError
+from shoal.train.file_io import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -202,14 +202,8 @@ def _write(index: ShardIndex, place: Path) -> None:
         "crc32": zlib.crc32(body),
     }
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Many ranks may write the same index at once: each its own file, and the last rename wins with the same content.
-    draft = place.with_name(f".{place.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        draft.write_bytes(json.dumps(header).encode() + b"\n" + body)
-        draft.replace(place)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
+    # Many ranks may write the same index at once: the last one wins, with the same content.
+    replace_file(place, json.dumps(header).encode() + b"\n" + body)
 
 
 def _members(shard: Path, size: int) -> list[tuple[str, int, int]]:

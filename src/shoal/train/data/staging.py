@@ -9,16 +9,16 @@ warning: a full disk does not stop training.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.train.errors import DataError
+from shoal.train.file_io import lock_file
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,11 @@ def stage(shards: Sequence[Path], folder: Path, *, keep_free: int = 1 << 30) -> 
     except OSError as error:
         log.warning("cannot stage shards to %s (%s); reading them where they are", folder, error.strerror)
         return list(shards)
-    staged: dict[int, Path] = {}
-    busy: list[int] = []
-    for at, shard in enumerate(shards):
-        path = _stage_one(shard, folder, keep_free, wait=False)
-        if path is None:
-            busy.append(at)
-        else:
-            staged[at] = path
-    for at in busy:
-        staged[at] = _stage_one(shards[at], folder, keep_free, wait=True) or shards[at]
-    return [staged[at] for at in range(len(shards))]
+    staged = [_stage_one(shard, folder, keep_free, wait=False) for shard in shards]
+    return [
+        path or _stage_one(shard, folder, keep_free, wait=True) or shard
+        for shard, path in zip(shards, staged, strict=True)
+    ]
 
 
 def staged_path(shard: Path, folder: Path) -> Path:
@@ -61,7 +55,7 @@ def _stage_one(shard: Path, folder: Path, keep_free: int, *, wait: bool) -> Path
     if _is_copy(target, shard):
         return target
     try:
-        with _lock(target.with_name(f".{target.name}.lock"), wait=wait) as ours:
+        with lock_file(target.with_name(f".{target.name}.lock"), wait=wait) as ours:
             if not ours:
                 return None
             if not _is_copy(target, shard):
@@ -104,11 +98,11 @@ def _copy(shard: Path, target: Path, keep_free: int) -> None:
 
 
 def _verify(draft: Path, size: int, checksum: int, shard: Path) -> None:
-    found = draft.stat().st_size
-    if found != size:
+    copied = draft.stat().st_size
+    if copied != size:
         raise DataError(
             f"shard {shard} was changed while it was copied",
-            found=f"{found} bytes were read of a file of {size}",
+            found=f"{copied} bytes were read of a file of {size}",
             fix="let whatever writes the shard finish, then start the job again",
         )
     again = 0
@@ -119,18 +113,3 @@ def _verify(draft: Path, size: int, checksum: int, shard: Path) -> None:
         raise OSError(
             f"the copy reads back with checksum {again:08x}, the shard has {checksum:08x}: is the disk failing?"
         )
-
-
-@contextlib.contextmanager
-def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of one copy; False if another process holds it and we do not wait."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(file)

@@ -9,10 +9,8 @@ acknowledged it, and sending it twice does not duplicate it. (MLflow's deprecate
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import random
 import threading
 import time
@@ -21,21 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.train.tracking.mlflow_client import (
-    MlflowClient,
-    RemoteRun,
-    RequestRejected,
-    RunName,
-    ServerUnavailable,
-    delete_duplicates,
-    find_run,
-    is_deleted,
-)
-from shoal.train.tracking.spool import DeliveryPosition, Record, Spool, read_position, read_spool, write_position
+from shoal.train.file_io import lock_file
+from shoal.train.tracking import mlflow_client
+from shoal.train.tracking.mlflow_client import MlflowClient, RemoteRun, RequestRejected, RunName, ServerUnavailable
+from shoal.train.tracking.spool import Record, Spool, read_position, read_spool, write_position
 
 BATCH_ITEMS, BATCH_NAMES, BATCH_BYTES = 1000, 100, 500_000
 """MLflow's limits per request: 1000 entries, of them 100 parameters and 100 tags, and 1 MB in all."""
-KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 8000
+KEY_LENGTH, VALUE_LENGTHS = 250, {"param": 6000, "tag": 8000}
 
 log = logging.getLogger("shoal.train")
 
@@ -46,11 +37,6 @@ class LogEntry:
 
     kind: str
     value: dict[str, Any]
-    size: int
-
-    @property
-    def name(self) -> tuple[str, str]:
-        return self.kind, str(self.value.get("key"))
 
 
 class Delivery:
@@ -66,7 +52,7 @@ class Delivery:
 
     def deliver(self) -> bool:
         """Send the next batch of every spool; True if there may be more. ServerUnavailable if one of them must wait."""
-        run = self._run = self._run or find_run(self.server, self._name, create=self._create)
+        run = self._run = self._run or mlflow_client.find_run(self.server, self._name, create=self._create)
         more, failure = False, None
         for spool in self.spools:
             try:
@@ -78,17 +64,24 @@ class Delivery:
         return more
 
     def _deliver_spool(self, spool: Path, run: RemoteRun) -> bool:
-        with _spool_lock(spool) as locked:
-            if not locked:
+        with contextlib.ExitStack() as stack:
+            locked = True
+            with contextlib.suppress(OSError):  # no locks on this file system; sending twice is harmless
+                locked = stack.enter_context(lock_file(spool.with_name(spool.name + ".lock"), wait=False))
+            if not locked:  # by the job, or by the `send` command
                 raise ServerUnavailable(f"another process is sending {spool.name}")
-            sent = read_position(spool, run.id)
-            self.acknowledged[spool] = sent.offset
-            end, items = _next_items(spool, sent.offset)
-            if end == sent.offset:
+            start = end = self.acknowledged[spool] = read_position(spool, run.id)
+            items: list[LogEntry] = []
+            for record_end, record in read_spool(spool, start):
+                items += _items(record)
+                end = record_end
+                if len(items) >= BATCH_ITEMS:
+                    break
+            if end == start:
                 return False
             for request in _requests(items):
                 self._send(spool, run, request)
-            write_position(spool, DeliveryPosition(end, run.id))
+            write_position(spool, run.id, end)
             self.acknowledged[spool] = end
             return True
 
@@ -101,26 +94,22 @@ class Delivery:
                 self._send(spool, run, items[: len(items) // 2])
                 self._send(spool, run, items[len(items) // 2 :])
             elif items[0].kind == "param":  # parameters are immutable in MLflow, and a restart may have changed it
-                self._send(spool, run, [_tag("param." + items[0].value["key"], items[0].value["value"])])
+                self._send(spool, run, [_named("tag", "param." + items[0].value["key"], items[0].value["value"])])
             else:
                 _save_rejected(spool, items[0], error)
 
     def _put(self, spool: Path, run: RemoteRun, items: list[LogEntry]) -> None:
         if items[0].kind == "status":
             self.server.post("runs/update", {"run_id": run.id, **items[0].value})
-            self._delete_duplicates(run)
+            if self._create:  # at the start and end of a job: delete runs that a lost answer duplicated
+                with contextlib.suppress(RequestRejected):
+                    mlflow_client.delete_duplicates(self.server, self._name, run)
         elif items[0].kind == "artifact":
             self._upload(spool, run, items[0].value)
         else:
-            kinds = {"metrics": "metric", "params": "param", "tags": "tag"}
-            entries = {name: [item.value for item in items if item.kind == kind] for name, kind in kinds.items()}
+            kinds = ("metric", "param", "tag")
+            entries = {f"{kind}s": [item.value for item in items if item.kind == kind] for kind in kinds}
             self.server.post("runs/log-batch", {"run_id": run.id, **entries})
-
-    def _delete_duplicates(self, run: RemoteRun) -> None:
-        """At the start and end of a job: delete runs that a lost answer duplicated."""
-        if self._create:
-            with contextlib.suppress(RequestRejected):
-                delete_duplicates(self.server, self._name, run)
 
     def _upload(self, spool: Path, run: RemoteRun, artifact: dict[str, Any]) -> None:
         if run.artifacts is None:
@@ -134,68 +123,33 @@ class Delivery:
     def _check_run_exists(self, run: RemoteRun) -> None:
         """Raise ServerUnavailable if the request failed because the run no longer exists."""
         try:
-            deleted = is_deleted(self.server, run)
+            stage = self.server.get("runs/get", run_id=run.id)["run"]["info"].get("lifecycle_stage")
         except RequestRejected as error:
             self._run = None  # a new run receives the whole spool
             raise ServerUnavailable(str(error)) from None
-        if deleted:
+        if stage == "deleted":
             self._run = None
             raise ServerUnavailable(
                 f"the run {run.id} was deleted: `mlflow runs restore --run-id {run.id}` brings it back"
             )
 
 
-@contextlib.contextmanager
-def _spool_lock(spool: Path) -> Iterator[bool]:
-    """Whether no other process sends this spool now: the job, or the `send` command."""
-    try:
-        file = os.open(spool.with_name(spool.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:
-        yield True
-        return
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            pass  # no locks on this file system; sending twice is harmless
-        yield True
-    finally:
-        os.close(file)
-
-
-def _next_items(spool: Path, offset: int) -> tuple[int, list[LogEntry]]:
-    """The entries of the next records, enough for a request, and where those records end."""
-    items: list[LogEntry] = []
-    for end, record in read_spool(spool, offset):
-        items += _items(record or {})
-        offset = end
-        if len(items) >= BATCH_ITEMS:
-            break
-    return offset, items
-
-
 def _items(record: Record) -> Iterator[LogEntry]:
     for key, value in record.get("metrics", {}).items():
         metric = {"key": key[:KEY_LENGTH], "value": value, "timestamp": record["t"], "step": record.get("step", 0)}
-        yield LogEntry("metric", metric, len(key) + 100)
-    for key, value in record.get("params", {}).items():
-        param = {"key": key[:KEY_LENGTH], "value": value[:PARAM_LENGTH]}
-        yield LogEntry("param", param, len(json.dumps(param)))
-    for key, value in record.get("tags", {}).items():
-        yield _tag(key, value)
+        yield LogEntry("metric", metric)
+    for kind in VALUE_LENGTHS:
+        for key, value in record.get(f"{kind}s", {}).items():
+            yield _named(kind, key, value)
     if "status" in record:
-        ended = {} if record["status"] in ("RUNNING", "SCHEDULED") else {"end_time": record["t"]}
-        yield LogEntry("status", {"status": record["status"], **ended}, 100)
+        end = {} if record["status"] in ("RUNNING", "SCHEDULED") else {"end_time": record["t"]}
+        yield LogEntry("status", {"status": record["status"], **end})
     if "artifact" in record:
-        yield LogEntry("artifact", record["artifact"], 0)
+        yield LogEntry("artifact", record["artifact"])
 
 
-def _tag(key: str, value: str) -> LogEntry:
-    tag = {"key": key[:KEY_LENGTH], "value": value[:TAG_LENGTH]}
-    return LogEntry("tag", tag, len(json.dumps(tag)))
+def _named(kind: str, key: str, value: str) -> LogEntry:
+    return LogEntry(kind, {"key": key[:KEY_LENGTH], "value": value[: VALUE_LENGTHS[kind]]})
 
 
 def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
@@ -204,10 +158,11 @@ def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
     names: set[tuple[str, str]] = set()
     size = 0
     for item in items:
-        named = item.kind in ("param", "tag")
+        named = item.kind in VALUE_LENGTHS
+        name, item_size = (item.kind, str(item.value.get("key"))), len(json.dumps(item.value))
         single = item.kind in ("status", "artifact")
-        full = len(group) >= BATCH_ITEMS or size + item.size > BATCH_BYTES
-        clash = named and (item.name in names or len(names) >= BATCH_NAMES)
+        full = len(group) >= BATCH_ITEMS or size + item_size > BATCH_BYTES
+        clash = named and (name in names or len(names) >= BATCH_NAMES)
         if group and (single or full or clash):
             yield group
             group, names, size = [], set(), 0
@@ -215,9 +170,9 @@ def _requests(items: list[LogEntry]) -> Iterator[list[LogEntry]]:
             yield [item]
             continue
         group.append(item)
-        size += item.size
+        size += item_size
         if named:
-            names.add(item.name)
+            names.add(name)
     if group:
         yield group
 
@@ -312,9 +267,7 @@ class DeliveryThread:
         except Exception as error:  # no error of a server or disk may stop training
             self._failures += 1
             self._next_try = time.monotonic() + retry_pause(self._failures, random.random)
-            self._log_failure(
-                str(error) if isinstance(error, ServerUnavailable) else f"{type(error).__name__}: {error}"
-            )
+            self._log_failure(f"{'' if isinstance(error, ServerUnavailable) else type(error).__name__ + ': '}{error}")
             return False
         if self._failures:
             log.warning("tracking: %s accepts records again", self._delivery.server.uri)

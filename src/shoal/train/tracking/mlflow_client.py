@@ -56,10 +56,6 @@ class RequestRejected(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
 
-    @property
-    def missing(self) -> bool:
-        return self.code == "RESOURCE_DOES_NOT_EXIST"
-
 
 class MlflowClient:
     """A tracking server at an http:// or https:// address."""
@@ -172,13 +168,13 @@ class RemoteRun:
 def find_run(server: MlflowClient, name: RunName, *, create: bool) -> RemoteRun:
     """The job's run. ServerUnavailable if there is none yet and this process may not create it."""
     experiment = _experiment(server, name.experiment, create=create)
-    used = _search(server, experiment, name, used=True)
-    if used:
-        return _parse_run(used[0])
+    used_runs = _search(server, experiment, name, used=True)
+    if used_runs:
+        return _parse_run(used_runs[0])
     if not create:
         raise ServerUnavailable("rank 0 has not created the run yet")
-    found = _search(server, experiment, name, used=False)
-    run = _parse_run(found[0]) if found else _create(server, experiment, name)
+    runs = _search(server, experiment, name, used=False)
+    run = _parse_run(runs[0]) if runs else _create(server, experiment, name)
     server.post("runs/set-tag", {"run_id": run.id, "key": USED_TAG, "value": "1"})
     return run
 
@@ -191,23 +187,17 @@ def delete_duplicates(server: MlflowClient, name: RunName, run: RemoteRun) -> No
             server.post("runs/delete", {"run_id": other["info"]["run_id"]})
 
 
-def is_deleted(server: MlflowClient, run: RemoteRun) -> bool:
-    """Whether a user deleted the run. RequestRejected, with `missing`, if the server does not know it."""
-    found = server.get("runs/get", run_id=run.id)
-    return bool(found["run"]["info"].get("lifecycle_stage") == "deleted")
-
-
 def _experiment(server: MlflowClient, name: str, *, create: bool) -> str:
     for _ in range(2):
         try:
-            found = server.get("experiments/get-by-name", experiment_name=name)["experiment"]
+            experiment = server.get("experiments/get-by-name", experiment_name=name)["experiment"]
         except RequestRejected as error:
-            if not error.missing:
+            if error.code != "RESOURCE_DOES_NOT_EXIST":
                 raise ServerUnavailable(str(error)) from None
         else:
-            if found.get("lifecycle_stage") == "deleted":
+            if experiment.get("lifecycle_stage") == "deleted":
                 raise ServerUnavailable(f"the experiment {name!r} is deleted: restore it, or choose another name")
-            return str(found["experiment_id"])
+            return str(experiment["experiment_id"])
         if not create:
             break
         try:
@@ -221,22 +211,20 @@ def _experiment(server: MlflowClient, name: str, *, create: bool) -> str:
 def _search(server: MlflowClient, experiment: str, name: RunName, *, used: bool) -> list[dict[str, Any]]:
     query = f"tags.`{RUN_TAG}` = '{name.run}'" + (f" and tags.`{USED_TAG}` = '1'" if used else "")
     body = {"experiment_ids": [experiment], "filter": query, "max_results": 20}
-    try:
-        found = list(server.post("runs/search", body).get("runs", []))
-    except RequestRejected as error:
-        raise ServerUnavailable(str(error)) from None
-    return sorted(found, key=lambda run: (int(run["info"].get("start_time") or 0), str(run["info"]["run_id"])))
+    runs = _post_or_retry(server, "runs/search", body).get("runs", [])
+    return sorted(runs, key=lambda run: (int(run["info"].get("start_time") or 0), str(run["info"]["run_id"])))
 
 
 def _create(server: MlflowClient, experiment: str, name: RunName) -> RemoteRun:
-    body = {
-        "experiment_id": experiment,
-        "run_name": name.title,
-        "start_time": name.started,
-        "tags": [{"key": RUN_TAG, "value": name.run}],
-    }
+    tags = [{"key": RUN_TAG, "value": name.run}]
+    body = {"experiment_id": experiment, "run_name": name.title, "start_time": name.started, "tags": tags}
+    return _parse_run(_post_or_retry(server, "runs/create", body)["run"])
+
+
+def _post_or_retry(server: MlflowClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without its run a job can send nothing: what the server rejects now is retried later too."""
     try:
-        return _parse_run(server.post("runs/create", body)["run"])
+        return server.post(path, body)
     except RequestRejected as error:
         raise ServerUnavailable(str(error)) from None
 

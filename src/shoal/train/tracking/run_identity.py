@@ -17,8 +17,9 @@ from pathlib import Path
 
 from shoal.contract import SHOAL_CODE_HASH, SHOAL_EXPERIMENT, SHOAL_JOB_DIR, SHOAL_RUN_ID
 from shoal.train.env import Env
+from shoal.train.file_io import read_json_object, replace_file
 from shoal.train.tracking.mlflow_client import RunName
-from shoal.train.tracking.spool import Record, read_json, write_json
+from shoal.train.tracking.spool import Record, encode_record
 
 RUN_FILE = "run.json"
 
@@ -31,12 +32,12 @@ def run_id(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}"
     elastic = environ.get("TORCHELASTIC_RUN_ID", "none")
-    found = (
+    name = (
         environ.get(SHOAL_RUN_ID)
         or (job and f"{environ.get('SLURM_CLUSTER_NAME') or 'slurm'}-{job}")
         or ("" if elastic == "none" else elastic)
     )
-    return re.sub(r"[^A-Za-z0-9._:-]", "_", found)[:200]
+    return re.sub(r"[^A-Za-z0-9._:-]", "_", name)[:200]
 
 
 def open_run_directory(
@@ -52,32 +53,29 @@ def open_run_directory(
 
     The `first` rank keeps `run.json`; another one writes it only where the nodes do not share the directory.
     """
-    known = run_id(environ)
-    fallback = known or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run = run_id(environ)
+    fallback = run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if directory is None:
         job_dir = environ.get(SHOAL_JOB_DIR)
         directory = Path(job_dir, "tracking") if job_dir else Path("tracking", fallback)
-    found = read_json(directory / RUN_FILE)
-    if found and known and found.get("run") != known:
-        log.warning("tracking: %s holds the run %s; this one goes into %s", directory, found.get("run"), known)
-        directory = directory / known
-        found = read_json(directory / RUN_FILE)
+    earlier = read_json_object(directory / RUN_FILE)
+    if earlier and run and earlier.get("run") != run:
+        log.warning("tracking: %s holds the run %s; this one goes into %s", directory, earlier.get("run"), run)
+        directory = directory / run
+        earlier = read_json_object(directory / RUN_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     default = environ.get(SHOAL_EXPERIMENT) or environ.get("MLFLOW_EXPERIMENT_NAME")
+    job_name = environ.get("SLURM_JOB_NAME")
     name = RunName(
-        run=known or str(found.get("run") or fallback),
-        experiment=experiment or default or str(found.get("experiment") or environ.get("SLURM_JOB_NAME") or "Default"),
-        title=title or str(found.get("title") or environ.get("SLURM_JOB_NAME") or fallback),
-        started=int(found.get("started") or time.time() * 1000),
+        run=run or str(earlier.get("run") or fallback),
+        experiment=experiment or default or str(earlier.get("experiment") or job_name or "Default"),
+        title=title or str(earlier.get("title") or job_name or fallback),
+        started=int(earlier.get("started") or time.time() * 1000),
     )
-    if first or not found:
-        write_json(directory / RUN_FILE, to_record(name, uri))
+    if first or not earlier:  # enough to send the rest later; `uri` is without a password
+        record = {"version": 1, "uri": uri, **vars(name)}
+        replace_file(directory / RUN_FILE, encode_record(record), durable=True)
     return directory, name
-
-
-def to_record(name: RunName, uri: str) -> Record:
-    """What `run.json` says: enough to send the rest later. `uri` is without a password."""
-    return {"version": 1, "uri": uri, **vars(name)}
 
 
 def from_record(record: Record) -> tuple[RunName, str]:
@@ -91,7 +89,7 @@ def from_record(record: Record) -> tuple[RunName, str]:
 
 def job_tags(env: Env, environ: Mapping[str, str]) -> dict[str, str]:
     """Tags that describe the job."""
-    found = {
+    tags = {
         "shoal.job_id": env.job_id,
         "shoal.restarts": str(env.restart_count),
         "shoal.launcher": env.launcher,
@@ -104,7 +102,7 @@ def job_tags(env: Env, environ: Mapping[str, str]) -> dict[str, str]:
         "mlflow.source.name": sys.argv[0] if sys.argv else "",
         "mlflow.source.type": "JOB",
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in tags.items() if value}
 
 
 def _user() -> str:

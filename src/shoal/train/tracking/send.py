@@ -10,23 +10,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.train.file_io import read_json_object
 from shoal.train.tracking.delivery import Delivery
 from shoal.train.tracking.mlflow_client import MlflowClient, ServerUnavailable
 from shoal.train.tracking.run_identity import RUN_FILE, from_record
-from shoal.train.tracking.spool import read_json
 
 
 def send(directory: Path, uri: str = "") -> int:
     """Send everything in a tracking directory; how many bytes of it. ValueError or Unavailable say why not."""
-    record = read_json(directory / RUN_FILE)
+    record = read_json_object(directory / RUN_FILE)
     if not record:
         raise ValueError(f"{directory} has no {RUN_FILE}: it is not the tracking directory of a job")
-    name, known = from_record(record)
-    if not (uri or known):
+    name, job_uri = from_record(record)
+    if not (uri or job_uri):
         raise ValueError("the job had no tracking server: name one with --uri")
-    spools = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
     create = (directory / "metrics.jsonl").exists()
-    delivery = Delivery(MlflowClient(uri or known), name, spools, create=create)
+    delivery = Delivery(MlflowClient(uri or job_uri), name, sorted(directory.glob("*.jsonl")), create=create)
     while delivery.deliver():
         pass
     return sum(delivery.acknowledged.values())
@@ -36,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.train.tracking.send", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="the `tracking` directory of a job")
     parser.add_argument("--uri", default="", help="another server than the job's own")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        size = send(given.directory, given.uri)
+        size = send(options.directory, options.uri)
     except (ValueError, ServerUnavailable, OSError) as error:
         print(f"not sent: {error}", file=sys.stderr)
         return 1
-    print(f"the server has all of {given.directory} ({size} bytes)")
+    print(f"the server has all of {options.directory} ({size} bytes)")
     return 0
 
 

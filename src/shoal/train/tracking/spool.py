@@ -16,9 +16,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from shoal.train.file_io import parse_json_object, read_json_object, replace_file
 
 Record = dict[str, Any]
 
@@ -26,7 +27,15 @@ BUFFER_BYTES = 16 * 1024 * 1024
 """Buffered in memory while the disk cannot be written. Further records are lost, with an error."""
 
 log = logging.getLogger("shoal.train")
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
+
+
+def encode_record(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+def now_ms() -> int:
+    """The time of a record, in milliseconds."""
+    return time.time_ns() // 1_000_000
 
 
 class Spool:
@@ -48,7 +57,7 @@ class Spool:
 
     def append(self, record: Record) -> None:
         """Add one record. A failed write is logged, and retried with the next one."""
-        line = _encode(record).encode() + b"\n"
+        line = encode_record(record)
         with self._lock:
             if len(self._buffer) + len(line) > BUFFER_BYTES:
                 self._lost += 1
@@ -91,11 +100,8 @@ class Spool:
                 )
 
 
-def read_spool(path: Path, offset: int = 0, size: int = 256 * 1024) -> Iterator[tuple[int, Record | None]]:
-    """The whole lines in about `size` bytes from `offset`: where each one ends, and its record.
-
-    None stands for a line that is not a record.
-    """
+def read_spool(path: Path, offset: int = 0, size: int = 256 * 1024) -> Iterator[tuple[int, Record]]:
+    """The whole lines in about `size` bytes from `offset`: where each one ends, and its record, which may be empty."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -109,7 +115,7 @@ def read_spool(path: Path, offset: int = 0, size: int = 256 * 1024) -> Iterator[
         return
     for line in data.split(b"\n")[:-1]:
         offset += len(line) + 1
-        yield offset, _decode(line)
+        yield offset, parse_json_object(line)
 
 
 def read_tail(path: Path, size: int) -> list[Record]:
@@ -117,63 +123,22 @@ def read_tail(path: Path, size: int) -> list[Record]:
     with contextlib.suppress(FileNotFoundError):
         start = max(0, path.stat().st_size - size)
         records = [record for _, record in read_spool(path, start, size)]
-        return [record for record in (records[1:] if start else records) if record is not None]
+        return [record for record in (records[1:] if start else records) if record]
     return []
 
 
-def _decode(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return cast(Record, record) if isinstance(record, dict) else None
+def read_position(spool: Path, run: str) -> int:
+    """How many bytes of this spool the server's `run` has: none of another run, or of a spool that is shorter."""
+    position = read_json_object(_sent_path(spool))
+    offset = position.get("offset")
+    if position.get("run") != run or not isinstance(offset, int):
+        return 0
+    return offset if spool.exists() and 0 <= offset <= spool.stat().st_size else 0
 
 
-@dataclass(frozen=True)
-class DeliveryPosition:
-    """How much of a spool a server has acknowledged, and in which of its runs."""
-
-    offset: int = 0
-    run: str = ""
-
-
-def read_position(spool: Path, run: str) -> DeliveryPosition:
-    """How much of this spool `run` has. Nothing for another run, or a spool that is shorter."""
-    found = read_json(_sent_path(spool))
-    offset = found.get("offset")
-    if found.get("run") != run or not isinstance(offset, int):
-        return DeliveryPosition(0, run)
-    size = spool.stat().st_size if spool.exists() else 0
-    return DeliveryPosition(offset if 0 <= offset <= size else 0, run)
-
-
-def write_position(spool: Path, sent: DeliveryPosition) -> None:
-    """Store how much the server has, atomically."""
-    write_json(_sent_path(spool), {"offset": sent.offset, "run": sent.run})
+def write_position(spool: Path, run: str, offset: int) -> None:
+    replace_file(_sent_path(spool), encode_record({"offset": offset, "run": run}), durable=True)
 
 
 def _sent_path(spool: Path) -> Path:
     return spool.with_name(spool.name + ".sent")
-
-
-def read_json(path: Path) -> Record:
-    """The object in a small file; empty if it cannot be read."""
-    try:
-        return _decode(path.read_bytes()) or {}
-    except OSError:
-        return {}
-
-
-def write_json(path: Path, value: Record, *, durable: bool = True) -> None:
-    """Replace a small file atomically. OSError if that fails."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(_encode(value).encode() + b"\n")
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

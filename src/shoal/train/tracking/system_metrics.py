@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import subprocess
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.train.tracking.spool import Spool
+from shoal.train.tracking.spool import Spool, now_ms
 
 GPU_QUERY = (
     "--query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw",
@@ -50,8 +50,8 @@ class SystemMetrics:
         self._thread.join(1.0)
 
     def _loop(self) -> None:
-        if not self._smi:  # without a note, missing metrics would look like idle GPUs
-            self._spool.append({"t": _now(), "tags": {f"shoal.gpu_metrics.{self._node}": "none: no nvidia-smi here"}})
+        if not self._smi:
+            self._tag_gpus("none: no nvidia-smi here")
         before = first = read_counters(self._proc)
         while not self._stopping.wait(self._every):
             now = read_counters(self._proc)
@@ -59,23 +59,26 @@ class SystemMetrics:
             before = now
             metrics = {f"system/{self._node}/{key}": value for key, value in values.items()}
             if metrics:
-                self._spool.append({"t": _now(), "step": self._step, "metrics": metrics})
+                self._spool.append({"t": now_ms(), "step": self._step, "metrics": metrics})
             self._step += 1
+
+    def _tag_gpus(self, reason: str) -> None:
+        """Say why there are no GPU metrics: they would otherwise look like those of idle GPUs."""
+        self._spool.append({"t": now_ms(), "tags": {f"shoal.gpu_metrics.{self._node}": reason}})
 
     def _gpus(self) -> dict[str, float]:
         if not self._smi:
             return {}
         try:
-            command = [self._smi, *GPU_QUERY]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL
+            output = subprocess.check_output(
+                [self._smi, *GPU_QUERY], text=True, timeout=10, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
         except (OSError, subprocess.SubprocessError) as error:
             log.warning("tracking: no GPU metrics of %s any more: %s", self._node, error)
-            self._spool.append({"t": _now(), "tags": {f"shoal.gpu_metrics.{self._node}": "nvidia-smi failed"}})
+            self._tag_gpus("nvidia-smi failed")
             self._smi = None
             return {}
-        return gpus(done.stdout)
+        return gpus(output)
 
 
 def read_counters(proc: Path) -> KernelCounters:
@@ -104,11 +107,11 @@ def rates(before: KernelCounters, now: KernelCounters, first: KernelCounters) ->
 
 def memory(meminfo: str) -> dict[str, float]:
     """Memory that processes hold, from /proc/meminfo."""
-    kilobytes = {line.partition(":")[0]: line.split()[1] for line in meminfo.splitlines() if len(line.split()) > 1}
+    kilobytes = {name: int(number) for name, number in re.findall(r"^(\w+): +(\d+)", meminfo, re.MULTILINE)}
     if "MemTotal" not in kilobytes or "MemAvailable" not in kilobytes:
         return {}
-    total = int(kilobytes["MemTotal"])
-    used = total - int(kilobytes["MemAvailable"])
+    total = kilobytes["MemTotal"]
+    used = total - kilobytes["MemAvailable"]
     return {
         "system_memory_usage_megabytes": round(used * 1024 / 1e6, 1),
         "system_memory_usage_percentage": round(100 * used / total, 2),
@@ -143,7 +146,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _now() -> int:
-    return int(time.time() * 1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import logging
 import math
 import os
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -22,11 +22,12 @@ from typing import Any, Literal
 from shoal.contract import SHOAL_TRACKING_URI
 from shoal.train.env import Env, read_env
 from shoal.train.errors import StopExit
+from shoal.train.file_io import replace_file
 from shoal.train.proof_record import ProofRecorder, detach, proof_recorder
 from shoal.train.tracking.delivery import Delivery, DeliveryThread
 from shoal.train.tracking.mlflow_client import MlflowClient, RunName
 from shoal.train.tracking.run_identity import job_tags, open_run_directory, run_id
-from shoal.train.tracking.spool import Spool, read_tail
+from shoal.train.tracking.spool import Spool, now_ms, read_tail
 from shoal.train.tracking.system_metrics import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
@@ -59,7 +60,7 @@ def tracker(
     """
     proof = proof_recorder(environ)
     if proof is not None:
-        directory = proof.settings.directory / "tracking"  # not with the records of a real run
+        directory = proof.directory / "tracking"  # not with the records of a real run
     env = env if env is not None else read_env(environ)
     if env.rank != 0 and (env.local_rank != 0 or not run_id(environ)):
         return Tracker(proof=proof)
@@ -138,8 +139,8 @@ class Tracker:
             except (TypeError, ValueError) as error:
                 self._log_once(f"the metric {key} is not a number: {error}")
                 continue
-            # JSON has no NaN; MLflow accepts these strings.
-            values[key] = number if math.isfinite(number) else ("NaN" if number != number else _infinity(number))
+            # JSON has no NaN or Infinity; MLflow accepts these strings.
+            values[key] = number if math.isfinite(number) else json.dumps(number)
         step = int(step)
         if step <= self._last_recorded_step:
             values = {key: value for key, value in values.items() if (key, step, value) not in self._recorded_values}
@@ -149,12 +150,12 @@ class Tracker:
     def params(self, params: Mapping[str, Any]) -> None:
         """Record parameters of the run. Nested ones become `optimizer.lr`."""
         if self._spool is not None and params and not self._closed:
-            self._spool.append({"t": _now(), "params": dict(_flat(params))})
+            self._spool.append({"t": now_ms(), "params": dict(_flat(params))})
 
     def tags(self, tags: Mapping[str, Any]) -> None:
         """Record tags; the last value of a key counts."""
         if self._spool is not None and tags and not self._closed:
-            self._spool.append({"t": _now(), "tags": {str(key): str(value) for key, value in tags.items()}})
+            self._spool.append({"t": now_ms(), "tags": {str(key): str(value) for key, value in tags.items()}})
 
     def artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Attach a copy of a file, as `name`."""
@@ -177,13 +178,11 @@ class Tracker:
         file = Path("artifacts", f"{hashlib.sha256(content).hexdigest()[:16]}-{PurePosixPath(name).name}")
         try:
             (self.directory / "artifacts").mkdir(exist_ok=True)
-            draft = self.directory / f"{file}.draft"
-            draft.write_bytes(content)
-            draft.replace(self.directory / file)
+            replace_file(self.directory / file, content)
         except OSError as error:
             self._log_once(f"{name} is not attached: {error.strerror}")
             return
-        self._artifacts.append({"t": _now(), "artifact": {"path": name, "file": str(file)}})
+        self._artifacts.append({"t": now_ms(), "artifact": {"path": name, "file": str(file)}})
 
     def attach_script(self, job_id: str) -> None:
         """Attach Slurm's batch script, in the background."""
@@ -192,7 +191,7 @@ class Tracker:
 
     def status(self, status: Status | Literal["RUNNING"]) -> None:
         if self._spool is not None:
-            self._spool.append({"t": _now(), "status": status})
+            self._spool.append({"t": now_ms(), "status": status})
 
     def flush(self, timeout: float = FLUSH_TIMEOUT_S) -> bool:
         """Wait until everything is on disk and sent, up to `timeout` seconds. True if it is."""
@@ -233,12 +232,9 @@ class Tracker:
 
     def _time(self, step: int) -> int:
         """Now, in milliseconds, unique per step: the server uses it as part of its key."""
-        now = _now()
-        if now > self._last:
-            self._last = now
-            self._steps_at_last.clear()
-        elif step in self._steps_at_last:
-            self._last += 1
+        now = now_ms()
+        if now > self._last or step in self._steps_at_last:
+            self._last = max(now, self._last + 1)
             self._steps_at_last.clear()
         self._steps_at_last.add(step)
         return self._last
@@ -290,11 +286,3 @@ def _flat(params: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for key, value in params.items():
         pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
     return pairs
-
-
-def _infinity(number: float) -> str:
-    return "Infinity" if number > 0 else "-Infinity"
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000
