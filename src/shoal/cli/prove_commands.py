@@ -20,7 +20,7 @@ from shoal.proof.compare import Difference
 
 if TYPE_CHECKING:
     from shoal.plan.progress import ProgressReporter
-    from shoal.proof.model import ProofRequest, ProofResult, ProofRow, Runner
+    from shoal.proof.model import ProofResult, ProofRow, ProofSettings, Runner
 
 
 def prove(
@@ -84,7 +84,7 @@ def prove(
     """
     with Session(json, file, cluster) as session:
         from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
-        from shoal.proof.model import PARALLELS, TOLERANCES, ProofRequest
+        from shoal.proof.model import PARALLELS, TOLERANCES, ProofSettings
         from shoal.verbs.prove import CLUSTER_LAUNCHERS
         from shoal.verbs.prove import prove as verb
 
@@ -93,7 +93,7 @@ def prove(
             raise UsageError(f"--dtype is {dtype!r}", hint="use float64 or float32")
         _check_empty(keep)
         launchers = _names("--launcher", launcher, CLUSTER_LAUNCHERS) if launcher else ()
-        request = ProofRequest(
+        settings = ProofSettings(
             script,
             tuple(args or ()),
             processes,
@@ -107,12 +107,12 @@ def prove(
         given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
         runner: Runner
         if on_cluster:
-            runner = _as_jobs(session, request, job, given)
+            runner = _as_jobs(session, settings, job, given)
         else:
             _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
-            runner = LocalRunner(request, python)
+            runner = LocalRunner(settings, python)
         try:
-            result = session.run(verb(request, runner, progress_of(session), keep.absolute() if keep else None))
+            result = session.run(verb(settings, runner, progress_of(session), keep.absolute() if keep else None))
         except Interrupted:
             raise Interrupted(f"stopped; its {'job is cancelled' if on_cluster else 'processes are ended'}") from None
         finish(session, result)
@@ -126,7 +126,7 @@ def progress_of(session: Session) -> ProgressReporter:
     return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else NoProgress()
 
 
-def _as_jobs(session: Session, request: ProofRequest, job: Path | None, given: dict[str, Any]) -> Runner:
+def _as_jobs(session: Session, settings: ProofSettings, job: Path | None, given: dict[str, Any]) -> Runner:
     from shoal.jobs.load import load_job
     from shoal.jobs.model import job_from_options
     from shoal.verbs.prove import ClusterRunner
@@ -134,9 +134,9 @@ def _as_jobs(session: Session, request: ProofRequest, job: Path | None, given: d
     options = {name: value for name, value in given.items() if value is not None}
     if "export" in options:
         options["export"] = parse_exports(options["export"])
-    options.update(script=request.script, args=request.args)
+    options.update(script=settings.script, args=settings.args)
     spec = load_job(job, options) if job is not None else job_from_options(options)
-    return ClusterRunner(request, session.open(), spec, Path.cwd())
+    return ClusterRunner(settings, session.open(), spec, Path.cwd())
 
 
 def finish(session: Session, result: ProofResult) -> None:

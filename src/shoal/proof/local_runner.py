@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.contract import SHOAL_JOB_DIR, SHOAL_PROOF_DIR
 from shoal.errors import UsageError
 from shoal.plan.progress import Phase
-from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
+from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
 from shoal.spec.finding import printable
 
 LOCAL_LAUNCHERS = ("torchrun", "spawn")
@@ -37,19 +37,19 @@ class LocalRunner:
     where = "this machine"
 
     def __init__(
-        self, request: ProofRequest, python: str | None = None, environ: Mapping[str, str] = os.environ
+        self, settings: ProofSettings, python: str | None = None, environ: Mapping[str, str] = os.environ
     ) -> None:
-        self._request = request
+        self._settings = settings
         self._python = python or sys.executable
         self._environ = environ
-        unknown = [name for name in request.launchers if name not in LOCAL_LAUNCHERS]
+        unknown = [name for name in settings.launchers if name not in LOCAL_LAUNCHERS]
         if unknown:
             raise UsageError(
                 f"{', '.join(unknown)} needs a cluster; on this machine there are {' and '.join(LOCAL_LAUNCHERS)}",
                 hint="name the cluster with --file or --cluster",
             )
-        if not Path(request.script).is_file():
-            raise UsageError(f"there is no script {printable(request.script)}")
+        if not Path(settings.script).is_file():
+            raise UsageError(f"there is no script {printable(settings.script)}")
 
     async def run(self, run: ProofRun, directory: Path, phase: Phase) -> None:
         log = directory / "output.log"
@@ -63,13 +63,13 @@ class LocalRunner:
                 start_new_session=True,  # Ctrl-C goes to this process only
                 preexec_fn=_die_with(os.getpid()),
             )
-        progress_task = asyncio.create_task(_report_progress(directory, self._request.steps, phase))
+        progress_task = asyncio.create_task(_report_progress(directory, self._settings.steps, phase))
         try:
-            async with asyncio.timeout(self._request.timeout):
+            async with asyncio.timeout(self._settings.timeout):
                 status = await process.wait()
         except TimeoutError:
             raise ScriptFailed(
-                f"it has not ended within {self._request.timeout:g} s{_steps_by_rank(directory)}",
+                f"it has not ended within {self._settings.timeout:g} s{_steps_by_rank(directory)}",
                 hint="ranks that take different numbers of steps wait for each other; or give it more with --timeout",
             ) from None
         finally:
@@ -82,7 +82,7 @@ class LocalRunner:
             )
 
     def _command(self, run: ProofRun) -> list[str]:
-        count, script = str(run.processes), [self._request.script, *self._request.args]
+        count, script = str(run.processes), [self._settings.script, *self._settings.args]
         if run.launcher == "python":
             return [self._python, *script]
         if run.launcher == "spawn":
@@ -100,7 +100,7 @@ class LocalRunner:
         }
         # The library writes into the directory of the records. There are usually fewer GPUs than ranks here.
         own = {SHOAL_JOB_DIR: str(directory), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-        return {**kept, **run.variables(self._request, str(directory)), **own}
+        return {**kept, **run.variables(self._settings, str(directory)), **own}
 
 
 async def _report_progress(directory: Path, steps: int, phase: Phase) -> None:

@@ -1,4 +1,4 @@
-"""The request, the runs and the result of a proof."""
+"""The settings, the runs and the result of a proof."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PARALLELS = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
-class ProofRequest:
-    """What to prove."""
+class ProofSettings:
+    """What `shoal prove` runs and compares, from its command line."""
 
     script: str
     args: tuple[str, ...] = ()
@@ -44,13 +44,13 @@ class ProofRun:
     def title(self) -> str:
         return f"{self.launcher} {self.parallel}" if self.processes > 1 else "one process"
 
-    def variables(self, request: ProofRequest, directory: str) -> dict[str, str]:
+    def variables(self, settings: ProofSettings, directory: str) -> dict[str, str]:
         """The environment of the run. One thread: sums over several may change their order."""
         return {
             contract.SHOAL_PROOF_DIR: directory,
-            contract.SHOAL_PROOF_DTYPE: request.dtype,
+            contract.SHOAL_PROOF_DTYPE: settings.dtype,
             contract.SHOAL_PROOF_PARALLEL: self.parallel,
-            contract.SHOAL_PROOF_STEPS: str(request.steps),
+            contract.SHOAL_PROOF_STEPS: str(settings.steps),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, sums of cuBLAS differ from run to run

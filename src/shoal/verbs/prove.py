@@ -21,7 +21,7 @@ from shoal.plan.fleet import Connections
 from shoal.plan.progress import Phase, ProgressReporter
 from shoal.proof.causes import likely_cause
 from shoal.proof.compare import compare
-from shoal.proof.model import ProofRequest, ProofResult, ProofRow, ProofRun, Runner, ScriptFailed
+from shoal.proof.model import ProofResult, ProofRow, ProofRun, ProofSettings, Runner, ScriptFailed
 from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
@@ -31,7 +31,7 @@ from shoal.verbs.run import run
 
 
 async def prove(
-    request: ProofRequest, runner: Runner, progress: ProgressReporter, keep: Path | None = None
+    settings: ProofSettings, runner: Runner, progress: ProgressReporter, keep: Path | None = None
 ) -> ProofResult:
     """Run the script with one process, then with every launcher and mode asked for, and compare.
 
@@ -41,13 +41,13 @@ async def prove(
         place = keep or Path(scratch)
         single = await _reference(runner, place, progress)
         rows = []
-        for launcher in request.launchers:
-            for parallel in request.parallels:
-                proof_run = ProofRun(launcher, parallel, request.processes)
-                rows.append(await _row(request, runner, proof_run, place, single, progress))
+        for launcher in settings.launchers:
+            for parallel in settings.parallels:
+                proof_run = ProofRun(launcher, parallel, settings.processes)
+                rows.append(await _row(settings, runner, proof_run, place, single, progress))
     losses = tuple(loss.value for loss in single.losses)
     return ProofResult(
-        request.script, request.processes, request.dtype, request.tolerance, single.steps, losses, tuple(rows)
+        settings.script, settings.processes, settings.dtype, settings.tolerance, single.steps, losses, tuple(rows)
     )
 
 
@@ -64,7 +64,7 @@ async def _reference(runner: Runner, place: Path, progress: ProgressReporter) ->
 
 
 async def _row(
-    request: ProofRequest,
+    settings: ProofSettings,
     runner: Runner,
     proof_run: ProofRun,
     place: Path,
@@ -78,10 +78,10 @@ async def _row(
     if missing := describe_missing_record(many, proof_run.processes):
         return ProofRow(proof_run.launcher, proof_run.parallel, False, cause=f"{missing[0]}\n  fix: {missing[1]}")
     found = compare(single, many)
-    if found.within(request.tolerance):
+    if found.within(settings.tolerance):
         return ProofRow(proof_run.launcher, proof_run.parallel, True, found)
     return ProofRow(
-        proof_run.launcher, proof_run.parallel, False, found, likely_cause(single, many, found, request.tolerance)
+        proof_run.launcher, proof_run.parallel, False, found, likely_cause(single, many, found, settings.tolerance)
     )
 
 
@@ -118,19 +118,19 @@ class ClusterRunner:
     """Runs the script as jobs, one after the other."""
 
     def __init__(
-        self, request: ProofRequest, context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT
+        self, settings: ProofSettings, context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT
     ) -> None:
         """`job` has what all runs have in common; the proof sets the launcher and the number of processes."""
-        self._request = request
+        self._settings = settings
         self._context = context
         self._job = job
         self._here = here
         self._limit = limit
         nodes = job.nodes or 1
-        if request.processes % nodes:
+        if settings.processes % nodes:
             raise UsageError(
-                f"cannot divide {request.processes} processes equally among {nodes} nodes",
-                hint=f"use -n {nodes * math.ceil(request.processes / nodes)}",
+                f"cannot divide {settings.processes} processes equally among {nodes} nodes",
+                hint=f"use -n {nodes * math.ceil(settings.processes / nodes)}",
             )
 
     @property
@@ -166,7 +166,7 @@ class ClusterRunner:
         nodes = self._job.nodes or 1
         single = proof_run.processes == 1
         # Slurm rejects a job whose warning would come before its start.
-        minutes_needed = max(math.ceil(self._request.timeout / 60), self._job.grace // 60 + 1)
+        minutes_needed = max(math.ceil(self._settings.timeout / 60), self._job.grace // 60 + 1)
         # model_copy does not validate: the variables are Shoal's own, which a job file may not set.
         return self._job.model_copy(
             update={
@@ -177,13 +177,13 @@ class ClusterRunner:
                 "requeue": False,
                 "time": self._job.time or str(minutes_needed),
                 "job_name": self._job.job_name or f"prove-{self._job.name}"[:64],
-                "export": {**self._job.export, **proof_run.variables(self._request, RECORDS)},
+                "export": {**self._job.export, **proof_run.variables(self._settings, RECORDS)},
             }
         )
 
     def _with_proof_options(self, error: UsageError) -> UsageError:
         """The hint of `shoal run`, with the options of `shoal prove`."""
-        hint, processes = error.hint, self._request.processes
+        hint, processes = error.hint, self._settings.processes
         if most := re.search(r"--ntasks-per-node (\d+)", hint):
             fits = (n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= int(most[1]))
             hint = hint.replace(most[0], f"-N {next(fits)}")

@@ -17,7 +17,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.plan.progress import NoProgress
 from shoal.proof.local_runner import LocalRunner
-from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
+from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
 
 ONE = ProofRun("python", "fsdp", 1)
 HANG = """\
@@ -64,7 +64,7 @@ def wait_until_gone(*pids: int) -> None:
 async def test_a_run_is_told_what_to_prove_and_nothing_of_the_launcher_around_it(tmp_path: Path) -> None:
     path = script(tmp_path, "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open('said.json', 'w'))")
     around = {"RANK": "3", "SLURM_PROCID": "3", "SHOAL_RUN_ID": "x", "MLFLOW_TRACKING_URI": "http://x", "KEPT": "yes"}
-    asked = ProofRequest("train.py", ("--epochs", "a b"), dtype="float32", steps=7)
+    asked = ProofSettings("train.py", ("--epochs", "a b"), dtype="float32", steps=7)
     before = Path.cwd()
     os.chdir(Path(path).parent)
     try:
@@ -89,7 +89,7 @@ async def test_a_run_is_told_what_to_prove_and_nothing_of_the_launcher_around_it
 async def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     path = script(tmp_path, "for n in range(99): print('line', n)\nraise ValueError('no data \\x1b[2J')")
     with pytest.raises(ScriptFailed) as raised:
-        await run(LocalRunner(ProofRequest(path)), tmp_path)
+        await run(LocalRunner(ProofSettings(path)), tmp_path)
     lines = raised.value.message.splitlines()
     assert lines[0] == "it ended with status 1:" and lines[-1] == "  ValueError: no data \\x1b[2J"
     assert len(lines) == 16 and raised.value.hint == "run the script by itself first"
@@ -98,14 +98,14 @@ async def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
 async def test_a_python_without_the_library_is_told_so(tmp_path: Path) -> None:
     path = script(tmp_path, "raise ModuleNotFoundError(\"No module named 'torch'\")")
     with pytest.raises(ScriptFailed) as raised:
-        await run(LocalRunner(ProofRequest(path)), tmp_path)
+        await run(LocalRunner(ProofSettings(path)), tmp_path)
     assert raised.value.hint.startswith("install torch for the Python that runs the script")
 
 
 async def test_a_script_that_has_not_been_brought_to_the_library_is_told_what_to_call(tmp_path: Path) -> None:
     path = script(tmp_path, "import torch.distributed\ntorch.distributed.init_process_group('gloo')")
     with pytest.raises(ScriptFailed) as raised:
-        await run(LocalRunner(ProofRequest(path)), tmp_path)
+        await run(LocalRunner(ProofSettings(path)), tmp_path)
     assert raised.value.hint.startswith("call shoal.train.init() in place of torch.distributed.init_process_group()")
 
 
@@ -114,13 +114,13 @@ async def test_a_run_that_hangs_is_ended_with_all_its_processes_and_says_where_e
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "step"}\n')
     (tmp_path / "rank-1.jsonl").write_text('{"kind": "step"}\n{"kind": "step"}\n')
     with pytest.raises(ScriptFailed, match=r"has not ended within 10 s \(steps taken: rank 0 1, rank 1 2\)"):
-        await run(LocalRunner(ProofRequest(path, (str(mark),), timeout=10)), tmp_path)
+        await run(LocalRunner(ProofSettings(path, (str(mark),), timeout=10)), tmp_path)
     wait_until_gone(*map(int, mark.read_text().split()))
 
 
 async def test_a_run_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
     path, mark = script(tmp_path, HANG), tmp_path / "pids"
-    task = asyncio.create_task(run(LocalRunner(ProofRequest(path, (str(mark),))), tmp_path))
+    task = asyncio.create_task(run(LocalRunner(ProofSettings(path, (str(mark),))), tmp_path))
     await asyncio.to_thread(wait_for, mark)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -149,12 +149,12 @@ def test_ctrl_c_and_even_a_kill_of_the_command_end_the_script(tmp_path: Path, nu
     ("asked", "said"),
     [
         (
-            ProofRequest("train.py", launchers=("srun", "mpirun")),
+            ProofSettings("train.py", launchers=("srun", "mpirun")),
             "srun, mpirun needs a cluster; on this machine there are",
         ),
-        (ProofRequest("nope.py", launchers=("spawn",)), "there is no script nope.py"),
+        (ProofSettings("nope.py", launchers=("spawn",)), "there is no script nope.py"),
     ],
 )
-def test_what_cannot_run_here_is_refused(asked: ProofRequest, said: str) -> None:
+def test_what_cannot_run_here_is_refused(asked: ProofSettings, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         LocalRunner(asked)

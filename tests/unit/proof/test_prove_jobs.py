@@ -13,7 +13,7 @@ from tests.unit.jobs.test_job_verbs import Reef
 from shoal.hosts.api import Result
 from shoal.jobs.model import job_from_options
 from shoal.plan.progress import NoProgress
-from shoal.proof.model import ProofRequest, ProofRun
+from shoal.proof.model import ProofRun, ProofSettings
 from shoal.verbs.context import open_context
 from shoal.verbs.prove import ClusterRunner, unpack
 from shoal_simulators.fake_host import Call
@@ -25,7 +25,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterRunner:
     options = {"script": "train.py", "nodes": 2, "nodelist": "n[1-2]", "export": {"DATA": "/x"}, "partition": "p"}
     job = job_from_options(options)
     return ClusterRunner(
-        ProofRequest("train.py", processes=8, steps=3, timeout=90), open_context(None, "reef"), job, tmp_path
+        ProofSettings("train.py", processes=8, steps=3, timeout=90), open_context(None, "reef"), job, tmp_path
     )
 
 
@@ -75,7 +75,7 @@ async def test_stopped_while_a_job_is_being_queued_that_job_is_cancelled(tmp_pat
     reef = Interrupting()
     reef.states = ["RUNNING"]
     runner = ClusterRunner(
-        ProofRequest("train.py"), reef.context, job_from_options({"script": "train.py", "nodes": 2}), tmp_path
+        ProofSettings("train.py"), reef.context, job_from_options({"script": "train.py", "nodes": 2}), tmp_path
     )
     with NoProgress().phase("srun ddp", 1) as phase:
         reef.proof = asyncio.create_task(runner.run(ProofRun("srun", "ddp", 2), tmp_path, phase))

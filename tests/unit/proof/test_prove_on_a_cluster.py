@@ -13,12 +13,12 @@ from shoal.errors import PartialFailure, UsageError
 from shoal.hosts.api import Result
 from shoal.jobs.model import job_from_options
 from shoal.plan.progress import NoProgress
-from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
+from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
 from shoal.verbs.prove import ClusterRunner
 from shoal_simulators.fake_host import Call
 
 
-async def run(reef: Reef, place: Path, asked: ProofRequest, **options: object) -> None:
+async def run(reef: Reef, place: Path, asked: ProofSettings, **options: object) -> None:
     (place / "train.py").touch()
     runner = ClusterRunner(asked, reef.context, job_from_options({"script": "train.py", **options}), place)
     with NoProgress().phase("srun ddp", 1) as phase:
@@ -27,7 +27,7 @@ async def run(reef: Reef, place: Path, asked: ProofRequest, **options: object) -
 
 async def test_more_processes_than_gpus_are_sent_to_more_nodes(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        await run(Reef(), tmp_path, ProofRequest("train.py", processes=4))
+        await run(Reef(), tmp_path, ProofSettings("train.py", processes=4))
     assert caught.value.message == "4 processes a node would share 2 GPUs: two of them on one"
     assert caught.value.hint == "use -N 2, or --gpus-per-node 0 for none at all"
 
@@ -36,14 +36,14 @@ async def test_a_partition_that_allows_less_time_names_the_option_of_a_proof(tmp
     reef = Reef()
     reef.partition = PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=00:05:00")
     with pytest.raises(UsageError) as caught:
-        await run(reef, tmp_path, ProofRequest("train.py"))
+        await run(reef, tmp_path, ProofSettings("train.py"))
     assert caught.value.hint == "use --timeout 300, or choose another partition"
 
 
 async def test_a_short_timeout_leaves_room_for_slurms_warning(tmp_path: Path) -> None:
     reef = Reef()
     reef.states = ["COMPLETED"]
-    await run(reef, tmp_path, ProofRequest("train.py", timeout=45))
+    await run(reef, tmp_path, ProofSettings("train.py", timeout=45))
     assert "#SBATCH --time=2\n" in reef.submitted["script"]
 
 
@@ -51,10 +51,10 @@ async def test_a_run_that_takes_too_long_is_given_more_by_the_proofs_own_option(
     reef = Reef()
     reef.states = ["TIMEOUT"]
     with pytest.raises(ScriptFailed, match="job 17: the job reached its time limit") as caught:
-        await run(reef, tmp_path, ProofRequest("train.py"))
+        await run(reef, tmp_path, ProofSettings("train.py"))
     assert caught.value.hint == "give it more with --timeout"
     with pytest.raises(ScriptFailed) as caught:
-        await run(reef, tmp_path, ProofRequest("train.py"), time="5")
+        await run(reef, tmp_path, ProofSettings("train.py"), time="5")
     assert caught.value.hint.startswith("give it more with --time, ")
 
 
@@ -68,7 +68,7 @@ async def test_every_node_whose_records_cannot_be_read_is_named(tmp_path: Path) 
     for node in reef.nodes.values():
         node.answers = {**node.answers, ("sh",): _without_tar(node.answers[("sh",)])}
     with pytest.raises(PartialFailure) as caught:
-        await run(reef, tmp_path, ProofRequest("train.py"), nodes=2)
+        await run(reef, tmp_path, ProofSettings("train.py"), nodes=2)
     place = "/var/lib/shoal/jobs/reef/17/proof"
     assert caught.value.message == (
         f"cannot read all records of job 17: n1: cannot read {place}: tar: disk error;"
@@ -87,7 +87,7 @@ async def test_a_proof_that_is_stopped_leaves_no_records_on_the_nodes(tmp_path: 
         return scontrol(call)
 
     reef.controller.answers = {**reef.controller.answers, ("scontrol",): asked}
-    proof = asyncio.create_task(run(reef, tmp_path, ProofRequest("train.py"), nodes=2))
+    proof = asyncio.create_task(run(reef, tmp_path, ProofSettings("train.py"), nodes=2))
     await queued.wait()
     proof.cancel()
     with pytest.raises(asyncio.CancelledError):

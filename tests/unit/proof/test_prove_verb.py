@@ -9,7 +9,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.plan.progress import NoProgress, Phase
-from shoal.proof.model import ProofRequest, ProofRun, ScriptFailed
+from shoal.proof.model import ProofRun, ProofSettings, ScriptFailed
 from shoal.train.proof_record import ParameterPart, ProofRecorder
 from shoal.verbs.prove import prove
 
@@ -50,7 +50,7 @@ class FakeRunner:
         record.record_end([ParameterPart("w", False, array("d", [2.0]).tobytes())])
 
 
-ASKED = ProofRequest("train.py", processes=4, launchers=("torchrun", "spawn"))
+ASKED = ProofSettings("train.py", processes=4, launchers=("torchrun", "spawn"))
 
 
 async def test_every_way_is_run_after_one_process_and_compared_with_it() -> None:
@@ -99,7 +99,7 @@ async def test_without_one_process_there_is_nothing_to_compare_with(mistake: str
 
 async def test_records_are_kept_where_asked(tmp_path: Path) -> None:
     await prove(
-        ProofRequest("train.py", launchers=("spawn",), parallels=("ddp",)),
+        ProofSettings("train.py", launchers=("spawn",), parallels=("ddp",)),
         FakeRunner(),
         NoProgress(),
         tmp_path / "kept",
