@@ -12,7 +12,6 @@ from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 from shoal.spec.storage import SharedDirectory
-from shoal.storage.access import server_of
 
 APT_PROXY = "/etc/apt/apt.conf.d/80shoal-proxy"
 
@@ -46,7 +45,7 @@ def builder_of(spec: Spec, entry: Environment) -> str:
     """The member that builds it: the server of its share, as root of other hosts may not write there."""
     place, controller = directory_of(spec, entry), members(spec)[0].name
     inside = [path for path in spec.storage if place == path or place.startswith(f"{path}/")]
-    return server_of(spec.storage[max(inside, key=len)], controller) if inside else controller
+    return spec.storage[max(inside, key=len)].server(controller) if inside else controller
 
 
 def is_home(path: str, share: SharedDirectory) -> bool:

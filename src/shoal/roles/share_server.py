@@ -20,7 +20,7 @@ from shoal.roles.shares import (
 )
 from shoal.spec.member import Member
 from shoal.storage import nfs, sshfs, stage
-from shoal.storage.access import kernel_serves_nfs
+from shoal.storage.nfs import kernel_serves_nfs
 
 EXPORTFS, RELOAD_GANESHA = "export the shares", "reload ganesha"
 FOREIGN_EXPORTS = "/etc/exports"

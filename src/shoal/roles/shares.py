@@ -13,7 +13,7 @@ from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 from shoal.spec.storage import SharedDirectory
 from shoal.storage import sshfs, stage
-from shoal.storage.access import AccessKind, choose_access, server_of
+from shoal.storage.nfs import AccessKind, choose_access
 
 RECORD = "/etc/shoal/shares"
 """What an earlier run mounted on a host, so that a later run removes what the spec no longer names."""
@@ -46,7 +46,7 @@ class ServedShare:
 def shares(spec: Spec) -> tuple[ServedShare, ...]:
     """The shares of a spec, in its order."""
     controller = members_of(spec)[0].name
-    return tuple(ServedShare(where, share, server_of(share, controller)) for where, share in spec.storage.items())
+    return tuple(ServedShare(where, share, share.server(controller)) for where, share in spec.storage.items())
 
 
 def homes_of(spec: Spec) -> ServedShare | None:

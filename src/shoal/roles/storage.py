@@ -37,7 +37,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 from shoal.storage import nfs, sshfs, stage
-from shoal.storage.access import FILESYSTEMS, choose_access, kernel_serves_nfs
+from shoal.storage.nfs import FILESYSTEMS, choose_access, kernel_serves_nfs
 
 SSHD_CONFIG = "/etc/ssh/sshd_config"
 

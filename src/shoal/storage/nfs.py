@@ -1,4 +1,4 @@
-"""The text of NFS: exports, the settings of the kernel's server and of nfs-ganesha, mount options. Pure functions.
+"""Which hosts can use NFS, and its text: exports, settings of both servers, mount options. Pure functions.
 
 A share is exported to each member's address only, with root_squash. The usual `10.0.0.0/8(no_root_squash)` would make
 root on any one machine root over all users' files.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.agent.document import HEADER, render_unit, restart_drop_in
+from shoal.agent.facts import Facts
+from shoal.spec.storage import SharedDirectory
 
 PORT = "2049"
 EXPORTS = "/etc/exports.d/shoal.exports"
@@ -20,6 +23,44 @@ GANESHA_SERVICE = "shoal-nfs"
 SERVER_DROP_IN = "/etc/systemd/system/nfs-server.service.d/shoal.conf"
 UNNEEDED_UNITS = ("rpcbind.socket", "rpcbind.service", "rpc-statd.service")
 """Units that the package starts with the kernel's server; only versions before 4 need them."""
+AccessKind = Literal["local", "nfs", "sshfs", "stage"]
+FILESYSTEMS = ("nfs4", "nfsd")
+"""What the facts report of the hosts' kernels."""
+DESCRIPTIONS = {
+    "local": "its own directory",
+    "nfs": "mounted by NFS",
+    "sshfs": "mounted over SSH (sshfs)",
+    "stage": "copied before a job and back after it (rsync)",
+}
+
+
+@dataclass(frozen=True)
+class ShareAccess:
+    """How a host accesses a share, and why not in a better way."""
+
+    kind: AccessKind
+    why: str = ""
+
+
+def choose_access(share: SharedDirectory, server: str, host: str, facts: Facts) -> ShareAccess:
+    """The best access that the spec allows and the host supports."""
+    if host == server:
+        return ShareAccess("local")
+    reasons: list[str] = []
+    if share.kind == "nfs":
+        if "nfs4" in facts.filesystems:
+            return ShareAccess("nfs")
+        reasons.append("its kernel has no NFS")
+    if share.kind in ("nfs", "sshfs"):
+        if facts.fuse:
+            return ShareAccess("sshfs", "; ".join(reasons))
+        reasons.append("it has no FUSE")
+    return ShareAccess("stage", "; ".join(reasons))
+
+
+def kernel_serves_nfs(facts: Facts) -> bool:
+    """Whether the host's kernel can serve NFS; otherwise nfs-ganesha does."""
+    return "nfsd" in facts.filesystems
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shoal.plan.fleet import Connections
 from shoal.roles.shares import RECORD, ServedShare, shares
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
-from shoal.storage.access import DESCRIPTIONS, choose_access, kernel_serves_nfs
+from shoal.storage.nfs import DESCRIPTIONS, choose_access, kernel_serves_nfs
 
 SHARE_TIMEOUT_S = 5.0
 """For a share or its server to answer."""

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.agent.facts import Facts
 from shoal.spec.storage import SharedDirectory
-from shoal.storage.access import ShareAccess, choose_access, kernel_serves_nfs, server_of
+from shoal.storage.nfs import ShareAccess, choose_access, kernel_serves_nfs
 
 NFS, SSHFS, STAGE = (SharedDirectory(kind=kind) for kind in ("nfs", "sshfs", "stage"))
 WHOLE = Facts(filesystems=("nfs4", "nfsd"), fuse=True)
@@ -34,8 +34,8 @@ def test_the_server_of_a_share_uses_its_own_directory() -> None:
 
 
 def test_controller_means_the_controller_whatever_its_name() -> None:
-    assert server_of(NFS, "desktop") == "desktop"
-    assert server_of(SharedDirectory(host="n1"), "desktop") == "n1"
+    assert NFS.server("desktop") == "desktop"
+    assert SharedDirectory(host="n1").server("desktop") == "n1"
 
 
 def test_ganesha_serves_where_the_kernel_has_no_nfsd() -> None:
