@@ -5,12 +5,13 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.sandbox_faults import SandboxFaults
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
-from shoal.hosts.provider import Faults, Provider, Request, provider
+from shoal.hosts.provider import Provider, Request, provider
 from shoal.spec.member import Shape
-from shoal_simulators.fake_provider import FakeProvider
+from shoal_simulators.fake_provider import FakeFaults, FakeProvider
 
 CLUSTER = "contract"
 WANTED = [Request("n1", Shape()), Request("n2", Shape(site="b"))]
@@ -106,8 +107,5 @@ async def test_a_fault_on_a_host_that_is_not_there_names_it(made: Provider) -> N
             await call(CLUSTER, "n9")
 
 
-def faults_of(made: Provider) -> Faults:
-    faults: Faults | None = getattr(made, "faults", None)
-    if faults is None:
-        pytest.skip("this provider breaks nothing")
-    return faults
+def faults_of(made: Provider) -> FakeFaults | SandboxFaults:
+    return made.faults if isinstance(made, FakeProvider) else SandboxFaults(made.cache)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.leftovers import TAG, noted
+from tests.sandbox_faults import SandboxFaults
 
 from shoal.errors import ShoalError
 from shoal.hosts.api import Target
@@ -130,7 +131,7 @@ class Cluster:
 
     def fault(self, what: str, host: str) -> None:
         """cut, heal, freeze, thaw, kill, reboot, fill_disk or empty_disk a host."""
-        asyncio.run(getattr(self.provider.faults, what)(self.name, host))
+        asyncio.run(getattr(SandboxFaults(self.provider.cache), what)(self.name, host))
 
     def states(self) -> dict[str, set[str]]:
         """The state flags of every node, by name."""

@@ -19,6 +19,7 @@ from tests.documents import ROOT
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated import UNFINISHED, Cloud, bill, renting, shown
 from tests.e2e.torch_env import PYTHONPATH, give_torch
+from tests.sandbox_faults import SandboxFaults
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
@@ -75,7 +76,7 @@ class Trained:
         job = self._queue(launcher)
         self.cluster.wait("it is at work", lambda: self._step(job) >= AT_WORK)
         [machine] = [one["id"] for one in bill(self.url)["machines"] if not one["ended"]]
-        asyncio.run(self.cluster.provider.faults.kill(NAME, f"runpod-{machine}"))
+        asyncio.run(SandboxFaults(self.cluster.provider.cache).kill(NAME, f"runpod-{machine}"))
         self.cluster.wait("it is queued again", lambda: int(shown(self.cluster, job)["Restarts"]) > 0)
         self.cluster.wait("it starts again", lambda: self._turns(job) > 1 or self._hurry(job))
         self.cluster.wait("it ends", lambda: shown(self.cluster, job)["JobState"] not in UNFINISHED)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts, spec_text
+from tests.sandbox_faults import SandboxFaults
 
-from shoal.sandbox.provider import SandboxProvider
+from shoal.sandbox.layout import cache_dir
 from shoal.spec.member import Shape
 
 pytestmark = pytest.mark.sandbox
@@ -51,7 +52,7 @@ def cluster(lent: Lent, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 
 def test_a_full_disk_on_one_host_does_not_stop_the_others(cluster: Cluster) -> None:
-    faults = SandboxProvider().faults
+    faults = SandboxFaults(cache_dir())
     asyncio.run(faults.fill_disk(MADE, "small"))
     try:
         done = cluster.shoal("up", status=3, timeout=600)

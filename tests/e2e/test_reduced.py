@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.lent import Lent, lent_hosts
+from tests.sandbox_faults import SandboxFaults
 
-from shoal.sandbox.provider import SandboxProvider
+from shoal.sandbox.layout import cache_dir
 from shoal.spec.member import Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(400)]
@@ -113,7 +114,7 @@ def test_a_share_is_copied_through_the_tunnel_and_results_come_back(cluster: Clu
 
 
 def test_a_job_that_ends_while_the_tunnel_is_cut_counts_as_done_when_it_is_back(cluster: Cluster) -> None:
-    faults = SandboxProvider().faults
+    faults = SandboxFaults(cache_dir())
     wrap = "srun echo begun; sleep 3; echo ended while cut off"
     job = cluster.on("ctl", "sbatch", "--parsable", "-p", "pods", "-w", "pod", "-o", "/tmp/cut", "--wrap", wrap).strip()
     cluster.wait("it runs", lambda: "begun" in cluster.on("pod", "cat", "/tmp/cut"), 60)

@@ -14,6 +14,7 @@ import asyncssh
 import pytest
 from tests.documents import ROOT
 from tests.e2e.leftovers import TAG, noted, sweep
+from tests.sandbox_faults import SandboxFaults
 
 from shoal.errors import ProviderError
 from shoal.hosts.api import Target
@@ -124,7 +125,7 @@ async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
     n1 = hosts["n1"].target
     look = "cat /proc/sys/kernel/random/boot_id; ls /dev/nvidia0; free -m | awk '/^Mem/ {print $2}'"
     boots = {(await ssh(n1, look)).split()[0]}
-    await sandbox.faults.reboot(CLUSTER, "n1")
+    await SandboxFaults(sandbox.cache).reboot(CLUSTER, "n1")
     boot, device, memory = (await ssh(n1, look)).split()
     boots.add(boot)
     assert (device, memory) == ("/dev/nvidia0", "700")
@@ -140,32 +141,32 @@ async def test_a_reboot_from_inside_or_outside_keeps_address_devices_and_memory(
 async def test_a_cut_host_is_unreachable_until_it_is_healed(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
-    await sandbox.faults.cut(CLUSTER, "n1")
+    await SandboxFaults(sandbox.cache).cut(CLUSTER, "n1")
     with pytest.raises((OSError, TimeoutError)):
         await ssh(hosts["n1"].target, "true", timeout=2)
     assert "100% packet loss" in await ssh(hosts["n2"].target, f"ping -c1 -W1 {hosts['n1'].target.address}")
     # It still runs: `create` neither waits for it nor plugs it in again.
     assert [one.state for one in await sandbox.create(CLUSTER, WANTED, quiet)] == ["running"] * 3
-    await sandbox.faults.heal(CLUSTER, "n1")
+    await SandboxFaults(sandbox.cache).heal(CLUSTER, "n1")
     assert await ssh(hosts["n1"].target, "hostname") == "n1"
 
 
 async def test_a_frozen_host_hangs_and_goes_on_when_thawed(
     hosts: dict[str, Instance], sandbox: SandboxProvider
 ) -> None:
-    await sandbox.faults.freeze(CLUSTER, "n1")
+    await SandboxFaults(sandbox.cache).freeze(CLUSTER, "n1")
     with pytest.raises(TimeoutError):
         await ssh(hosts["n1"].target, "true", timeout=2)
-    await sandbox.faults.thaw(CLUSTER, "n1")
+    await SandboxFaults(sandbox.cache).thaw(CLUSTER, "n1")
     assert await ssh(hosts["n1"].target, "hostname") == "n1"
 
 
 async def test_a_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
     for name in ("n1", "n2"):
         await ssh(hosts[name].target, "echo kept > /root/kept")
-        await sandbox.faults.kill(CLUSTER, name)
+        await SandboxFaults(sandbox.cache).kill(CLUSTER, name)
     with pytest.raises(ProviderError, match=f"host n1 of sandbox cluster {CLUSTER} is stopped"):
-        await sandbox.faults.freeze(CLUSTER, "n1")
+        await SandboxFaults(sandbox.cache).freeze(CLUSTER, "n1")
     again = await sandbox.create(CLUSTER, WANTED, quiet)
     assert again == list(hosts.values())
     for name in ("n1", "n2"):
@@ -173,8 +174,8 @@ async def test_a_killed_host_keeps_its_disk_and_its_key(hosts: dict[str, Instanc
 
 
 async def test_a_frozen_host_can_be_killed(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
-    await sandbox.faults.freeze(CLUSTER, "far")
-    await sandbox.faults.kill(CLUSTER, "far")
+    await SandboxFaults(sandbox.cache).freeze(CLUSTER, "far")
+    await SandboxFaults(sandbox.cache).kill(CLUSTER, "far")
     await sandbox.create(CLUSTER, WANTED, quiet)
     assert await ssh(hosts["far"].target, "hostname") == "far"
 
@@ -206,13 +207,13 @@ async def test_a_site_behind_nat_opens_connections_and_takes_none(hosts: dict[st
 
 
 async def test_a_full_disk_is_full_for_that_host_only(hosts: dict[str, Instance], sandbox: SandboxProvider) -> None:
-    await sandbox.faults.fill_disk(CLUSTER, "n2")
+    await SandboxFaults(sandbox.cache).fill_disk(CLUSTER, "n2")
     assert "No space left on device" in await ssh(hosts["n2"].target, "echo text > /root/new")
     assert await ssh(hosts["n1"].target, "echo text > /root/new") == ""
-    await sandbox.faults.empty_disk(CLUSTER, "n2")
+    await SandboxFaults(sandbox.cache).empty_disk(CLUSTER, "n2")
     assert await ssh(hosts["n2"].target, "echo text > /root/new; cat /root/new") == "text"
     with pytest.raises(ProviderError, match="cannot fill the disk of host n1: it shares this machine's\n  fix: ask"):
-        await sandbox.faults.fill_disk(CLUSTER, "n1")
+        await SandboxFaults(sandbox.cache).fill_disk(CLUSTER, "n1")
 
 
 async def test_writable_cgroups_for_slurm(sandbox: SandboxProvider) -> None:
@@ -244,7 +245,7 @@ async def test_newer_systems_boot_reboot_and_have_their_slurm(sandbox: SandboxPr
     cluster = f"e2e-{image}"
     try:
         [one] = await sandbox.create(cluster, [Request("n1", Shape(image=image, memory_mb=500, gpus=1))], quiet)
-        await sandbox.faults.reboot(cluster, "n1")
+        await SandboxFaults(sandbox.cache).reboot(cluster, "n1")
         look = "systemctl is-system-running --wait; free -m | awk '/^Mem/ {print $2}'; nvidia-smi -L | wc -l"
         assert (await ssh(one.target, look)).split() == ["running", "500", "1"]
         assert f"Version: {slurm}." in await ssh(one.target, "apt-cache show slurmd")
@@ -366,7 +367,7 @@ async def test_a_host_that_cannot_boot_is_named_with_its_log(tmp_path: Path, san
     cluster = "e2e-broken"
     try:
         await sandbox.create(cluster, [Request("n1", Shape()), Request("n2", Shape())], quiet)
-        await sandbox.faults.kill(cluster, "n1")
+        await SandboxFaults(sandbox.cache).kill(cluster, "n1")
         devices = Layout(sandbox.cache, cluster).host_dir("n1") / "devices"
         (devices / "gone").symlink_to("/nowhere/at/all")
         wanted = [Request("n1", Shape()), Request("n2", Shape())]

@@ -24,10 +24,10 @@ from tests.documents import ROOT, commands
 from tests.e2e.cluster import LIMIT, Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts
 from tests.e2e.tailnet import StandIn, Tailnet, headscale, real_programs
+from tests.sandbox_faults import SandboxFaults
 
 from shoal.remote import program_text
 from shoal.sandbox.layout import Layout, cache_dir
-from shoal.sandbox.provider import SandboxProvider
 from shoal.spec.member import Shape
 
 pytestmark = pytest.mark.sandbox
@@ -192,7 +192,7 @@ def test_a_host_that_comes_into_the_tailnet_at_another_address_is_followed(reef:
 
 def test_after_a_reboot_of_the_controller_and_a_node_all_is_back_by_itself(reef: Reef) -> None:
     for name in ("gpu01", "desktop"):
-        asyncio.run(SandboxProvider().faults.reboot(MADE_AS, name))
+        asyncio.run(SandboxFaults(cache_dir()).reboot(MADE_AS, name))
     three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
     wanted = " ".join(NAMES)
     reef.cluster.wait("jobs run", lambda: reef.lent.shell("desktop", three, status=None).strip() == wanted)

@@ -63,37 +63,6 @@ class Provider(Protocol):
         """Remove every host of the cluster and what the provider made around them."""
 
 
-class Faults(Protocol):
-    """Breaks hosts on purpose. A provider that can has one of these as its attribute `faults`.
-
-    Each raises ProviderError when the cluster has no such host.
-    """
-
-    async def cut(self, cluster: str, host: str) -> None:
-        """Pull the network cable: nothing reaches the host, and nothing leaves it."""
-
-    async def heal(self, cluster: str, host: str) -> None:
-        """Plug the cable in again."""
-
-    async def freeze(self, cluster: str, host: str) -> None:
-        """Stop every process of the host where it stands. The network still takes packets for it."""
-
-    async def thaw(self, cluster: str, host: str) -> None:
-        """Let a frozen host go on."""
-
-    async def kill(self, cluster: str, host: str) -> None:
-        """Pull the power plug. The disk and the address stay; `create` starts the host again."""
-
-    async def reboot(self, cluster: str, host: str) -> None:
-        """Ask the host to reboot, and wait until SSH answers again."""
-
-    async def fill_disk(self, cluster: str, host: str) -> None:
-        """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
-
-    async def empty_disk(self, cluster: str, host: str) -> None:
-        """Give the space that `fill_disk` took back."""
-
-
 PROVIDERS = {"sandbox": "shoal.sandbox.provider:SandboxProvider"}
 """Name -> `module:class`. The module is imported when the provider is asked for."""
 

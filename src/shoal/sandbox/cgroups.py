@@ -16,7 +16,6 @@ from pathlib import Path
 from shoal.errors import ProviderError
 
 SECONDS_TO_DIE = 60.0
-SECONDS_TO_FREEZE = 30.0
 FOR_SLURM = ("cpuset", "cpu", "memory", "pids")
 """Controllers of cgroup v2 that Slurm's plugins use. Devices need none there."""
 
@@ -75,11 +74,11 @@ class HostCgroups:
     @property
     def alive(self) -> bool:
         """Whether the host has a process. Looks at one hierarchy only, so it may be asked often."""
-        return bool(_pids_below(self._freezer()[0].parent))
+        return bool(_pids_below(self.freezer()[0].parent))
 
     def leader(self) -> int | None:
         """The host's PID 1."""
-        for pid in sorted(_pids_below(self._freezer()[0].parent)):
+        for pid in sorted(_pids_below(self.freezer()[0].parent)):
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
@@ -90,21 +89,11 @@ class HostCgroups:
     @property
     def frozen(self) -> bool:
         with contextlib.suppress(OSError):
-            return self._freezer()[0].read_text().strip() in ("FROZEN", "FREEZING", "1")
+            return self.freezer()[0].read_text().strip() in ("FROZEN", "FREEZING", "1")
         return False
 
-    async def freeze(self) -> None:
-        """Freeze every process, and return when all are frozen."""
-        path, (_, frozen) = self._freezer()
-        path.write_text(frozen)
-        for _ in range(int(SECONDS_TO_FREEZE / 0.02)):
-            if "FREEZING" not in path.read_text():
-                return
-            await asyncio.sleep(0.02)
-        raise ProviderError(f"processes of {self.name} do not freeze", hint="thaw the host and try again")
-
     def thaw(self) -> None:
-        path, (thawed, _) = self._freezer()
+        path, (thawed, _) = self.freezer()
         path.write_text(thawed)
 
     async def kill(self) -> None:
@@ -136,7 +125,8 @@ class HostCgroups:
                     return False
         return True
 
-    def _freezer(self) -> tuple[Path, tuple[str, str]]:
+    def freezer(self) -> tuple[Path, tuple[str, str]]:
+        """The file that freezes and thaws, and what to write into it: thawed, frozen."""
         if "freezer" in self.roots:
             return self.roots["freezer"] / self.name / "freezer.state", ("THAWED", "FROZEN")
         return self.roots["unified"] / self.name / "cgroup.freeze", ("0", "1")

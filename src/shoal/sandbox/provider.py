@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from shoal.spec.finding import Finding
 
 MAX_SHOWN_FAILURES = 3
 """An error shows the causes of this many hosts; others usually fail for the same cause."""
-FILLER = "var/tmp/shoal-filler"
-SHUTDOWN_TIMEOUT_S = 120.0
 
 
 class SandboxProvider:
@@ -27,7 +24,6 @@ class SandboxProvider:
 
     def __init__(self, cache: Path | None = None) -> None:
         self.cache = cache or cache_dir()
-        self.faults = SandboxFaults(self.cache)
 
     def check(self, requests: Sequence[Request]) -> list[Finding]:
         return checks.find_problems(self.cache, requests, checks.MachineFacts.observe(self.cache))
@@ -147,91 +143,3 @@ def _raise_errors(findings: list[Finding]) -> None:
     if errors:
         what = "the sandbox cannot make these hosts: " + "; ".join(map(str, errors))
         raise ProviderError(what, hint=errors[0].fix)
-
-
-class SandboxFaults:
-    """Implements `shoal.hosts.provider.Faults` for the sandbox."""
-
-    def __init__(self, cache: Path) -> None:
-        self._cache = cache
-
-    async def cut(self, cluster: str, host: str) -> None:
-        layout, record = self._find(cluster, host)
-        await network.set_cable(layout, record, connected=False)
-
-    async def heal(self, cluster: str, host: str) -> None:
-        layout, record = self._find(cluster, host)
-        await network.set_cable(layout, record, connected=True)
-
-    async def freeze(self, cluster: str, host: str) -> None:
-        layout, record = self._running(cluster, host)
-        await nspawn.group(layout, record.name).freeze()
-
-    async def thaw(self, cluster: str, host: str) -> None:
-        layout, record = self._running(cluster, host)
-        nspawn.group(layout, record.name).thaw()
-
-    async def kill(self, cluster: str, host: str) -> None:
-        layout, record = self._find(cluster, host)
-        await nspawn.stop(layout, record.name)
-
-    async def reboot(self, cluster: str, host: str) -> None:
-        layout, record = self._running(cluster, host)
-        if record.shape.container:
-            raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
-        before = self._leader(layout, record)
-        os.kill(before, signal.SIGRTMIN + 5)  # systemd reboots on it
-        group = nspawn.group(layout, record.name)
-        try:
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                while group.leader() in (before, None):  # noqa: ASYNC110 - a reboot has no event to wait for
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            what = f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s"
-            raise ProviderError(what, hint="kill it and create it again") from None
-        await nspawn.wait_for_ssh(layout, record)
-
-    async def fill_disk(self, cluster: str, host: str) -> None:
-        layout, record = self._running(cluster, host)
-        if not record.shape.disk_mb:
-            what = f"cannot fill the disk of host {host}: it shares this machine's"
-            raise ProviderError(what, hint="ask for one with `disk_mb`")
-        await asyncio.to_thread(_fill, self._filler(layout, record))
-
-    async def empty_disk(self, cluster: str, host: str) -> None:
-        layout, record = self._running(cluster, host)
-        self._filler(layout, record).unlink(missing_ok=True)
-
-    def _find(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
-        layout = Layout(self._cache, cluster)
-        record = layout.hosts().get(host)
-        if record is None:
-            known = ", ".join(layout.hosts()) or "none"
-            raise ProviderError(f"sandbox cluster {cluster} has no host {host}", hint=f"its hosts are: {known}")
-        return layout, record
-
-    def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
-        layout, record = self._find(cluster, host)
-        if nspawn.state(layout, host) == "stopped":
-            raise ProviderError(f"host {host} of sandbox cluster {cluster} is stopped", hint="start it with `shoal up`")
-        return layout, record
-
-    def _leader(self, layout: Layout, record: HostRecord) -> int:
-        leader = nspawn.group(layout, record.name).leader()
-        if leader is None:
-            raise ProviderError(f"host {record.name} is still starting", hint="try again in a few seconds")
-        return leader
-
-    def _filler(self, layout: Layout, record: HostRecord) -> Path:
-        """A file on the host's disk, reached through its PID 1's root."""
-        return Path(f"/proc/{self._leader(layout, record)}/root", FILLER)
-
-
-def _fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as sink:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while sink.write(b"\0" * size):
-                    pass
-            except OSError:
-                continue

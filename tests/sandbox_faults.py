@@ -1,0 +1,118 @@
+"""Faults of sandbox hosts, for tests: cut off, frozen, killed, rebooted, with a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from shoal.errors import ProviderError
+from shoal.sandbox import network, nspawn
+from shoal.sandbox.layout import HostRecord, Layout
+
+FILLER = "var/tmp/shoal-filler"
+SHUTDOWN_TIMEOUT_S = 120.0
+FREEZE_TIMEOUT_S = 30.0
+
+
+class SandboxFaults:
+    """Breaks sandbox hosts on purpose. Each raises ProviderError when the cluster has no such host."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    async def cut(self, cluster: str, host: str) -> None:
+        """Pull the network cable: nothing reaches the host, and nothing leaves it."""
+        layout, record = self._find(cluster, host)
+        await network.set_cable(layout, record, connected=False)
+
+    async def heal(self, cluster: str, host: str) -> None:
+        """Plug the cable in again."""
+        layout, record = self._find(cluster, host)
+        await network.set_cable(layout, record, connected=True)
+
+    async def freeze(self, cluster: str, host: str) -> None:
+        """Stop every process of the host where it stands. The network still takes packets for it."""
+        layout, record = self._running(cluster, host)
+        path, (_, frozen) = nspawn.group(layout, record.name).freezer()
+        path.write_text(frozen)
+        for _ in range(int(FREEZE_TIMEOUT_S / 0.02)):
+            if "FREEZING" not in path.read_text():
+                return
+            await asyncio.sleep(0.02)
+        raise ProviderError(f"processes of {host} do not freeze", hint="thaw the host and try again")
+
+    async def thaw(self, cluster: str, host: str) -> None:
+        """Let a frozen host go on."""
+        layout, record = self._running(cluster, host)
+        nspawn.group(layout, record.name).thaw()
+
+    async def kill(self, cluster: str, host: str) -> None:
+        """Pull the power plug. The disk and the address stay; `create` starts the host again."""
+        layout, record = self._find(cluster, host)
+        await nspawn.stop(layout, record.name)
+
+    async def reboot(self, cluster: str, host: str) -> None:
+        """Ask the host to reboot, and wait until SSH answers again."""
+        layout, record = self._running(cluster, host)
+        if record.shape.container:
+            raise ProviderError(f"cannot reboot host {host}: it is a container", hint="kill it and create it")
+        before = self._leader(layout, record)
+        os.kill(before, signal.SIGRTMIN + 5)  # systemd reboots on it
+        group = nspawn.group(layout, record.name)
+        try:
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                while group.leader() in (before, None):  # noqa: ASYNC110 - a reboot has no event to wait for
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            what = f"host {host} does not reboot within {SHUTDOWN_TIMEOUT_S:.0f} s"
+            raise ProviderError(what, hint="kill it and create it again") from None
+        await nspawn.wait_for_ssh(layout, record)
+
+    async def fill_disk(self, cluster: str, host: str) -> None:
+        """Write until the host's disk is full. Only for a host with a disk of its own (`disk_mb`)."""
+        layout, record = self._running(cluster, host)
+        if not record.shape.disk_mb:
+            what = f"cannot fill the disk of host {host}: it shares this machine's"
+            raise ProviderError(what, hint="ask for one with `disk_mb`")
+        await asyncio.to_thread(_fill, self._filler(layout, record))
+
+    async def empty_disk(self, cluster: str, host: str) -> None:
+        """Give the space that `fill_disk` took back."""
+        layout, record = self._running(cluster, host)
+        self._filler(layout, record).unlink(missing_ok=True)
+
+    def _find(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
+        layout = Layout(self._cache, cluster)
+        record = layout.hosts().get(host)
+        if record is None:
+            known = ", ".join(layout.hosts()) or "none"
+            raise ProviderError(f"sandbox cluster {cluster} has no host {host}", hint=f"its hosts are: {known}")
+        return layout, record
+
+    def _running(self, cluster: str, host: str) -> tuple[Layout, HostRecord]:
+        layout, record = self._find(cluster, host)
+        if nspawn.state(layout, host) == "stopped":
+            raise ProviderError(f"host {host} of sandbox cluster {cluster} is stopped", hint="start it with `shoal up`")
+        return layout, record
+
+    def _leader(self, layout: Layout, record: HostRecord) -> int:
+        leader = nspawn.group(layout, record.name).leader()
+        if leader is None:
+            raise ProviderError(f"host {record.name} is still starting", hint="try again in a few seconds")
+        return leader
+
+    def _filler(self, layout: Layout, record: HostRecord) -> Path:
+        """A file on the host's disk, reached through its PID 1's root."""
+        return Path(f"/proc/{self._leader(layout, record)}/root", FILLER)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as sink:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while sink.write(b"\0" * size):
+                    pass
+            except OSError:
+                continue
