@@ -1,9 +1,4 @@
-"""What the cluster, `shoal run` and the training library agree on: named once, here.
-
-Two parts: how a job is told to stop and goes on later, and the environment variables that `shoal run` sets in a job. A
-script runs without any of these variables: each one only takes a guess away.
-
-How a job ends before its work is done, and what Slurm then does:
+"""What the cluster, `shoal run` and the training library agree on when a job must stop, and a job's variables.
 
     near its time limit    WARNING to the ranks; at the limit SIGTERM, and SIGKILL after KILL_WAIT
     preempted              WARNING to the ranks; after the partition's GraceTime, SIGTERM and SIGKILL, and queued again
@@ -11,8 +6,7 @@ How a job ends before its work is done, and what Slurm then does:
     cancelled              SIGTERM, and SIGKILL after KILL_WAIT
     a node is lost         SIGKILL, and queued again
 
-`shoal.slurm.preemption` writes these numbers into slurm.conf, `shoal run` into the batch script, and
-`shoal.train.stop` counts on them.
+A script runs without any of the variables: each one only takes a guess away.
 """
 
 from __future__ import annotations

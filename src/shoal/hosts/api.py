@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 
@@ -56,15 +56,17 @@ class Process(Protocol):
         """End it now."""
 
 
-class Host(Protocol):
+class Host(ABC):
     """A machine we can run programs on. Arguments are a list, never a shell line: an implementation that has to
     pass through a remote shell quotes every one of them."""
 
     target: Target
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return self.target.name
 
+    @abstractmethod
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
     ) -> Result:
@@ -74,16 +76,18 @@ class Host(Protocol):
         asked for and the login user may not have it.
         """
 
+    @abstractmethod
     async def start(self, argv: Sequence[str], *, root: bool = True) -> Process:
         """Start a program and speak with it."""
 
+    @abstractmethod
     async def close(self) -> None: ...
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
 
 class Connector(Protocol):

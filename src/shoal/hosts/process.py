@@ -6,23 +6,15 @@ import asyncio
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 from shoal.errors import CommandTimeout
-from shoal.hosts.api import Result, Target
+from shoal.hosts.api import Host, Result
 
 KILLED = 128 + signal.SIGKILL
 
 
-class LineHost(ABC):
+class LineHost(Host):
     """What every kind of host has in common. Each kind defines how a program starts and how the host closes."""
-
-    target: Target
-
-    @property
-    def name(self) -> str:
-        return self.target.name
 
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float | None = None, root: bool = True
@@ -32,17 +24,6 @@ class LineHost(ABC):
 
     async def start(self, argv: Sequence[str], *, root: bool = True) -> LineProcess:
         return await self._open(argv, root=root, whole_stderr=False)
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     @abstractmethod
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:

@@ -49,9 +49,8 @@ def _proxy(value: object) -> str:
     except ValueError:
         raise refusal("not the address of a proxy", fix, "(hidden)" if "@" in value else None) from None
     if "@" in value:
-        raise refusal(
-            "a proxy with a password, and every user can read this", "leave user and password out", "(hidden)"
-        )
+        what = "a proxy with a password, and every user can read this"
+        raise refusal(what, "leave user and password out", "(hidden)")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
         raise refusal("not the address of a proxy", fix)
     return f"{parts.scheme}://{parts.netloc}"

@@ -51,8 +51,7 @@ class Problem:
     level: Level = "error"
 
     def __str__(self) -> str:
-        found = f"found {self.found}" if self.found else ""
-        return f"{path_text(self.path)}: " + ", ".join(part for part in (self.what, found, self.fix) if part)
+        return str(Finding(self.level, self.what, self.found, self.fix, path=path_text(self.path)))
 
 
 def path_text(path: Path) -> str:

@@ -43,11 +43,6 @@ _WRITTEN: dict[FilePlace, str] = {
 """How keys are written that most files have."""
 
 
-def load(path: Path) -> Spec:
-    """The spec in a file. Raises SpecError with every finding, and nothing else."""
-    return load_all(path)[0]
-
-
 def load_all(path: Path) -> tuple[Spec, list[Finding]]:
     """The spec in a file, and what is worth a warning about it. Raises SpecError with every finding."""
     return load_text_all(read_text(path), str(path))

@@ -52,9 +52,8 @@ def _key(value: object) -> str:
         raise refusal("no public key in this file", "give the file that ends in .pub")
     for key in keys:
         if "PRIVATE KEY" in key:
-            raise refusal(
-                "a private key", "give the public one, which ends in .pub, and nobody the private one", "(hidden)"
-            )
+            fix = "give the public one, which ends in .pub, and nobody the private one"
+            raise refusal("a private key", fix, "(hidden)")
         kind, _, rest = key.partition(" ")
         if kind not in _KEY_KINDS or not _is_base64(rest.partition(" ")[0]) or not key.isprintable():
             raise refusal("not a public key", "write file:PATH, or the key itself: ssh-ed25519 AAAA... alice")
@@ -66,9 +65,8 @@ def _read(path: str) -> str:
         return Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or "not text"
-        raise refusal(
-            f"the key file cannot be read: {cause}", "give the path of a public key on your machine"
-        ) from None
+        fix = "give the path of a public key on your machine"
+        raise refusal(f"the key file cannot be read: {cause}", fix) from None
 
 
 def _is_base64(text: str) -> bool:

@@ -153,9 +153,8 @@ def host_names(value: object) -> str:
         try:
             host_name(name)
         except PydanticCustomError as error:
-            raise refusal(
-                f"{(error.context or {})['what']} in this hostlist", (error.context or {})["fix"], name
-            ) from None
+            context = error.context or {}
+            raise refusal(f"{context['what']} in this hostlist", context["fix"], name) from None
     return text
 
 
@@ -169,10 +168,8 @@ def address(value: object) -> str:
 
 def user_name(value: object) -> str:
     """The user to log in as."""
-    text = _text(value)
-    if not _USER.fullmatch(text):
-        raise refusal("not a user name", "use letters, digits, `_`, `-` and `.`, at most 32 characters")
-    return text
+    fix = "use letters, digits, `_`, `-` and `.`, at most 32 characters"
+    return matching(_USER, "not a user name", fix)(_text(value))
 
 
 def file_path(value: object) -> str:
@@ -291,12 +288,8 @@ def resolve_secret(reference: str, what: str) -> bytes:
 
 
 def _name(kind: str, pattern: str, limit: int, allowed: str, reserved: tuple[str, ...]) -> Callable[[object], str]:
-    shape = re.compile(pattern)
-
     def check(value: object) -> str:
-        text = _text(value)
-        if not shape.fullmatch(text):
-            raise refusal(f"not a {kind} name", f"use {allowed}")
+        text = matching(pattern, f"not a {kind} name", f"use {allowed}")(_text(value))
         if len(text) > limit:
             raise refusal(f"this {kind} name is too long", f"use at most {limit} characters")
         if text.lower() in reserved:

@@ -68,17 +68,16 @@ def parse_authorized_keys(text: str) -> dict[str, MemberKey]:
 
 def sshd_conf() -> str:
     """What sshd allows the account of shares. A `Match` block: no other login changes."""
-    return (
-        f"{HEADER}Match User {ACCOUNT}\n"
-        f"    AuthorizedKeysFile {KEYS}/%u\n"
-        "    AuthenticationMethods publickey\n"
-        f"    ChrootDirectory {ROOT}\n"
-        # Modes are as the client sets them: a file open to all there is open to all here.
-        "    ForceCommand internal-sftp -u 0\n"
-        "    DisableForwarding yes\n"
-        "    PermitTTY no\n"
-        "    PermitUserRC no\n"
-    )
+    # Modes are as the client sets them: a file open to all there is open to all here.
+    command = "ForceCommand internal-sftp -u 0"
+    return HEADER + match_block(ACCOUNT, f"{KEYS}/%u", f"ChrootDirectory {ROOT}", command)
+
+
+def match_block(account: str, keys: str, *lines: str) -> str:
+    """A block of sshd_config for an account that logs in with a key and may do one thing."""
+    login = (f"AuthorizedKeysFile {keys}", "AuthenticationMethods publickey")
+    closed = ("DisableForwarding yes", "PermitTTY no", "PermitUserRC no")
+    return f"Match User {account}\n" + "".join(f"    {line}\n" for line in (*login, *lines, *closed))
 
 
 def render_known_hosts(servers: Mapping[str, str]) -> str:

@@ -79,13 +79,6 @@ def render_sudoers(group: str) -> str:
 
 def sshd_block() -> str:
     """What sshd allows logins that copy."""
-    return (
-        f"Match User {ACCOUNT}\n"
-        f"    AuthorizedKeysFile {sshfs.KEYS}/{sshfs.ACCOUNT}\n"
-        "    AuthenticationMethods publickey\n"
-        # Several hosts copy at a time; rsync renames each file when it is complete.
-        f"    ForceCommand {SERVER_PROGRAM} -no-lock {sshfs.ROOT}\n"
-        "    DisableForwarding yes\n"
-        "    PermitTTY no\n"
-        "    PermitUserRC no\n"
-    )
+    # Several hosts copy at a time; rsync renames each file when it is complete.
+    command = f"ForceCommand {SERVER_PROGRAM} -no-lock {sshfs.ROOT}"
+    return sshfs.match_block(ACCOUNT, f"{sshfs.KEYS}/{sshfs.ACCOUNT}", command)

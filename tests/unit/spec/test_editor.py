@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.spec.editor import without_host, write
-from shoal.spec.loader import load, read_text
+from shoal.spec.loader import load_all, read_text
 from shoal.spec.members import members
 
 TEXT = """\
@@ -123,10 +123,10 @@ def test_any_number_of_removals_leaves_the_other_hosts(tmp_path: Path, names: li
     path = tmp_path / "shoal.yaml"
     path.write_text(TEXT)
     for name in names:
-        before = {member.name for member in members(load(path))}
+        before = {member.name for member in members(load_all(path)[0])}
         try:
             remove_host(path, name)
         except UsageError:
-            assert {member.name for member in members(load(path))} == before
+            assert {member.name for member in members(load_all(path)[0])} == before
         else:
-            assert {member.name for member in members(load(path))} == before - {name}
+            assert {member.name for member in members(load_all(path)[0])} == before - {name}

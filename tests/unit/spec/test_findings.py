@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.spec.loader import load, load_all, load_text, load_text_all
+from shoal.spec.loader import load_all, load_text, load_text_all
 
 EMPTY = "s.yaml:1:1: the file is empty, write a spec into it: `shoal init` makes one"
 HEAD = "cluster: reef\ncontroller: {host: ctl}\n"
@@ -519,7 +519,7 @@ def test_a_file_that_is_not_text_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(FILES[name][0])
     with pytest.raises(SpecError) as caught:
-        load(path)
+        load_all(path)[0]
     assert str(caught.value) == FILES[name][1].format(path)
 
 
@@ -532,11 +532,11 @@ def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_or_not_a_file_is_a_finding(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     with pytest.raises(SpecError) as caught:
-        load(missing)
+        load_all(missing)[0]
     assert str(caught.value) == f"{missing}: no such file, `shoal init` writes one"
     with pytest.raises(SpecError) as caught:
-        load(tmp_path)
+        load_all(tmp_path)[0]
     assert str(caught.value) == f"{tmp_path}: this is a directory, name the file in it"
     with pytest.raises(SpecError) as caught:
-        load(Path("a\0b"))
+        load_all(Path("a\0b"))[0]
     assert str(caught.value).endswith(": cannot read the file, found embedded null byte")

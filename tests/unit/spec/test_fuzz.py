@@ -15,7 +15,7 @@ from shoal.errors import SpecError
 from shoal.spec.docs import EXAMPLE
 from shoal.spec.finding import Finding
 from shoal.spec.hosts import Controller, HostEntry, NodeSet
-from shoal.spec.loader import load, load_text
+from shoal.spec.loader import load_all, load_text
 from shoal.spec.members import members, partitions
 from shoal.spec.model import Spec
 from shoal.spec.partitions import Partition
@@ -122,7 +122,7 @@ def test_any_bytes(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(data)
     try:
-        load(path)
+        load_all(path)[0]
     except SpecError as error:
         assert error.findings
 
