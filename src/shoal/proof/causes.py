@@ -7,8 +7,9 @@ follows differs too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shoal.proof.compare import Comparison, relative, same_samples
 from shoal.proof.records import RunRecord
@@ -48,164 +49,126 @@ class RunPair:
 def likely_cause(single: RunRecord, many: RunRecord, comparison: Comparison, tolerance: float) -> str:
     """One or two sentences: what is wrong, and the fix."""
     runs = RunPair(single, many, comparison, tolerance)
-    return next(cause for check in CHECKS if (cause := check(runs)))
+    return next(chain(_input_causes(runs), _report_causes(runs), _gradient_causes(runs), _late_causes(runs)))
 
 
-def _start(runs: RunPair) -> str:
-    if not runs.comparison.start:
-        return ""
-    return (
-        f"the parameters differ before the first step ({runs.comparison.start}): every run starts from another model;"
-        " make it after init(), or set torch.manual_seed() before"
-    )
-
-
-def _not_finite(runs: RunPair) -> str:
+def _input_causes(runs: RunPair) -> Iterator[str]:
+    """Other parameters, samples or learning rates than those of one process."""
+    if runs.comparison.start:
+        yield (
+            f"the parameters differ before the first step ({runs.comparison.start}): every run starts from another"
+            " model; make it after init(), or set torch.manual_seed() before"
+        )
     for loss in runs.single.losses:
         if relative(loss.value, loss.value) > 0:
-            return (
+            yield (
                 f"the loss of one process is {loss.value} at step {loss.step}: that training diverges, and cannot be"
                 " compared; use a smaller learning rate or fewer --steps"
             )
-    return ""
-
-
-def _samples(runs: RunPair) -> str:
     for step in runs.shared_steps:
         if cause := sample_cause(runs.single, runs.many, step):
-            return f"step {step + 1}: {cause}"
-    return ""
-
-
-def _steps(runs: RunPair) -> str:
-    single, many = runs.comparison.steps
-    if single == many:
-        return ""
-    return (
-        f"one process took {single} steps, {runs.many.world_size} took {many}: the data of an epoch is divided by the"
-        " number of ranks once too often, or too seldom; the global batch must be the same"
-    )
-
-
-def _loss_steps(runs: RunPair) -> str:
-    if runs.comparison.losses_told:
-        return ""
-    single, many = ([loss.step for loss in run.losses] for run in (runs.single, runs.many))
-    odd = sorted({*single} ^ {*many})
-    where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
-    return (
-        f"one process reported {len(single)} losses, {runs.many.world_size} reported {len(many)} ({where}): what was"
-        " not reported cannot be compared; report the loss after every step, on every rank"
-    )
-
-
-def _learning_rate(runs: RunPair) -> str:
+            yield f"step {step + 1}: {cause}"
+    steps, many_steps = runs.comparison.steps
+    if steps != many_steps:
+        yield (
+            f"one process took {steps} steps, {runs.many.world_size} took {many_steps}: the data of an epoch is divided"
+            " by the number of ranks once too often, or too seldom; the global batch must be the same"
+        )
+    if not runs.comparison.losses_told:
+        single, many = ([loss.step for loss in run.losses] for run in (runs.single, runs.many))
+        odd = sorted({*single} ^ {*many})
+        where = f"step {odd[0]} is among those of one alone" if odd else "they are in another order"
+        yield (
+            f"one process reported {len(single)} losses, {runs.many.world_size} reported {len(many)} ({where}): what"
+            " was not reported cannot be compared; report the loss after every step, on every rank"
+        )
     for step in runs.shared_steps:
-        single, many = runs.single.ranks[0].steps[step].lr, runs.many.ranks[0].steps[step].lr
-        if runs.differ(single, many):
-            return (
-                f"step {step + 1}: the learning rate is {many:g} with {runs.many.world_size} processes and {single:g}"
-                " with one; the global batch is the same, so the learning rate must not depend on the number of ranks"
+        rate, many_rate = (run.ranks[0].steps[step].lr for run in (runs.single, runs.many))
+        if runs.differ(rate, many_rate):
+            yield (
+                f"step {step + 1}: the learning rate is {many_rate:g} with {runs.many.world_size} processes and"
+                f" {rate:g} with one; the global batch is the same, so the learning rate must not depend on the number"
+                " of ranks"
             )
-    return ""
-
-
-def _unequal_batches(runs: RunPair) -> str:
     for step in runs.shared_steps:
         sizes = [len(part) for part in runs.many.samples(step)]
-        if len(set(sizes)) > 1 and runs.comparison.steps[0] == runs.comparison.steps[1]:
-            return (
+        if len(set(sizes)) > 1:
+            yield (
                 f"step {step + 1}: the ranks have {', '.join(map(str, sizes))} samples, and their gradients are"
                 " averaged as if these were equal; weight each rank's loss by its part (Loader.weights), or give"
                 " all as many"
             )
-    return ""
 
 
-def _loss_on_some_ranks(runs: RunPair) -> str:
+def _report_causes(runs: RunPair) -> Iterator[str]:
+    """Ranks that report no loss, or do not train together."""
     reporting, world = runs.many.reporting_ranks, runs.many.world_size
-    if len(reporting) == world or not runs.first_loss_differs or abs(runs.ratio - 1) > runs.tolerance:
-        return ""
-    ranks = f"rank {reporting[0]}" if len(reporting) == 1 else f"ranks {', '.join(map(str, reporting))}"
-    return (
-        f"only {ranks} of {world} reported a loss, and it is that of its own part of the batch; the gradients agree:"
-        " report the loss on every rank, not behind `if rank == 0`"
-    )
-
-
-def _diverged_ranks(runs: RunPair) -> str:
-    if runs.many.diverged is None:
-        return ""
-    name, rank = runs.many.diverged
-    return (
-        f"the ranks hold different parameters at the end: {name} of rank {rank} is not that of rank 0, so their"
-        " gradients are not averaged; call the model that parallelize() returned, and change no parameter on"
-        " one rank alone"
-    )
-
-
-def _layers_by_batch(runs: RunPair) -> str:
-    if not runs.first_loss_differs:
-        return ""
-    model, clauses = runs.many.ranks[0], []
-    if model.batch_norm:
-        clauses.append(
-            f"{_shorten(model.batch_norm)} (BatchNorm) looks at the samples of its own rank only: use SyncBatchNorm on"
-            " GPUs, or GroupNorm or LayerNorm"
+    if len(reporting) != world and runs.first_loss_differs and abs(runs.ratio - 1) <= runs.tolerance:
+        ranks = f"rank {reporting[0]}" if len(reporting) == 1 else f"ranks {', '.join(map(str, reporting))}"
+        yield (
+            f"only {ranks} of {world} reported a loss, and it is that of its own part of the batch; the gradients"
+            " agree: report the loss on every rank, not behind `if rank == 0`"
         )
-    if model.dropout:
-        clauses.append(
-            f"{_shorten(model.dropout)} (Dropout) draws other numbers on each rank: prove the script with dropout 0"
+    if runs.many.diverged is not None:
+        name, rank = runs.many.diverged
+        yield (
+            f"the ranks hold different parameters at the end: {name} of rank {rank} is not that of rank 0, so their"
+            " gradients are not averaged; call the model that parallelize() returned, and change no parameter on"
+            " one rank alone"
         )
-    return "the first loss differs, on the same samples: " + "; ".join(clauses) if clauses else ""
 
 
-def _gradient_scale(runs: RunPair) -> str:
+def _gradient_causes(runs: RunPair) -> Iterator[str]:
+    """The first loss or gradient differs, on the same samples and parameters."""
     world, ratio = runs.many.world_size, runs.ratio
     also = ", as is the reported loss" if runs.first_loss_differs else "; the loss itself agrees"
     if abs(ratio / world - 1) < RATIO_TOLERANCE:
-        return (
+        yield (
             f"the first gradient is {world} times that of one process{also}: gradients are summed over the {world}"
             " ranks instead of averaged; take the mean over the rank's own samples as loss, and do not multiply by the"
             " number of ranks"
         )
     if abs(ratio * world - 1) < RATIO_TOLERANCE:
-        return (
+        yield (
             f"the first gradient is 1/{world} of that of one process{also}: it is divided by the number of ranks twice;"
             " DDP and FSDP average gradients already, so do not divide the loss or the gradients by it"
         )
-    return ""
-
-
-def _first_step(runs: RunPair) -> str:
     if runs.first_loss_differs:
+        model, clauses = runs.many.ranks[0], []
+        if model.batch_norm:
+            clauses.append(
+                f"{_shorten(model.batch_norm)} (BatchNorm) looks at the samples of its own rank only: use SyncBatchNorm"
+                " on GPUs, or GroupNorm or LayerNorm"
+            )
+        if model.dropout:
+            clauses.append(
+                f"{_shorten(model.dropout)} (Dropout) draws other numbers on each rank: prove the script with dropout 0"
+            )
+        if clauses:
+            yield "the first loss differs, on the same samples: " + "; ".join(clauses)
         single, many = runs.single.losses[0].value, runs.many.losses[0].value
-        return (
+        yield (
             f"the first loss differs, on the same samples and parameters: {single:.6g} with one process, {many:.6g}"
-            f" with {runs.many.world_size}; it depends on how the batch is split, or on random numbers: take a mean"
+            f" with {world}; it depends on how the batch is split, or on random numbers: take a mean"
             " over the samples (the ranks' part of it), and draw what is random from each sample's own seed"
         )
     if runs.differ(runs.single.gradient(0), runs.many.gradient(0)):
-        return (
-            f"the first loss agrees, and the first gradient is {runs.ratio:.6g} times that of one process: something"
+        yield (
+            f"the first loss agrees, and the first gradient is {ratio:.6g} times that of one process: something"
             " changes gradients between backward() and the optimizer's step on each rank by itself, as clipping the"
             " gradients of one rank's shards does"
         )
-    return ""
 
 
-def _rounding(runs: RunPair) -> str:
+def _late_causes(runs: RunPair) -> Iterator[str]:
+    """All agree at the first step. There is always a cause here."""
     worst = max(runs.comparison.losses.relative, runs.comparison.parameters.relative)
-    if worst > MAX_ROUNDING * runs.tolerance:
-        return ""
-    return (
-        f"all agree at the first step, and differ by {worst:.1e} at most: rounding that grew;"
-        " use --dtype float64, fewer --steps, or say which --tolerance is good enough"
-    )
-
-
-def _unknown_cause(runs: RunPair) -> str:
-    return (
+    if worst <= MAX_ROUNDING * runs.tolerance:
+        yield (
+            f"all agree at the first step, and differ by {worst:.1e} at most: rounding that grew;"
+            " use --dtype float64, fewer --steps, or say which --tolerance is good enough"
+        )
+    yield (
         "samples, learning rate, first loss and first gradient agree, and then the runs part: look for what depends on"
         " the rank or on the number of ranks in the optimizer, in clipping, or between steps"
     )
@@ -213,13 +176,6 @@ def _unknown_cause(runs: RunPair) -> str:
 
 def _shorten(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-CHECKS: tuple[Callable[[RunPair], str], ...] = (
-    *(_start, _not_finite, _samples, _steps, _loss_steps, _learning_rate, _unequal_batches),
-    *(_loss_on_some_ranks, _diverged_ranks, _gradient_scale, _layers_by_batch, _first_step, _rounding, _unknown_cause),
-)
-"""In the order of a run; the last always finds something."""
 
 
 def sample_cause(single: RunRecord, many: RunRecord, step: int) -> str:
@@ -249,14 +205,13 @@ def _identical_parts(batch: Sequence[str], part: Sequence[str]) -> str:
     remedy = "give each rank its own part of the batch, as shoal.train.data.Loader or a DistributedSampler does"
     if Counter(part) == Counter(batch):
         return f"every rank reads all {len(batch)} samples that one process reads: {remedy}"
-    known = [at for at, name in enumerate(batch, 1) if name in set(part)]
-    if not known:
+    shared = [at for at, name in enumerate(batch, 1) if name in set(part)]
+    if not shared:
         return f"every rank reads the same {len(part)} samples, none of which one process reads then: {remedy}"
     unread = [at for at, name in enumerate(batch, 1) if name not in set(part)]
     return (
-        f"every rank reads the same {len(part)} samples, {_numbers(known)} of the {len(batch)} that one process"
-        " reads;"
-        f" no rank reads {_numbers(unread)}: {remedy}"
+        f"every rank reads the same {len(part)} samples, {_numbers(shared)} of the {len(batch)} that one process"
+        f" reads; no rank reads {_numbers(unread)}: {remedy}"
     )
 
 
@@ -292,10 +247,9 @@ def _unread_samples(batch: Sequence[str], parts: Sequence[Sequence[str]], read: 
         readers = [rank for rank, part in enumerate(parts) if batch[twice[0] - 1] in part]
         clauses.append(f"{_ranks(readers)} the same: {_numbers(twice)}")
     sizes = [len(part) for part in parts]
-    fair = max(sizes)
-    short = [rank for rank, size in enumerate(sizes) if size < fair]
-    for rank in short[:1]:
-        clauses.append(f"rank {rank} reads {sizes[rank]}, others {fair}")
+    short = next((rank for rank, size in enumerate(sizes) if size < max(sizes)), None)
+    if short is not None:
+        clauses.append(f"rank {short} reads {sizes[short]}, others {max(sizes)}")
     return "; ".join(clauses) + ": every sample of the batch must be read by one rank, and by one only"
 
 

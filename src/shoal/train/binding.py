@@ -9,10 +9,10 @@ Without CUDA the GPUs are found by their device files: sandbox hosts have those 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class RankGpu:
     """The number of GPUs that this process sees."""
     uuid: str = ""
     minor: int | None = None
-    allocated: tuple[int, ...] = ()
+    allocated: Sequence[int] = ()
     """The device numbers that Slurm allocated on this node; empty if unknown."""
     granted: int = 0
     """The number of GPUs that Slurm allocated on this node; 0 if unknown."""
@@ -72,31 +72,25 @@ class Binding:
     @property
     def proved(self) -> bool:
         """False for a job without GPUs: there is nothing to prove."""
-        return any(rank_gpu.gpu for rank_gpu in self.ranks)
+        return any(entry.gpu for entry in self.ranks)
 
     def __str__(self) -> str:
         rows = [("rank", "node", "local rank", "GPU")]
-        rows += [
-            (str(rank_gpu.rank), rank_gpu.node, str(rank_gpu.local_rank), rank_gpu.label) for rank_gpu in self.ranks
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows += [(str(entry.rank), entry.node, str(entry.local_rank), entry.label) for entry in self.ranks]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines if self.proved else [*lines, NO_GPU_NOTE])
 
 
 def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ, timeout: float = 60.0) -> Binding:
     """Compare the GPUs of all ranks over the job's store. Every rank gets the same table, or the same BindingError."""
-    rank_gpu = choose_gpu(env, visible_gpus(environ), environ)
-    store.set(f"binding/{env.rank}", json.dumps(asdict(rank_gpu)))
+    store.set(f"binding/{env.rank}", json.dumps(asdict(choose_gpu(env, visible_gpus(environ), environ))))
     if env.rank == 0:
         keys = [f"binding/{rank}" for rank in range(env.world_size)]
         _wait_for_keys(store, keys, timeout)
-        ranks = tuple(_parse_rank_gpu(store.get(key)) for key in keys)
-        error = check_binding(ranks, env)
-        verdict = {
-            "error": [error.what, error.found, error.fix] if error else None,
-            "seats": [asdict(s) for s in ranks],
-        }
+        rows = [json.loads(store.get(key)) for key in keys]
+        error = check_binding([RankGpu(**row) for row in rows], env)
+        verdict = {"error": [error.what, error.found, error.fix] if error else None, "ranks": rows}
         store.set("binding/verdict", json.dumps(verdict))
     _wait_for_keys(store, ["binding/verdict"], 2 * timeout)
     verdict = json.loads(store.get("binding/verdict"))
@@ -108,7 +102,7 @@ def prove_binding(env: Env, store: Any, environ: Mapping[str, str] = os.environ,
             read = store.add("binding/read", 0)
         what, found, fix = verdict["error"]
         raise BindingError(what, found=found, fix=fix)
-    return Binding(tuple(_parse_rank_gpu(json.dumps(row)) for row in verdict["seats"]))
+    return Binding(tuple(RankGpu(**row) for row in verdict["ranks"]))
 
 
 def _wait_for_keys(store: Any, keys: Sequence[str], timeout: float) -> None:
@@ -128,15 +122,11 @@ def _wait_for_keys(store: Any, keys: Sequence[str], timeout: float) -> None:
 def choose_gpu(env: Env, gpus: Sequence[GpuDevice], environ: Mapping[str, str]) -> RankGpu:
     """The GPU of this rank: the only one it sees, else the one whose index is its local rank."""
     index = 0 if len(gpus) == 1 else env.local_rank
-    taken = gpus[index] if index < len(gpus) else GpuDevice("", None)
-    allocated = device_numbers(allocated_gpus(environ))
+    gpu = gpus[index] if index < len(gpus) else GpuDevice("", None)
+    # Within a step the job's list is that of the batch host.
+    allocated = device_numbers(environ.get("SLURM_STEP_GPUS" if in_slurm_step(environ) else "SLURM_JOB_GPUS", ""))
     granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
-    return RankGpu(env.rank, env.node, env.local_rank, index, len(gpus), taken.uuid, taken.minor, allocated, granted)
-
-
-def allocated_gpus(environ: Mapping[str, str]) -> str:
-    """The GPUs that Slurm allocated on this node. Within a step the job's list is that of the batch host."""
-    return environ.get("SLURM_STEP_GPUS" if in_slurm_step(environ) else "SLURM_JOB_GPUS", "")
+    return RankGpu(env.rank, env.node, env.local_rank, index, len(gpus), gpu.uuid, gpu.minor, allocated, granted)
 
 
 def device_numbers(text: str) -> tuple[int, ...]:
@@ -152,45 +142,38 @@ def device_numbers(text: str) -> tuple[int, ...]:
 
 def check_binding(ranks: Sequence[RankGpu], env: Env) -> BindingError | None:
     """The error in this layout; None if it is correct."""
-    if not any(rank_gpu.visible for rank_gpu in ranks):
+    if not any(entry.visible for entry in ranks):
         return None
-    table = str(Binding(tuple(ranks)))
-    fix = suggest_flags(env, max(rank_gpu.local_rank for rank_gpu in ranks) + 1)
-    without_gpu = [rank_gpu for rank_gpu in ranks if not rank_gpu.gpu]
-    if without_gpu:
-        rank_gpu = without_gpu[0]
-        sees = (
-            f"sees {rank_gpu.visible} GPU{'' if rank_gpu.visible == 1 else 's'}" if rank_gpu.visible else "sees no GPU"
-        )
-        return BindingError(
-            f"rank {rank_gpu.rank} has no GPU: it is local rank {rank_gpu.local_rank} on {rank_gpu.node} and {sees}",
-            found=table,
-            fix=fix,
-        )
+    flags = suggest_flags(env, max(entry.local_rank for entry in ranks) + 1)
+
+    def error(what: str, found: str = "", fix: str = "") -> BindingError:
+        return BindingError(what, found=found + str(Binding(tuple(ranks))), fix=fix + flags)
+
+    for entry in ranks:
+        if not entry.gpu:
+            sees = f"sees {entry.visible or 'no'} GPU{'s' * (entry.visible > 1)}"
+            place = f"local rank {entry.local_rank} on {entry.node}"
+            return error(f"rank {entry.rank} has no GPU: it is {place} and {sees}")
     owners: dict[str, RankGpu] = {}
-    for rank_gpu in ranks:
-        owner = owners.setdefault(rank_gpu.gpu, rank_gpu)
-        if owner is not rank_gpu:
-            return BindingError(
-                f"ranks {owner.rank} and {rank_gpu.rank} are on the same GPU of {rank_gpu.node}: {rank_gpu.label}",
-                found=table,
-                fix=fix,
+    for entry in ranks:
+        owner = owners.setdefault(entry.gpu, entry)
+        if owner is not entry:
+            return error(f"ranks {owner.rank} and {entry.rank} are on the same GPU of {entry.node}: {entry.label}")
+    for entry in ranks:
+        if entry.allocated and entry.minor is not None and entry.minor not in entry.allocated:
+            allocated = ", ".join(f"/dev/nvidia{number}" for number in entry.allocated)
+            device = f"/dev/nvidia{entry.minor} of {entry.node}"
+            return error(
+                f"rank {entry.rank} is on {device}, which Slurm did not allocate to this job",
+                f"Slurm allocated {allocated}\n",
+                "remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n",
             )
-    for rank_gpu in ranks:
-        if rank_gpu.allocated and rank_gpu.minor is not None and rank_gpu.minor not in rank_gpu.allocated:
-            allocated = ", ".join(f"/dev/nvidia{number}" for number in rank_gpu.allocated)
-            return BindingError(
-                f"rank {rank_gpu.rank} is on /dev/nvidia{rank_gpu.minor} of {rank_gpu.node},"
-                " which Slurm did not allocate to this job",
-                found=f"Slurm allocated {allocated}\n{table}",
-                fix=f"remove the line that sets CUDA_VISIBLE_DEVICES: Slurm sets it.\n{fix}",
-            )
-        if not rank_gpu.allocated and 0 < rank_gpu.granted < rank_gpu.visible:
-            return BindingError(
-                f"rank {rank_gpu.rank} sees {rank_gpu.visible} GPUs on {rank_gpu.node}, and Slurm allocated"
-                f" {rank_gpu.granted}, without naming them",
-                found=f"SLURM_GPUS_ON_NODE={rank_gpu.granted}, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n{table}",
-                fix=f"remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n{fix}",
+        if not entry.allocated and 0 < entry.granted < entry.visible:
+            allocated = f"Slurm allocated {entry.granted}, without naming them"
+            return error(
+                f"rank {entry.rank} sees {entry.visible} GPUs on {entry.node}, and {allocated}",
+                f"SLURM_GPUS_ON_NODE={entry.granted}, no SLURM_STEP_GPUS and no CUDA_VISIBLE_DEVICES\n",
+                "remove --gpu-bind=none: Slurm 22.05 then leaves CUDA_VISIBLE_DEVICES out.\n",
             )
     return None
 
@@ -203,11 +186,6 @@ def suggest_flags(env: Env, ranks: int) -> str:
     # All ranks of a node then see all its GPUs, which NCCL needs for direct copies. Not --gpus-per-task, which hides
     # the others' GPUs, nor --gpu-bind=none, with which Slurm 22.05 does not set CUDA_VISIBLE_DEVICES.
     return f"#SBATCH --gpus-per-node={ranks} --ntasks-per-node={ranks}"
-
-
-def _parse_rank_gpu(text: str | bytes) -> RankGpu:
-    row = json.loads(text)
-    return RankGpu(**{**row, "allocated": tuple(row["allocated"])})
 
 
 @dataclass(frozen=True)
@@ -260,23 +238,16 @@ def usable_minors(devices: Path) -> list[int]:
     """The numbers of the device files that this process may open: Slurm's cgroup denies the others."""
     minors = []
     for path in devices.glob("nvidia*"):
-        match = re.fullmatch(r"nvidia(\d+)", path.name)
-        if match is None:
-            continue
-        try:
-            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        except OSError:
-            continue
-        minors.append(int(match[1]))
+        if match := re.fullmatch(r"nvidia(\d+)", path.name):
+            with contextlib.suppress(OSError):
+                os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                minors.append(int(match[1]))
     return sorted(minors)
 
 
 def smi_uuids() -> dict[int, str]:
     """The UUID of each device file, from nvidia-smi. Empty if that is missing or fails."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return {}
-    query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -23,14 +23,8 @@ import torch
 import torch.distributed as torch_dist
 
 from shoal.contract import SHOAL_INTERFACE, SHOAL_STORE_DIR
-from shoal.train.address_exchange import (
-    AddressExchange,
-    FileExchange,
-    PortExchange,
-    StoreExchange,
-    master_addresses,
-    own_addresses,
-)
+from shoal.train import address_exchange
+from shoal.train.address_exchange import AddressExchange
 from shoal.train.binding import Binding, prove_binding
 from shoal.train.env import Env, read_env
 from shoal.train.errors import EnvError, RendezvousError
@@ -205,17 +199,17 @@ def _join(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -
         return None
     interface = environ.get(SHOAL_INTERFACE, "")
     exchange = choose_exchange(env, environ, timer)
-    return join_rendezvous(env, exchange, lambda: own_addresses(env, interface), timer)
+    return join_rendezvous(env, exchange, lambda: address_exchange.own_addresses(env, interface), timer)
 
 
 def choose_exchange(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -> AddressExchange:
     """Where rank 0 publishes its address: torchrun's store, a shared directory, or a list of ports."""
     if env.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return StoreExchange(_connect_agent_store(env, timer), env.key, env.world_size)
+        return address_exchange.StoreExchange(_connect_agent_store(env, timer), env.key, env.world_size)
     directory = environ.get(SHOAL_STORE_DIR, "")
     if directory:
-        return FileExchange(Path(directory), env.key)
-    return PortExchange(lambda: master_addresses(env), env.key, env.master_port)
+        return address_exchange.FileExchange(Path(directory), env.key)
+    return address_exchange.PortExchange(lambda: address_exchange.master_addresses(env), env.key, env.master_port)
 
 
 def _connect_agent_store(env: Env, timer: RendezvousTimer) -> Any:

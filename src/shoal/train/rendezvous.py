@@ -3,10 +3,8 @@
 Not torch's TCPStore alone: with 3 of 4 ranks missing it says after 15 s "1/4 clients joined", torchrun only
 RendezvousTimeoutError; neither names a rank, and both need a port that is known to be free (torch 2.13).
 
-Only sockets, no torch: a job whose ranks cannot connect fails with the reason before anything large is imported. Each
-rank announces itself (rank, node, world size) and keeps the connection open. When all are connected, rank 0 answers
-with the address of the store: the one the rank has connected to, so it is known to work. After `report_after` seconds
-rank 0 prints which ranks are missing and whether their hosts answer, and a rank that cannot reach rank 0 prints why.
+Each rank announces itself (rank, node, world size) and keeps the connection open. When all are connected, rank 0
+answers with the address of the store: the one the rank has connected to, so it is known to work.
 """
 
 from __future__ import annotations
@@ -28,13 +26,7 @@ from shoal.train.env import Env
 from shoal.train.errors import RendezvousError
 from shoal.train.file_io import parse_json_object
 from shoal.train.interfaces import is_loopback, plain_address
-from shoal.train.rendezvous_errors import (
-    FailedAttempt,
-    duplicate_rank,
-    missing_ranks,
-    rank_zero_unreachable,
-    world_sizes_differ,
-)
+from shoal.train.rendezvous_errors import FailedAttempt, missing_ranks, rank_zero_unreachable, world_sizes_differ
 
 MAX_LINE_BYTES = 65_536
 CONNECT_TIMEOUT_S = 2.0
@@ -190,7 +182,11 @@ class _RankZero:
         if rank == 0 or (previous and previous.process != connection.process):
             self.connected[-1] = connection  # the abort is sent to it too
             first = previous.process if previous else f"this process on {self.env.node}"
-            raise duplicate_rank(rank, first, connection.process)
+            raise RendezvousError(
+                f"two processes have rank {rank}",
+                found=f"{first} and {connection.process}",
+                fix="export no RANK in a batch script, and start the script once: each task of srun has a SLURM_PROCID",
+            )
         self.connected[rank] = connection
         self.disconnected.pop(rank, None)
         connection.sock.setblocking(False)
@@ -204,13 +200,11 @@ class _RankZero:
     def _finish(self) -> Rendezvous:
         """Send each rank the store's address: the one by which it has reached rank 0."""
         port = self.store_listener.getsockname()[1]
-        reached_by = {
-            rank: plain_address(connection.sock.getsockname()[0]) for rank, connection in self.connected.items()
-        }
-        candidates = [address for address in (*reached_by.values(), *self.own_addresses) if not is_loopback(address)]
-        own = (candidates or ["127.0.0.1"])[0]
-        for rank, connection in self.connected.items():
-            connection.send({"go": [reached_by[rank], port, own]})
+        connections = self.connected.values()
+        reached_by = [plain_address(connection.sock.getsockname()[0]) for connection in connections]
+        own = next((address for address in (*reached_by, *self.own_addresses) if not is_loopback(address)), "127.0.0.1")
+        for connection, address in zip(connections, reached_by, strict=True):
+            connection.send({"go": [address, port, own]})
         return Rendezvous(own, port, own, self.store_listener)
 
 

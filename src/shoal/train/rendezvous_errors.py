@@ -51,12 +51,12 @@ def missing_ranks(
         nodes.setdefault(_node_of(env, rank, connected), []).append(rank)
     reachable = check_reachability([name for name in nodes if name and name != env.node], env)
     lines = []
+    unnamed_node = f"a node that {env.launcher} chose" + (f" (of {', '.join(env.nodes)})" if env.nodes else "")
     for name, ranks in nodes.items():
-        lines.append(f"{_list_ranks(ranks)} {_describe_node(env, name)} missing{reachable.get(name, '')}")
+        lines.append(f"{_list_ranks(ranks)} on {name or unnamed_node}: missing{reachable.get(name, '')}")
         lines += [f"  rank {rank} reports: {reports[rank]}" for rank in ranks if rank in reports]
-        lines += [
-            f"  rank {rank} was connected and ended ({disconnected[rank]})" for rank in ranks if rank in disconnected
-        ]
+        ended_ranks = [rank for rank in ranks if rank in disconnected]
+        lines += [f"  rank {rank} was connected and ended ({disconnected[rank]})" for rank in ended_ranks]
     network = any("does not answer" in text for text in reachable.values()) or bool(reports)
     return RendezvousError(
         f"rank 0 on {env.node} waited {elapsed:.0f} s for {len(missing)} of {env.world_size} ranks",
@@ -85,23 +85,15 @@ def rank_zero_unreachable(
 
 
 def world_sizes_differ(env: Env, rank: int, node: str, world_size: int) -> RendezvousError:
-    fix = {
+    fixes = {
         "torchrun": "give every torchrun the same --nnodes and --nproc-per-node",
         "env": "set the same WORLD_SIZE for every rank",
         "spawn": "start the same number of processes on every node",
-    }.get(env.launcher, "start all ranks with one command: one srun, one mpirun")
+    }
     return RendezvousError(
         "the ranks have different world sizes",
         found=f"{env.world_size} on rank 0 ({env.node}), {world_size} on rank {rank} ({node})",
-        fix=fix,
-    )
-
-
-def duplicate_rank(rank: int, first: str, second: str) -> RendezvousError:
-    return RendezvousError(
-        f"two processes have rank {rank}",
-        found=f"{first} and {second}",
-        fix="export no RANK in a batch script, and start the script once: each task of srun has a SLURM_PROCID",
+        fix=fixes.get(env.launcher, "start all ranks with one command: one srun, one mpirun"),
     )
 
 
@@ -138,12 +130,6 @@ def _node_of(env: Env, rank: int, connected: Mapping[int, str]) -> str:
     if first <= env.rank < first + env.local_world_size:
         return env.node
     return next((connected[near] for near in range(first, first + env.local_world_size) if near in connected), "")
-
-
-def _describe_node(env: Env, name: str) -> str:
-    if name:
-        return f"on {name}:"
-    return f"on a node that {env.launcher} chose" + (f" (of {', '.join(env.nodes)}):" if env.nodes else ":")
 
 
 def _launcher_fix(env: Env, missing: Sequence[int]) -> str:
