@@ -1,10 +1,22 @@
-"""Short checks of a host, each started by its name: `python_command("probes", "gpus", "2")`."""
+"""Short programs for a host, each started by its name: `python_command("probes", "gpus", "2")`."""
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import hashlib
+import json
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Callable
+
+MLFLOW_SERVICE = "shoal-mlflow"
+MLFLOW_ADMIN, MLFLOW_JOBS = "admin", "jobs"
+"""People log in as the first; jobs report as the second, which may not change accounts."""
+MLFLOW_START_TIMEOUT_S = 240
 
 
 def check_gpus(promised: str) -> None:
@@ -69,7 +81,60 @@ def check_cuda(cuda: ctypes.CDLL, promised: int) -> None:
         call("cuCtxDestroy_v2", context)
 
 
-PROBES = {"gpus": check_gpus}
+def check_tracking(uri: str, proxies: str) -> None:
+    """Print 200 for a healthy MLflow server, or the error. With "no-proxies", not through a proxy."""
+    handlers = [urllib.request.ProxyHandler({})] if proxies == "no-proxies" else []
+    try:
+        with urllib.request.build_opener(*handlers).open(uri + "/health", timeout=5) as answer:
+            print(answer.status)
+    except Exception as error:
+        reason = getattr(error, "reason", error)
+        print(getattr(reason, "strerror", None) or reason)
+
+
+def create_jobs_account(uri: str, admin_file: str, jobs_file: str, mark_file: str) -> None:
+    """Wait for the MLflow server, and create the account of jobs or set its password.
+
+    The passwords are in files that only root can read; the digest of that of jobs is left in `mark_file`.
+    """
+    with open(admin_file) as admin, open(jobs_file) as jobs:
+        admin_password, jobs_password = admin.read().strip(), jobs.read().strip()
+    login = base64.b64encode((MLFLOW_ADMIN + ":" + admin_password).encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": "Basic " + login}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def call(method: str, path: str, body: object = None) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        opener.open(urllib.request.Request(uri + path, data, headers, method=method), timeout=30).close()
+
+    deadline = time.monotonic() + MLFLOW_START_TIMEOUT_S
+    while True:
+        try:
+            call("GET", "/health")
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                sys.exit("the server does not answer: %s; see journalctl -u %s" % (error, MLFLOW_SERVICE))
+            time.sleep(1)
+    account = {"username": MLFLOW_JOBS, "password": jobs_password}
+    try:
+        call("POST", "/api/2.0/mlflow/users/create", account)
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            sys.exit("the server does not take the password in %s: its accounts are those of another one" % admin_file)
+        try:
+            call("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
+        except urllib.error.HTTPError as error:
+            sys.exit("the account %s cannot be made: %s" % (MLFLOW_JOBS, error))
+    with open(mark_file, "w") as mark, open(jobs_file, "rb") as password:
+        mark.write(hashlib.sha256(password.read()).hexdigest() + "  -")
+
+
+PROBES: dict[str, Callable[..., None]] = {
+    "gpus": check_gpus,
+    "tracking": check_tracking,
+    "mlflow-account": create_jobs_account,
+}
 
 if __name__ == "__main__":
     PROBES[sys.argv[1]](*sys.argv[2:])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
+from shoal.remote import program_text
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
 from shoal.roles.shares import ServedShare, shares
@@ -145,9 +146,9 @@ def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
         Service(mlflow.SERVICE),
         Command(
             "make the account that jobs report with",
-            (f"{server.prefix}/bin/python", "-I", "-"),
+            (f"{server.prefix}/bin/python", "-I", "-", *mlflow.account_arguments(server)),
             unless=mlflow.ACCOUNT_CHECK,
-            stdin=mlflow.account_program(server),
+            stdin=program_text("probes"),
             timeout=300.0,
         ),
     )

@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 
 from shoal.agent.document import HEADER, render_unit
+from shoal.remote import python_command
+from shoal.remote.probes import MLFLOW_ADMIN, MLFLOW_JOBS, MLFLOW_SERVICE
 
 VERSION = "3.17.2"
 """The release that Shoal installs; the training library works with any from 2.0 on."""
-USER = "shoal-mlflow"
-SERVICE = "shoal-mlflow"
+USER = SERVICE = MLFLOW_SERVICE
 STATE = "/var/lib/shoal-mlflow"
 SETTINGS = "/etc/shoal/mlflow"
 UNIT = "/etc/systemd/system/shoal-mlflow.service"
@@ -20,8 +21,7 @@ ADMIN_PASSWORD, JOBS_PASSWORD, SESSION_KEY = (
 AUTH, VARIABLES = f"{SETTINGS}/basic_auth.ini", f"{SETTINGS}/environment"
 ADDRESS = "/etc/shoal/tracking.json"
 """On the controller: the server's address, for `shoal run`."""
-ADMIN, JOBS = "admin", "jobs"
-"""People log in as the first; jobs report as the second, which may not change accounts."""
+ADMIN, JOBS = MLFLOW_ADMIN, MLFLOW_JOBS
 ACCOUNTS = f"{STATE}/.accounts"
 
 
@@ -169,56 +169,11 @@ ACCOUNT_CHECK = ("sh", "-c", f'test "$(sha256sum < {JOBS_PASSWORD})" = "$(cat {A
 """Tests whether the account of jobs has its current password."""
 
 
-def account_program(server: MlflowServer) -> str:
-    """A program that waits for the server and creates the account of jobs, or sets its password.
-
-    It reads passwords from files that only root can read.
-    """
-    return f"""
-import base64, hashlib, json, sys, time, urllib.error, urllib.request
-admin, jobs = (open(path).read().strip() for path in ({ADMIN_PASSWORD!r}, {JOBS_PASSWORD!r}))
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({{}}))
-def ask(method, path, body=None):
-    head = {{"Content-Type": "application/json"}}
-    head["Authorization"] = "Basic " + base64.b64encode(({ADMIN!r} + ":" + admin).encode()).decode()
-    data = None if body is None else json.dumps(body).encode()
-    opener.open(urllib.request.Request({server.uri!r} + path, data, head, method=method), timeout=30).close()
-until = time.monotonic() + 240
-while True:
-    try:
-        ask("GET", "/health")
-        break
-    except OSError as error:
-        if time.monotonic() > until:
-            sys.exit("the server does not answer: %s; see journalctl -u {SERVICE}" % error)
-        time.sleep(1)
-account = {{"username": {JOBS!r}, "password": jobs}}
-try:
-    ask("POST", "/api/2.0/mlflow/users/create", account)
-except urllib.error.HTTPError as error:
-    if error.code == 401:
-        sys.exit("the server does not take the password in {ADMIN_PASSWORD}: its accounts are those of another one")
-    try:
-        ask("PATCH", "/api/2.0/mlflow/users/update-password", account)  # it was there already
-    except urllib.error.HTTPError as error:
-        sys.exit("the account {JOBS} cannot be made: %s" % error)
-with open({ACCOUNTS!r}, "w") as mark, open({JOBS_PASSWORD!r}, "rb") as password:
-    mark.write(hashlib.sha256(password.read()).hexdigest() + "  -")
-"""
-
-
-_HEALTH = """
-import sys, urllib.request
-try:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if sys.argv[2] == "ours" else urllib.request
-    with (opener.open if sys.argv[2] == "ours" else opener.urlopen)(sys.argv[1] + "/health", timeout=5) as answer:
-        print(answer.status)
-except Exception as error:
-    reason = getattr(error, "reason", error)
-    print(getattr(reason, "strerror", None) or reason)
-"""
+def account_arguments(server: MlflowServer) -> tuple[str, ...]:
+    """The arguments of `remote/probes.py` that create the account of jobs on the server's host."""
+    return ("mlflow-account", server.uri, ADMIN_PASSWORD, JOBS_PASSWORD, ACCOUNTS)
 
 
 def health_command(uri: str, *, ours: bool) -> tuple[str, ...]:
-    """A command that prints 200 for a healthy server, or the error."""
-    return ("python3", "-I", "-c", _HEALTH, uri, "ours" if ours else "other")
+    """A command that prints 200 for a healthy server, or the error. A server of ours is not behind a proxy."""
+    return python_command("probes", "tracking", uri, "no-proxies" if ours else "proxies")

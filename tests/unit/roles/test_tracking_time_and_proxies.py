@@ -18,6 +18,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, SecretRef, Service
 from shoal.agent.facts import Facts, FileFact
+from shoal.remote import program_text
 from shoal.roles.assembly import assemble
 from shoal.roles.clock import CONF, DROP_IN, ClockComponent
 from shoal.roles.cluster import Cluster
@@ -248,10 +249,9 @@ def test_a_job_gets_the_address_and_the_password_and_without_a_server_nothing() 
     assert mlflow.job_variables("secret\n") == mlflow.job_variables("") == {}
 
 
-def test_the_program_that_makes_accounts_is_python_and_holds_no_password() -> None:
-    text = mlflow.account_program(mlflow.MlflowServer("c1", "fd00::1", 5000, "sqlite", "/a"))
-    compile(text, "accounts", "exec")
-    assert "'http://[fd00::1]:5000'" in text and mlflow.JOBS_PASSWORD in text
+def test_the_program_that_makes_accounts_gets_files_and_no_password() -> None:
+    arguments = mlflow.account_arguments(mlflow.MlflowServer("c1", "fd00::1", 5000, "sqlite", "/a"))
+    assert arguments[1:] == ("http://[fd00::1]:5000", mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD, mlflow.ACCOUNTS)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,13 @@ def test_the_account_of_jobs_is_made_or_gets_its_password(tmp_path: Path, create
     (tmp_path / "jobs-password").write_text("crew\n")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        program = mlflow.account_program(mlflow.MlflowServer("c1", "127.0.0.1", server.server_port, "sqlite", "/a"))
-        program = program.replace(mlflow.SETTINGS, str(tmp_path)).replace(mlflow.STATE, str(tmp_path))
-        line = [sys.executable, "-I", "-"]
-        done = subprocess.run(line, input=program, capture_output=True, text=True, timeout=120)
+        places = mlflow.MlflowServer("c1", "127.0.0.1", server.server_port, "sqlite", "/a")
+        words = [
+            word.replace(mlflow.SETTINGS, str(tmp_path)).replace(mlflow.STATE, str(tmp_path))
+            for word in mlflow.account_arguments(places)
+        ]
+        line = [sys.executable, "-I", "-", *words]
+        done = subprocess.run(line, input=program_text("probes"), capture_output=True, text=True, timeout=120)
         server.shutdown()
     assert done.returncode == status and said in done.stderr
     account = json.dumps({"username": "jobs", "password": "crew"})

@@ -18,7 +18,7 @@ async def test_a_tracking_server_that_does_not_answer_is_an_error_and_an_environ
     await raised(world, SERVED)
     answers = world.hosts["c1"].answers
     answers[mlflow.ADDRESS_COMMAND] = Result(0, stdout=TOLD)
-    answers[("python3", "-I", "-c")] = Result(0, stdout=b"Connection refused\n")
+    answers[mlflow.health_command("http://10.9.9.9:5000", ours=False)] = Result(0, stdout=b"Connection refused\n")
     found = [(finding.level, str(finding)) for finding in await check(context_of(world, SERVED))]
     assert found == [
         (
@@ -28,5 +28,5 @@ async def test_a_tracking_server_that_does_not_answer_is_an_error_and_an_environ
         ),
         ("info", "environments.torch: not built yet, run `shoal env build torch`"),
     ]
-    answers[("python3", "-I", "-c")] = Result(0, stdout=b"200\n")
+    answers[mlflow.health_command("http://10.9.9.9:5000", ours=False)] = Result(0, stdout=b"200\n")
     assert [finding.path for finding in await check(context_of(world, SERVED))] == ["environments.torch"]
