@@ -188,8 +188,8 @@ async def set_cable(layout: Layout, host: HostRecord, connected: bool) -> None:
 
 async def unplug(layout: Layout, host: HostRecord) -> None:
     """Remove the host's cable and namespace."""
-    await _remove_link(layout.link(host))
-    await _remove_namespace(layout.namespace(host.name))
+    await _remove("link", layout.link(host))
+    await _remove("netns", layout.namespace(host.name))
 
 
 async def remove_all(layout: Layout) -> None:
@@ -197,9 +197,9 @@ async def remove_all(layout: Layout) -> None:
     async with locked(MACHINE_LOCK):
         for path in sorted(Path("/sys/class/net").iterdir()):
             if path.name.startswith((layout.link_prefix, layout.bridge_prefix)):
-                await _remove_link(path.name)
+                await _remove("link", path.name)
         for path in sorted(Path("/run/netns").glob(f"{layout.prefix}*")):
-            await _remove_namespace(path.name)
+            await _remove("netns", path.name)
         tables = await call("nft", "list", "tables")
         for family in ("inet", "ip"):  # a simulated cloud has the other one
             if f"table {family} {layout.table}\n" in tables:
@@ -243,14 +243,10 @@ async def _ensure_bridge(layout: Layout, site: Site) -> None:
     await call("ip", "link", "set", bridge, "up")
 
 
-async def _remove_link(name: str) -> None:
-    if Path("/sys/class/net", name).exists():
-        await call("ip", "link", "del", name)
-
-
-async def _remove_namespace(name: str) -> None:
-    if Path("/run/netns", name).exists():
-        await call("ip", "netns", "del", name)
+async def _remove(kind: str, name: str) -> None:
+    """Remove a `link` or a namespace (`netns`)."""
+    if Path("/sys/class/net" if kind == "link" else "/run/netns", name).exists():
+        await call("ip", kind, "del", name)
 
 
 def raise_settings(proc: Path = PROC, saved: Path = SAVED_SETTINGS) -> None:

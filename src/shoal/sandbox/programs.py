@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from shoal.errors import ProviderError
@@ -15,12 +17,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 async def call(*argv: str | Path, stdin: str = "", check: bool = True) -> str:
     """Run a program to its end and return what it printed. Raises ProviderError with its last lines when it fails."""
-    process = await _spawn(argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-    try:
+    async with _running(argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE) as process:
         output, _ = await process.communicate(stdin.encode())
-    except asyncio.CancelledError:
-        await _end(process)
-        raise
     text = output.decode("utf-8", "replace")
     if check and process.returncode != 0:
         command = " ".join(str(word) for word in argv[:6])
@@ -31,12 +29,8 @@ async def call(*argv: str | Path, stdin: str = "", check: bool = True) -> str:
 async def call_logged(*argv: str | Path, log: Path, env: dict[str, str] | None = None) -> int:
     """Run a long program with its output in a log file, and return its status."""
     with log.open("ab") as sink:
-        process = await _spawn(argv, stdin=asyncio.subprocess.DEVNULL, stdout=sink.fileno(), env=env)
-        try:
+        async with _running(argv, stdin=asyncio.subprocess.DEVNULL, stdout=sink.fileno(), env=env) as process:
             return await process.wait()
-        except asyncio.CancelledError:
-            await _end(process)
-            raise
 
 
 def last_lines(text: str) -> str:
@@ -45,11 +39,13 @@ def last_lines(text: str) -> str:
     return "\n".join(lines[-LAST_LINES:]) or "(it printed nothing)"
 
 
-async def _spawn(
+@asynccontextmanager
+async def _running(
     argv: tuple[str | Path, ...], *, stdin: int, stdout: int, env: dict[str, str] | None = None
-) -> asyncio.subprocess.Process:
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A program that does not outlive the block, even when that is cancelled."""
     try:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=stdin,
             stdout=stdout,
@@ -58,9 +54,9 @@ async def _spawn(
         )
     except FileNotFoundError as error:
         raise ProviderError(f"the program {argv[0]} is not installed", hint="run `shoal check`") from error
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -118,9 +118,9 @@ class Account(Share):
         names = [name for name in users if isinstance(name, str)]
         if len(names) < len(users):
             raise refusal("not a list of users", "write [ann, bob], or {ann: {max_gpus: 2}, bob: {}}")
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise refusal("a user named twice", "name each once", twice)
+        for name in names:
+            if names.count(name) > 1:
+                raise refusal("a user named twice", "name each once", name)
         return {**value, "users": {name: {} for name in names}}
 
     @classmethod

@@ -111,7 +111,7 @@ class Proxy(SpecModel):
 def environment_problems(environments: Mapping[str, Environment | None], proxy: Proxy | None) -> Iterator[Problem]:
     """Every environment says what is in it once, and a proxy has an address."""
     for name, environment in environments.items():
-        given = [key for key in SOURCES if environment.is_set(key)] if environment is not None else list(SOURCES[:1])
+        given = environment.set_among(SOURCES) if environment is not None else list(SOURCES[:1])
         if not given:
             fix = "add one of `requirements`, `lock` and `pyproject`"
             yield Problem(("environments", name), "nothing says what is in it", "", fix)

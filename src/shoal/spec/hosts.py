@@ -275,9 +275,8 @@ def _misplaced_fields(
     names = [name for name in fields.model_fields if name != "provider"]
     if fields is MachineFields and isinstance(entry, HostSet):
         names.insert(0, "count")
-    for name in names:
-        if entry.is_set(name):
-            yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
+    for name in entry.set_among(names):
+        yield Problem((*path, name), f"`{name}` without `{other}`", "", f"delete it, or use `{other}`")
 
 
 def _duplicates(controller: Controller | None, login: Login | None, nodesets: NodeSets) -> Iterator[Problem]:

@@ -100,9 +100,8 @@ def network_problems(network: Network, hosts: Sequence[str], *, rentals: int = 0
     `hosts` are the names of all members; `rentals` is how many nodes may be rented beside them.
     """
     for kind, fields in _OWN_FIELDS.items():
-        for field in fields if kind != network.kind else ():
-            if network.is_set(field):
-                yield Problem(("network", field), f"`{field}` is of {kind} alone", "", f"delete it, or use {kind}")
+        for field in network.set_among(fields) if kind != network.kind else ():
+            yield Problem(("network", field), f"`{field}` is of {kind} alone", "", f"delete it, or use {kind}")
     hub = network.hub
     if hub is not None and hub not in hosts:
         yield Problem(("network", "hub"), "the hub is not a host of the cluster", show(hub), nearest(hub, list(hosts)))

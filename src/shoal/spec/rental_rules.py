@@ -74,10 +74,9 @@ def _account_problems(accounts: Accounts, nodesets: Mapping[str, NodeSet]) -> It
 
 def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Iterator[Problem]:
     if nodeset.is_set("hosts") or not nodeset.is_rental:
-        for key in RENTAL_FIELDS:
-            if nodeset.is_set(key):
-                fix = "delete it, or say `max` and a provider in place of hosts that are always there"
-                yield Problem((*path, key), f"`{key}` where nothing is rented", "", fix)
+        for key in nodeset.set_among(RENTAL_FIELDS):
+            fix = "delete it, or say `max` and a provider in place of hosts that are always there"
+            yield Problem((*path, key), f"`{key}` where nothing is rented", "", fix)
         return
     if "provider" in nodeset.invalid or nodeset.provider not in (None, *KINDS, *accounts):
         yield from _offer_problems(path, nodeset, accounts)  # it may not be meant as a rented nodeset
@@ -88,13 +87,11 @@ def _nodeset_problems(path: Path, nodeset: NodeSet, accounts: Accounts) -> Itera
         yield Problem((*path, "count"), "`count` where nodes are rented", "", "call it `max`: rented nodes come and go")
     elif not nodeset.is_set("max"):
         yield Problem(path, "missing key `max`", "", "say how many nodes it may have: `max: 4`")
-    for key in ("image", "cgroups"):
-        if nodeset.is_set(key):
-            yield Problem((*path, key), f"`{key}` where nodes are rented", "", "delete it: the provider's type decides")
+    for key in nodeset.set_among(("image", "cgroups")):
+        yield Problem((*path, key), f"`{key}` where nodes are rented", "", "delete it: the provider's type decides")
     if nodeset.is_set("offers"):
-        for key in OfferChoice.model_fields:
-            if nodeset.is_set(key):
-                yield Problem((*path, key), f"both `{key}` and `offers`", "", "write it into the offers")
+        for key in nodeset.set_among(OfferChoice.model_fields):
+            yield Problem((*path, key), f"both `{key}` and `offers`", "", "write it into the offers")
     elif not nodeset.is_set("type"):
         what = "neither `type` nor `offers`" if nodeset.is_set("provider") else "neither `provider` nor `offers`"
         yield Problem(path, what, "", "say what to rent: `provider: lambda` with `type: gpu_1x_a10`")
@@ -129,14 +126,15 @@ def _budget_problems(path: Path, budget: Budget | None) -> Iterator[Problem]:
     """A budget has a limit, and a day's is not above a month's."""
     if budget is None:
         return
-    if not any(budget.is_set(key) for key in _LIMITS):
+    limits = budget.set_among(_LIMITS)
+    if not limits:
         yield Problem(path, "a budget without a limit", "", f"give one of {', '.join(_LIMITS)}")
     day, month = budget.per_day, budget.per_month
     if day is not None and month is not None and day > month:
         yield Problem((*path, "per_day"), "more than `per_month`", f"{day:.10g}", f"give at most {month:.10g}")
     if budget.is_set("after") and budget.then != "end":
         yield Problem((*path, "after"), "`after` where nothing is ended", "", "say `then: end`, or delete it")
-    elif budget.then == "end" and [key for key in _LIMITS if budget.is_set(key)] == ["per_hour"]:
+    elif budget.then == "end" and limits == ["per_hour"]:
         fix = "give per_day or per_month too: only what is spent can be used up"
         yield Problem((*path, "then"), "an hour's limit alone ends nothing", "", fix, "warning")
 
@@ -148,12 +146,9 @@ def _lifetime_problems(rentals: Mapping[str, NodeSet], partitions: Mapping[str, 
         for name, nodeset in rentals.items()
         if "lifetime" not in nodeset.invalid
     }
-    for name, nodeset in rentals.items():
-        if (
-            name in lifetimes
-            and "idle" not in nodeset.invalid
-            and seconds(nodeset.idle or DEFAULT_IDLE_TIME) >= lifetimes[name]
-        ):
+    for name in lifetimes:
+        idle = rentals[name].idle or DEFAULT_IDLE_TIME
+        if "idle" not in rentals[name].invalid and seconds(idle) >= lifetimes[name]:
             yield Problem(("nodesets", name, "idle"), "not less than `lifetime`", "", "give less")
     for name, partition in partitions.items():
         if partition is None or partition.max_time is None:

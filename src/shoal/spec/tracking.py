@@ -61,10 +61,9 @@ def tracking_problems(tracking: Tracking | None, shares: Shares, hosts: Sequence
     if tracking is None:
         return
     if tracking.is_set("url"):
-        for key in _OWN_SERVER_FIELDS:
-            if tracking.is_set(key):
-                what = f"`{key}` for a server that is there already"
-                yield Problem(("tracking", key), what, "", "delete it, or `url`")
+        for key in tracking.set_among(_OWN_SERVER_FIELDS):
+            what = f"`{key}` for a server that is there already"
+            yield Problem(("tracking", key), what, "", "delete it, or `url`")
     if tracking.host is not None and hosts and tracking.host not in hosts:
         fix = nearest(tracking.host, list(hosts))
         yield Problem(("tracking", "host"), "the server's host is none of the cluster", show(tracking.host), fix)

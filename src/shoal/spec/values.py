@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -51,6 +51,10 @@ class SpecModel(BaseModel):
         """Whether the file sets a field, even to an invalid value. The field's default counts as not set."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return name in self.invalid or getattr(self, name) != default
+
+    def set_among(self, names: Iterable[str]) -> list[str]:
+        """Those of the fields that the file sets."""
+        return [name for name in names if self.is_set(name)]
 
 
 def refusal(what: str, fix: str, found: object = None) -> PydanticCustomError:
