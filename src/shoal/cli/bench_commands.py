@@ -13,12 +13,11 @@ from rich.text import Text
 
 from shoal.cli.options import with_session
 from shoal.cli.output import plain
-from shoal.cli.screen import show_failures
+from shoal.cli.screen import group_by, show_failures
 from shoal.cli.session import PARTLY, Session
 from shoal.hostlist import compress
 
 if TYPE_CHECKING:
-    from shoal.network.links import LinkSpeed
     from shoal.verbs.links import LinksResult
 
 HEAT = ("white on red", "black on dark_orange", "black on yellow", "black on green3", "white on green4")
@@ -64,7 +63,7 @@ def show_links(console: Console, result: LinksResult) -> None:
         console.print("\n[bold]round trip[/] from row to column, milliseconds")
         _show_matrix(console, result.hosts, trips, lambda value: f"{value:.2f}", best=min)
         console.print()
-    for problem, broken in _problems(result.links).items():
+    for problem, broken in group_by((link for link in result.links if link.problem), lambda link: link.problem).items():
         pairs = ", ".join(f"{link.source} to {link.target}" for link in broken)
         console.print(Text(f"no link from {pairs}: {problem}", style="red"))
     show_failures(console, result.failures)
@@ -125,11 +124,3 @@ def heat(value: float, worst: float, best: float) -> int:
         return len(HEAT) - 1
     part = math.log(value / worst) / spread
     return min(int(part * len(HEAT)), len(HEAT) - 1)
-
-
-def _problems(links: Sequence[LinkSpeed]) -> dict[str, list[LinkSpeed]]:
-    problems: dict[str, list[LinkSpeed]] = {}
-    for link in links:
-        if link.problem:
-            problems.setdefault(link.problem, []).append(link)
-    return problems

@@ -98,8 +98,7 @@ def up(
         bool, typer.Option("--allow-job-loss", help="Proceed even if a change ends jobs.")
     ] = False,
     leave_rented: Annotated[
-        bool,
-        typer.Option("--leave-rented", help="Proceed even if some rented machines can no longer be released."),
+        bool, typer.Option("--leave-rented", help="Proceed even if some rented machines can no longer be released.")
     ] = False,
     leave_records: Annotated[
         bool, typer.Option("--leave-records", help="Proceed even if accounting moves without its records.")

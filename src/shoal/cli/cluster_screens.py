@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from shoal.cli.screen import Columns, count, escape_text, format_time_limit, print_wrapped, show_failures, show_findings
+from shoal.cli.screen import (
+    Columns,
+    count,
+    escape_text,
+    format_time_limit,
+    group_by,
+    print_wrapped,
+    show_failures,
+    show_findings,
+)
 from shoal.hostlist import compress
 from shoal.plan.model import Change, Cost, Plan
 from shoal.slurm.state import NodeState
@@ -40,8 +49,9 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
         console.print(f"{plan.cluster}: no changes{where}")
         return
     table = Columns("hosts", "change", "costs", wraps=("hosts", "change"))
-    for (text, cost), hosts in _grouped(plan.changes).items():
-        table.add_row(compress(hosts), escape_text(text), Text(cost.label, style=COST_STYLE[cost]))
+    for (text, cost), changes in group_by(plan.changes, lambda change: (_change_text(change), change.cost)).items():
+        hosts = compress(change.host for change in changes)
+        table.add_row(hosts, escape_text(text), Text(cost.label, style=COST_STYLE[cost]))
     console.print(table)
     if diff:
         for change in plan.changes:
@@ -49,9 +59,9 @@ def show_plan(console: Console, plan: Plan, diff: bool) -> None:
                 console.print(f"\n[bold]{change.host}[/] {escape_text(change.what)}")
                 console.print(_coloured(change.diff))
     touched = {change.host for change in plan.changes}
-    changes, hosts_touched = count(len(plan.changes), "change"), count(len(touched), "host")
+    number = f"{count(len(plan.changes), 'change')} on {count(len(touched), 'host')}"
     rest = f"; {_unreached_text(plan)}" if plan.unreached else ""
-    console.print(f"\n{changes} on {hosts_touched}; costs at most: {plan.cost.label}{rest}")
+    console.print(f"\n{number}; costs at most: {plan.cost.label}{rest}")
     if plan.lost_jobs:
         console.print(f"[red]These jobs would end:[/] {', '.join(plan.lost_jobs)}")
     if plan.create:
@@ -114,7 +124,7 @@ def show_status(console: Console, status: ClusterStatus) -> None:
     )
     of_nodes = ("nodes", "state", "cpus each", "memory each", "gpus each", "slurm", "reason")
     table = Columns(*of_nodes, wraps=("nodes", "state", "reason"))
-    for row, nodes in _equal_nodes(status.nodes).items():
+    for row, nodes in group_by(status.nodes, _node_cells).items():
         state = nodes[0].state
         base = next((word for word in STATE_STYLE if word in state), "")
         style = "magenta" if "DRAIN" in state else STATE_STYLE.get(base, "")
@@ -153,32 +163,21 @@ def show_status(console: Console, status: ClusterStatus) -> None:
     console.print(jobs)
 
 
-def _grouped(changes: Iterable[Change]) -> dict[tuple[str, Cost], list[str]]:
-    groups: dict[tuple[str, Cost], list[str]] = {}
-    for change in changes:
-        groups.setdefault((_change_text(change), change.cost), []).append(change.host)
-    return groups
-
-
 def _change_text(change: Change) -> str:
     """`create /etc/slurm/slurm.conf` says what it is about; `drain, then remove` does not."""
     return change.action if change.what.split()[-1] in change.action.split() else f"{change.what}: {change.action}"
 
 
-def _equal_nodes(nodes: Iterable[NodeState]) -> dict[tuple[str, ...], list[NodeState]]:
-    """The cells of a row, and the nodes that share them."""
-    groups: dict[tuple[str, ...], list[NodeState]] = {}
-    for node in nodes:
-        row = (
-            _headline(node),
-            f"{node.cpus_alloc}/{node.cpus}",
-            f"{node.memory_mb / 1024:.1f}G",
-            _gpus(node.gres, node.gres_used) or "-",
-            node.version or "-",
-            escape_text(node.reason),
-        )
-        groups.setdefault(row, []).append(node)
-    return groups
+def _node_cells(node: NodeState) -> tuple[str, ...]:
+    """The cells of a row, beside the names of the nodes that share it."""
+    return (
+        _headline(node),
+        f"{node.cpus_alloc}/{node.cpus}",
+        f"{node.memory_mb / 1024:.1f}G",
+        _gpus(node.gres, node.gres_used) or "-",
+        node.version or "-",
+        escape_text(node.reason),
+    )
 
 
 def _gpus(gres: str, used: str) -> str:
@@ -252,13 +251,10 @@ def wireguard_line(view: WireGuardView) -> str:
     heard = len(view.heard) - len(view.quiet)
     if not view.quiet:
         return f"wireguard: [green]heard from {heard} member{'s' if heard != 1 else ''} recently[/]"
-    quiet = ", ".join(f"{name} ({_ago(view.heard[name])})" for name in view.quiet)
+    ago = {name: "never" if seconds is None else f"{seconds // 60} min" for name, seconds in view.heard.items()}
+    quiet = ", ".join(f"{name} ({ago[name]})" for name in view.quiet)
     rest = f"; {heard} other{'s were' if heard != 1 else ' was'} heard from recently" if heard else ""
     return f"wireguard: [yellow]not heard from {quiet}[/]{rest}"
-
-
-def _ago(seconds: int | None) -> str:
-    return "never" if seconds is None else f"{seconds // 60} min"
 
 
 def accounting_line(accounting: AccountingHealth) -> str:
@@ -280,11 +276,12 @@ def rented_lines(view: RentedView) -> Iterator[str]:
         yield f"rented: {len(view.nodes)} machines, [bold]${view.usd_hour:.2f} an hour[/]"
     elif not view.problem:
         yield "rented: none"
-    groups: dict[tuple[str, str], list[RentedNode]] = {}
-    for node in view.nodes:
-        where = f"{node.type} at {node.account} {node.place}" + (" (spot)" if node.market == "spot" else "")
-        groups.setdefault((where, RENTAL_STATES.get(node.state, node.state)), []).append(node)
-    for (where, state), nodes in groups.items():
+
+    def where_and_state(node: RentedNode) -> tuple[str, str]:
+        spot = " (spot)" if node.market == "spot" else ""
+        return f"{node.type} at {node.account} {node.place}{spot}", RENTAL_STATES.get(node.state, node.state)
+
+    for (where, state), nodes in group_by(view.nodes, where_and_state).items():
         usd_hour = nodes[0].usd_hour
         price = f", ${usd_hour:.2f} an hour each" if usd_hour is not None else ", price unknown"
         yield f"  {compress([node.name for node in nodes])}: {escape_text(where)}, {state}{price}"
@@ -299,10 +296,11 @@ def tailnet_lines(view: TailnetView) -> Iterator[str]:
     if view.problem or view.state != "Running":
         yield f"tailnet: [red]{escape_text(view.problem or view.state)}[/]; `shoal up` joins the controller again"
         return
-    groups: dict[tuple[str, str], list[str]] = {}
-    for member in view.members:
-        groups.setdefault((member.way, _way(member)), []).append(member.name)
-    paths = (f"{compress(names)} [{PATH_STYLES[way]}]{text}[/]" for (way, text), names in groups.items())
+    groups = group_by(view.members, lambda member: (member.way, _way(member)))
+    paths = (
+        f"{compress(member.name for member in members)} [{PATH_STYLES[way]}]{text}[/]"
+        for (way, text), members in groups.items()
+    )
     yield "tailnet: " + "; ".join(paths)
     for member in view.members:
         if member.days is not None:

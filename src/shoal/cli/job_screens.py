@@ -28,10 +28,8 @@ def show_submitted(console: Console, job: SubmittedJob) -> None:
     where = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     sent = f"{job.sent / 1024:.0f} KiB sent" if job.sent else "its code was there already"
     console.print(f"[green]✓[/] job {job.id} ({escape(job.name)}): {ranks} on {where} of {job.partition}; {sent}")
-    if job.array:
-        console.print(f"  `shoal logs -f {job.id}_N` shows what its task N prints")
-    else:
-        console.print(f"  `shoal logs -f {job.id}` shows what it prints")
+    number, printer = (f"{job.id}_N", "its task N") if job.array else (job.id, "it")
+    console.print(f"  `shoal logs -f {number}` shows what {printer} prints")
     if job.nodes > 1 and not job.shared:
         console.print("  checkpoints need storage that its nodes share: name it with --directory")
     if job.traces:
@@ -47,6 +45,7 @@ def show_jobs(console: Console, result: JobsResult) -> None:
     table = Columns(*titles, wraps=("name", "user", "nodes", "progress or reason"))
     for view in result.jobs:
         record = view.record
+        profile = record.traces and f"profile in {record.traces}"
         table.add_row(
             record.id,
             escape_text(record.name),
@@ -55,7 +54,7 @@ def show_jobs(console: Console, result: JobsResult) -> None:
             record.run_time,
             format_time_limit(record.time_limit),
             escape_text(record.nodes) or str(record.node_count),
-            escape_text(_why(view)),
+            escape_text("; ".join(filter(None, (_condition_text(view), profile)))),
         )
     console.print(table)
 
@@ -117,11 +116,6 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _why(view: JobView) -> str:
-    profile = f"profile in {view.record.traces}" if view.record.traces else ""
-    return "; ".join(filter(None, (_condition_text(view), profile)))
 
 
 def _condition_text(view: JobView) -> str:

@@ -23,8 +23,7 @@ File = Annotated[
     ),
 ]
 Cluster = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file."),
+    str | None, typer.Option(metavar="NAME", envvar="SHOAL_CLUSTER", help="Name of a sandbox cluster that has no file.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 1000
 ENCODE_HANDLER = "shoal.ascii"
-ASCII = {
-    "✓": "ok",
-    "✗": "FAILED",
-    "…": "...",
-    "—": "-",
-    "–": "-",
-    "·": "-",
-    "→": "->",
-    "←": "<-",
-    "×": "x",
-    "±": "+-",
-}
+ASCII = {"✓": "ok", "✗": "FAILED", "…": "...", "—": "-", "–": "-", "·": "-", "→": "->", "←": "<-", "×": "x", "±": "+-"}
 """What is written instead of a character that the stream's encoding lacks."""
 
 

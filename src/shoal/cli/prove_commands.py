@@ -181,7 +181,10 @@ def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 def show_proof(console: Console, result: ProofResult) -> None:
     table = Columns("launcher", "parallel", "losses", "first gradient", "parameters", "", wraps=("",))
     for row in result.rows:
-        texts = _differences(row) if row.found else ("-", "-", "-")
+        texts = ("-", "-", "-")
+        if row.found:
+            gradient = Difference(row.found.gradient.relative)
+            texts = (_format(row.found.losses), _format(gradient), _format(row.found.parameters))
         table.add_row(row.launcher, row.parallel, *texts, _verdict(row))
     console.print(
         f"largest relative differences between {result.processes} processes and one, over {result.steps} steps"
@@ -201,12 +204,6 @@ def show_proof(console: Console, result: ProofResult) -> None:
             f" one: nothing differs by more than {result.tolerance:g}",
             soft_wrap=True,
         )
-
-
-def _differences(row: ProofRow) -> tuple[str, str, str]:
-    assert row.found is not None
-    found = row.found
-    return _format(found.losses), _format(Difference(found.gradient.relative)), _format(found.parameters)
 
 
 def _format(difference: Difference) -> str:

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from shoal.cli.options import Yes, suggest, with_session
 from shoal.cli.output import plain
-from shoal.cli.screen import Columns, count, escape_text, print_fix, show_findings
+from shoal.cli.screen import Columns, count, escape_text, group_by, print_fix, show_findings
 from shoal.cli.session import PARTLY, Session, confirm
 from shoal.cloud.providers.api import Market, Offer, Query
 from shoal.cloud.rental import dollars, format_dollars, micros
@@ -117,9 +117,7 @@ def show_offers(console: Console, result: OffersResult) -> None:
     if not result.offers:
         console.print("no such offers" + " from the providers that answered" * bool(result.failures))
         return
-    rows: dict[tuple[str, ...], list[Offer]] = {}
-    for offer in result.offers:
-        rows.setdefault(_offer_cells(offer), []).append(offer)
+    rows = group_by(result.offers, _offer_cells)
     titles = ("provider", "type", "market", "GPUs", "price of", "stock")
     table = Columns(*titles, "$/hour", "$/GPU", "where", right=("$/hour", "$/GPU"), wraps=("where",))
     for cells, offers in list(rows.items())[:ROWS]:

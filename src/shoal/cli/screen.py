@@ -6,9 +6,9 @@ Light to load: `shoal run` loads it, and `cluster_screens.py` knows every verb's
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -19,6 +19,9 @@ from rich.text import Text
 from shoal.errors import HostError
 from shoal.hostlist import compress
 from shoal.spec.finding import Finding, printable
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 LEVEL_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
 _HOST = "\0"
@@ -64,6 +67,14 @@ def format_time_limit(text: str) -> str:
     return "unlimited" if text == "365-00:00:00" else text.lower()
 
 
+def group_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """Items with the same key together, in the order of their first."""
+    groups: dict[K, list[V]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def show_findings(console: Console, findings: Iterable[Finding]) -> None:
     """A line for each finding, and its fix below. Hosts with the same finding share a line."""
     for finding in _group_findings(findings):
@@ -74,12 +85,11 @@ def show_findings(console: Console, findings: Iterable[Finding]) -> None:
 
 
 def _group_findings(findings: Iterable[Finding]) -> Iterator[Finding]:
-    groups: dict[Finding, list[Finding]] = {}
-    for finding in findings:
+    def without_host(finding: Finding) -> Finding:
         what, found, fix = (_without_host(text, finding.host) for text in (finding.what, finding.found, finding.fix))
-        key = replace(finding, what=what, found=found, fix=fix, host=finding.host and _HOST)
-        groups.setdefault(key, []).append(finding)
-    for key, group in groups.items():
+        return replace(finding, what=what, found=found, fix=fix, host=finding.host and _HOST)
+
+    for key, group in group_by(findings, without_host).items():
         hosts = [finding.host for finding in group if finding.host]
         what, found, fix, host = (_with_hosts(text, hosts) for text in (key.what, key.found, key.fix, key.host))
         yield replace(key, what=what, found=found, fix=fix, host=host)

@@ -38,36 +38,28 @@ class Bundle:
 
 def working_tree(here: Path, script: str, limit: int = DEFAULT_LIMIT) -> Bundle:
     """The tree around `here`. Raises UsageError when the script is not in it, or when it is too large to send."""
-    top = _git_top(here)
-    root = top or here
-    target = (here / script).resolve()
+    top = _git(here, "rev-parse", "--show-toplevel")
+    root = here if top is None else Path(top.decode().rstrip("\n"))
+    target, shown = (here / script).resolve(), printable(script)
     if not target.exists():
-        raise UsageError(f"there is no {printable(script)} in {here}", hint="name a script of your working tree")
+        raise UsageError(f"there is no {shown} in {here}", hint="name a script of your working tree")
     if target.is_dir():
-        raise UsageError(f"{printable(script)} is a directory", hint="name the script in it")
+        raise UsageError(f"{shown} is a directory", hint="name the script in it")
     if root.resolve() not in target.parents:
         raise UsageError(
-            f"{printable(script)} is outside of your working tree {root}", hint="run the command from the tree it is in"
+            f"{shown} is outside of your working tree {root}", hint="run the command from the tree it is in"
         )
-    names = sorted(set(_tracked(root) if top else _all(root)))
+    names = sorted(set(_all(root) if top is None else _tracked(root)))
     inside = target.relative_to(root.resolve()).as_posix()
-    link = (here / script).absolute()
-    spelled = os.path.relpath(link, root.absolute())
+    spelled = os.path.relpath((here / script).absolute(), root.absolute())
     if inside not in names and spelled not in names:
-        raise UsageError(
-            f"git ignores {printable(script)}, so it would not be sent",
-            hint=f"take it out of .gitignore, or `git add -f {printable(script)}`",
-        )
+        hint = f"take it out of .gitignore, or `git add -f {shown}`"
+        raise UsageError(f"git ignores {shown}, so it would not be sent", hint=hint)
     if not script.endswith(".py") and not os.access(target, os.X_OK):
-        raise UsageError(
-            f"{printable(script)} is neither a Python script nor executable",
-            hint=f"name it .py, or `chmod +x {printable(script)}`",
-        )
+        hint = f"name it .py, or `chmod +x {shown}`"
+        raise UsageError(f"{shown} is neither a Python script nor executable", hint=hint)
     _check_size(root, names, limit)
-    contents = {name: root / name for name in names}
-    data = archive(contents)
-    workdir = os.path.relpath(here.resolve(), root.resolve())
-    return Bundle(_hash(data), data, tuple(names), workdir)
+    return _bundle({name: root / name for name in names}, os.path.relpath(here.resolve(), root.resolve()))
 
 
 def runtime() -> Bundle:
@@ -79,8 +71,12 @@ def runtime() -> Bundle:
     own = ("__init__.py", "contract.py", "hostlist.py")
     for path in (*(package / name for name in own), *sorted((package / "train").rglob("*.py"))):
         contents[f"shoal/{path.relative_to(package).as_posix()}"] = path
+    return _bundle(contents)
+
+
+def _bundle(contents: Mapping[str, Path], workdir: str = ".") -> Bundle:
     data = archive(contents)
-    return Bundle(_hash(data), data, tuple(contents))
+    return Bundle(hashlib.sha256(data).hexdigest()[:20], data, tuple(contents), workdir)
 
 
 def archive(contents: Mapping[str, Path]) -> bytes:
@@ -99,15 +95,6 @@ def archive(contents: Mapping[str, Path]) -> bytes:
             info.mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
             tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:20]
-
-
-def _git_top(here: Path) -> Path | None:
-    done = _git(here, "rev-parse", "--show-toplevel")
-    return Path(done.decode().rstrip("\n")) if done is not None else None
 
 
 def _tracked(root: Path) -> Iterator[str]:

@@ -17,15 +17,7 @@ from shoal.jobs.logs import BATCH, JobLogs, LogLine, RankEnd
 from shoal.jobs.record import JobRecord
 
 Kind = Literal[
-    "cancelled",
-    "time limit",
-    "node failure",
-    "out of memory",
-    "rendezvous",
-    "checkpoint",
-    "script",
-    "start",
-    "unknown",
+    "cancelled", "time limit", "node failure", "out of memory", "rendezvous", "checkpoint", "script", "start", "unknown"
 ]
 
 _OUT_OF_MEMORY = re.compile(
@@ -62,6 +54,15 @@ class FailureReason:
     fix: str = ""
 
 
+_UNFINISHED = FailureReason(
+    "checkpoint",
+    "it was stopped before its end, saved its work, and was not queued again",
+    fix="run it again with the same directory for its checkpoints: it goes on from there; without --no-requeue it "
+    "does so by itself",
+)
+_MEMORY_FIX = "give it more with --mem, or use less: a smaller batch, fewer data workers"
+
+
 def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
     """Why the job failed; None when it did not."""
     if not record.failed:
@@ -71,14 +72,17 @@ def explain_failure(record: JobRecord, logs: JobLogs) -> FailureReason | None:
     lines = [line for line in logs.lines if line.restart == restart and line.rank != BATCH]
     batch = [line.text for line in logs.lines if line.rank == BATCH]
     first = first_failure(ends)
-    if record.state in ("CANCELLED", "PREEMPTED"):
-        return _stopped(record)
+    if record.state == "CANCELLED":
+        return FailureReason("cancelled", "the job was cancelled")
+    if record.state == "PREEMPTED":
+        text = "the job was preempted by one of a higher partition"
+        return FailureReason("cancelled", text, fix="submit it with --requeue")
     if record.state in ("TIMEOUT", "DEADLINE"):
         return _time_limit(record, ends)
     if record.state in ("NODE_FAIL", "BOOT_FAIL"):
         return _node_failure(record, batch)
     if record.exit_code == EXIT_REQUEUE:
-        return _unfinished()
+        return _UNFINISHED
     if EXIT_UNSAVED in (record.exit_code, first.status if first else 0):
         return _unsaved(first, lines)
     if memory := _out_of_memory(record, ends, lines, batch, first):
@@ -135,14 +139,6 @@ def _ended_by_others(end: RankEnd) -> bool:
     return number == signal.SIGTERM
 
 
-def _stopped(record: JobRecord) -> FailureReason:
-    if record.state == "PREEMPTED":
-        return FailureReason(
-            "cancelled", "the job was preempted by one of a higher partition", fix="submit it with --requeue"
-        )
-    return FailureReason("cancelled", "the job was cancelled")
-
-
 def _time_limit(record: JobRecord, ends: Sequence[RankEnd]) -> FailureReason:
     warned = any(name in ("SIGUSR1", "SIGUSR2") for end in ends for name in end.signals)
     after = "; it was warned before, and did not ask to be queued again" if warned else ""
@@ -165,54 +161,28 @@ def _node_failure(record: JobRecord, batch: Sequence[str]) -> FailureReason:
 
 
 def _out_of_memory(
-    record: JobRecord,
-    ends: Sequence[RankEnd],
-    lines: Sequence[LogLine],
-    batch: Sequence[str],
-    first: RankEnd | None,
+    record: JobRecord, ends: Sequence[RankEnd], lines: Sequence[LogLine], batch: Sequence[str], first: RankEnd | None
 ) -> FailureReason | None:
     killed = next((end for end in sorted(ends, key=lambda end: end.end) if end.out_of_memory), None)
     if killed is not None:
-        return FailureReason(
-            "out of memory",
-            f"rank {killed.rank} on {killed.node} was killed: the memory was used up",
-            killed.rank,
-            killed.node,
-            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
-        )
+        text = f"rank {killed.rank} on {killed.node} was killed: the memory was used up"
+        return FailureReason("out of memory", text, killed.rank, killed.node, fix=_MEMORY_FIX)
     if first is not None:
         printed = last_traceback(_rank_lines(first, lines))
         message = next((text for text in reversed(printed) if _OUT_OF_MEMORY.search(text)), "")
         if message:
             where = "on its GPU" if "CUDA" in message or "OutOfMemoryError" in message else "on the node"
-            return FailureReason(
-                "out of memory",
-                f"rank {first.rank} on {first.node} ran out of memory {where}: {message.strip()[:200]}",
-                first.rank,
-                first.node,
-                printed,
-                "use a smaller batch, activation checkpointing or fsdp",
-            )
+            text = f"rank {first.rank} on {first.node} ran out of memory {where}: {message.strip()[:200]}"
+            fix = "use a smaller batch, activation checkpointing or fsdp"
+            return FailureReason("out of memory", text, first.rank, first.node, printed, fix)
     if record.state == "OUT_OF_MEMORY" or any(_SLURM_OOM.search(text) for text in batch):
+        text = "was killed: the job's memory was used up"
         dead = next((end for end in ends if end.status in (-9, 137)), None)
-        who = f"rank {dead.rank} on {dead.node}" if dead else "a process of the job"
-        return FailureReason(
-            "out of memory",
-            f"{who} was killed: the job's memory was used up",
-            dead.rank if dead else None,
-            dead.node if dead else record.nodes,
-            fix="give it more with --mem, or use less: a smaller batch, fewer data workers",
-        )
+        if dead is None:
+            return FailureReason("out of memory", f"a process of the job {text}", node=record.nodes, fix=_MEMORY_FIX)
+        text = f"rank {dead.rank} on {dead.node} {text}"
+        return FailureReason("out of memory", text, dead.rank, dead.node, fix=_MEMORY_FIX)
     return None
-
-
-def _unfinished() -> FailureReason:
-    return FailureReason(
-        "checkpoint",
-        "it was stopped before its end, saved its work, and was not queued again",
-        fix="run it again with the same directory for its checkpoints: it goes on from there; without --no-requeue it "
-        "does so by itself",
-    )
 
 
 def _unsaved(first: RankEnd | None, lines: Sequence[LogLine]) -> FailureReason:
@@ -242,13 +212,17 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
     if last.endswith(("No module named kernprof", "No module named line_profiler")):
         text = f"{who} could not be profiled: {last}"
         return FailureReason("start", text, first.rank, first.node, fix=_LINE_FIX)
-    fix = _WAITED_FIX if any(_WAITED.search(text) for text in printed) else _fix(last)
+    if any(_WAITED.search(text) for text in printed):
+        fix = _WAITED_FIX
+    elif last.startswith("ModuleNotFoundError:"):
+        fix = _MODULE_FIX
+    else:
+        fix = _WORKER_FIX if _DEAD_WORKER.search(last) else ""
     if first.status < 0:
         if first.status == -signal.SIGKILL:
             fix = f"Slurm did not do that: `shoal ssh {first.node} journalctl -k` tells if memory ran out"
-        return FailureReason(
-            "script", f"{who} was ended by {_signal(-first.status)}", first.rank, first.node, printed, fix
-        )
+        text = f"{who} was ended by {_signal(-first.status)}"
+        return FailureReason("script", text, first.rank, first.node, printed, fix)
     message = f": {last[:300]}" if last else ""
     text = f"{who} failed first, with exit status {first.status}{message}"
     return FailureReason("script", text, first.rank, first.node, printed, fix)
@@ -257,12 +231,6 @@ def _script(first: RankEnd, lines: Sequence[LogLine]) -> FailureReason:
 def _rank_lines(end: RankEnd, lines: Sequence[LogLine]) -> list[str]:
     """What a rank printed, without its name, which torch puts before each line of a traceback."""
     return [re.sub(r"^\[rank\d+\]: ?", "", line.text) for line in lines if line.rank == end.rank]
-
-
-def _fix(message: str) -> str:
-    if message.startswith("ModuleNotFoundError:"):
-        return _MODULE_FIX
-    return _WORKER_FIX if _DEAD_WORKER.search(message) else ""
 
 
 _MODULE_FIX = (
@@ -290,14 +258,12 @@ def _never_started(record: JobRecord, batch: Sequence[str]) -> FailureReason:
     code = f"signal {_signal(record.exit_signal)}" if record.exit_signal else f"exit status {record.exit_code}"
     if not output:
         why = f" ({record.reason})" if record.reason else ""
-        return FailureReason(
-            "unknown", f"no rank of the job has started; it ended with {code}{why}", node=record.batch_host
-        )
+        text = f"no rank of the job has started; it ended with {code}{why}"
+        return FailureReason("unknown", text, node=record.batch_host)
     first = next((text for text in output if "error:" in text), output[-1])
     text = f"no rank of the job has started: {first.strip()[:300]}"
-    return FailureReason(
-        "start", text, node=record.batch_host, details=output, fix=_START_FIX if "execve" in text else ""
-    )
+    fix = _START_FIX if "execve" in text else ""
+    return FailureReason("start", text, node=record.batch_host, details=output, fix=fix)
 
 
 def _signal(number: int) -> str:

@@ -2,21 +2,7 @@
 
 Under every launcher a script sees the same: one process per rank, with torch's variables (RANK, LOCAL_RANK,
 WORLD_SIZE, MASTER_ADDR, MASTER_PORT ...), started by `runner/rank.py`, which writes its log and forwards signals.
-
-    srun       slurmstepd ─ runner rank ─ script            a task per rank
-    mpirun     the same under PMIx: MPI programs find their peers
-    torchrun   slurmstepd ─ runner agent ─ torchrun ─ runner rank ─ script
-    spawn      slurmstepd ─ runner spawn ─ runner rank ─ script
-    python     slurmstepd ─ runner rank ─ script            one process
-
-torchrun kills its workers 30 s after a warning signal, and fails even when they saved their work. So `runner agent`
-starts it with these signals ignored, and forwards them to the ranks itself.
-
 Profilers run around each rank; their files are in `profile` of the job's directory.
-
-    torch   torch.profiler: a few steps of every rank, as Chrome traces
-    nsys    NVIDIA Nsight Systems around every rank
-    line    line_profiler: the time of each line of the script
 """
 
 from __future__ import annotations
@@ -24,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.errors import UsageError
-from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.model import JobSpec
 
@@ -52,7 +36,6 @@ class LaunchParameters:
 
 @dataclass(frozen=True)
 class JobLauncher:
-    name: str
     one_task_a_rank: bool
     """Slurm starts every rank itself; otherwise it starts one process a node, which starts the ranks."""
     command: Callable[[LaunchParameters], list[str | ShellText]]
@@ -76,6 +59,8 @@ def _spawn(launch: LaunchParameters) -> list[str | ShellText]:
 
 
 def _torchrun(launch: LaunchParameters) -> list[str | ShellText]:
+    # torchrun kills its workers 30 s after a warning signal, and fails even when they saved their work. So `runner
+    # agent` starts it with these signals ignored, and forwards them to the ranks itself.
     runner: list[str | ShellText] = [launch.python, "-I", "-S", launch.runner]
     return [
         *(*runner, "agent", "--"),
@@ -88,20 +73,16 @@ def _torchrun(launch: LaunchParameters) -> list[str | ShellText]:
 
 
 LAUNCHERS: Mapping[str, JobLauncher] = {
-    launcher.name: launcher
-    for launcher in (
-        JobLauncher("srun", True, _rank("SLURM_PROCID")),
-        JobLauncher("torchrun", False, _torchrun),
-        JobLauncher("spawn", False, _spawn),
-        JobLauncher("mpirun", True, _rank("PMIX_RANK"), "pmix"),
-        JobLauncher("python", True, _rank("SLURM_PROCID"), one_process=True),
-    )
+    "srun": JobLauncher(True, _rank("SLURM_PROCID")),
+    "torchrun": JobLauncher(False, _torchrun),
+    "spawn": JobLauncher(False, _spawn),
+    "mpirun": JobLauncher(True, _rank("PMIX_RANK"), "pmix"),
+    "python": JobLauncher(True, _rank("SLURM_PROCID"), one_process=True),
 }
 
 
 @dataclass(frozen=True)
 class Profiler:
-    name: str
     needs: str
     """What it is called on the nodes: a program, or a module of the job's Python."""
     fix: str
@@ -110,12 +91,9 @@ class Profiler:
 
 
 PROFILERS: Mapping[str, Profiler] = {
-    profiler.name: profiler
-    for profiler in (
-        Profiler("torch", "torch", "name the Python that has it with --python"),
-        Profiler("nsys", "nsys", "install NVIDIA Nsight Systems there", python=False),
-        Profiler("line", "kernprof", "install line_profiler there, or name the Python that has it with --python"),
-    )
+    "torch": Profiler("torch", "name the Python that has it with --python"),
+    "nsys": Profiler("nsys", "install NVIDIA Nsight Systems there", python=False),
+    "line": Profiler("kernprof", "install line_profiler there, or name the Python that has it with --python"),
 }
 
 _PROGRAM = 'command -v "$1" > /dev/null || echo missing'
@@ -129,14 +107,3 @@ async def is_profiler_missing(host: Host, job: JobSpec) -> bool:
     variables = [f"{name}={value}" for name, value in job.export.items()]
     result = await host.run(["env", *variables, *look, profiler.needs], timeout=60, root=False)
     return result.text.strip() == "missing"
-
-
-def require_profiler(job: JobSpec, missing: list[str]) -> None:
-    """Better now than after an hour in the queue."""
-    if missing:
-        profiler = PROFILERS[job.profile or ""]
-        where = f"in {job.python} " if profiler.python else ""
-        raise UsageError(
-            f"--profile {profiler.name} needs {profiler.needs}, which is missing {where}on {compress(missing)}",
-            hint=f"{profiler.fix}, choose other nodes with --nodelist, or leave out --profile",
-        )

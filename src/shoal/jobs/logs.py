@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 BATCH = -1
 """The rank of lines that the batch script itself, srun or Slurm printed."""
@@ -138,17 +137,9 @@ def _seconds(text: str) -> float:
         return 0.0
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _end(text: str) -> RankEnd | None:
-    values = _object(text)
     try:
+        values = json.loads(text)
         return RankEnd(
             int(values["rank"]),
             str(values["node"]),
@@ -159,5 +150,5 @@ def _end(text: str) -> RankEnd | None:
             bool(values.get("out_of_memory")),
             tuple(map(str, values.get("signals", ()))),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # not ours, or cut off
         return None

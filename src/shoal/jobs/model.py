@@ -29,9 +29,7 @@ PROFILER_NAMES = ("torch", "nsys", "line")
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 """Variables of the operator's that go to a job with a tracker, and never into its script: anybody may read that."""
 
-_DEPENDENCY = re.compile(
-    r"(singleton|(after|afterany|afterburstbuffer|aftercorr|afternotok|afterok)(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+)"
-)
+_DEPENDENCY = r"(singleton|after(any|burstbuffer|corr|notok|ok)?(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+)"
 _SIGNAL = re.compile(r"(R?B?R?:)?(SIG)?([A-Z][A-Z0-9]*|[0-9]+)(@([0-9]{1,5}))?", re.IGNORECASE)
 
 
@@ -46,13 +44,6 @@ def _word(kind: str, pattern: str, fix: str, limit: int = 512) -> Callable[[obje
         return text
 
     return check
-
-
-def _dependency(value: object) -> str:
-    fix = "write it like afterok:17, afterany:17:18 or singleton"
-    if not isinstance(value, str) or not all(_DEPENDENCY.fullmatch(part) for part in re.split("[,?]", value)):
-        raise refusal("not a dependency", fix)
-    return value
 
 
 def _signal(value: object) -> str:
@@ -115,6 +106,9 @@ def _experiment(value: object) -> str:
     return value
 
 
+_dependency = _word(
+    "dependency", f"{_DEPENDENCY}([,?]{_DEPENDENCY})*", "write it like afterok:17, afterany:17:18 or singleton", 4096
+)
 _size = _word("size", r"[0-9]{1,12}[KMGTkmgt]?", "write a number and K, M, G or T: 512M, 16G; 0 is the whole node")
 _array = _word("range of an array", r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?", "as 0-9%2")
 _name = _word("name", r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", "use letters, digits, `-`, `_`, `.` and `+`", 64)

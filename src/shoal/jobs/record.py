@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from shoal.contract import PROFILE_DIRECTORY
@@ -21,25 +21,19 @@ ACTIVE = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"),
     *("REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING", "STOPPED"),
 )
-SUCCESS_STATES = ("COMPLETED",)
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z_/:]*)=(\S*)")
 _ADMIN_COMMENT = re.compile(r"\sAdminComment=(.*?)\s*(?=\s[A-Z][A-Za-z_/:]*=|$)", re.DOTALL)
-_NAME = re.compile(r"\sJobName=(.*?)\sUserId=", re.DOTALL)
-
-
 MAX_ENDED_JOBS = 1000
 """The newest ones are read."""
 
 _FIELD = "\x1f"
-SACCT_FIELDS = (
-    *("JobID", "State", "User", "Partition", "NodeList", "NNodes", "ExitCode", "Start", "End", "Elapsed"),
-    *("Timelimit", "WorkDir", "JobName"),
-)
-"""The name, which its owner chose, comes last."""
-
-_JOBCOMP_NAME = re.compile(r"(?:^|\s)Name=(.*?)\sJobState=", re.DOTALL)
-_JOBCOMP_PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z]*)=(\S*)")
+SACCT_FIELDS = {
+    **{"JobID": "JobId", "State": "JobState", "User": "UserId", "Partition": "Partition", "NodeList": "NodeList"},
+    **{"NNodes": "NumNodes", "ExitCode": "ExitCode", "Start": "StartTime", "End": "EndTime", "Elapsed": "RunTime"},
+    **{"Timelimit": "TimeLimit", "WorkDir": "WorkDir", "JobName": "name"},
+}
+"""The fields to ask for, each with scontrol's key. The name, which its owner chose, comes last."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class JobRecord:
 
     @property
     def failed(self) -> bool:
-        return not self.active and self.state not in SUCCESS_STATES
+        return not self.active and self.state != "COMPLETED"
 
     @property
     def note(self) -> JobComment | None:
@@ -122,7 +116,7 @@ def show_command(job: str = "") -> tuple[str, ...]:
 
 def parse_records(text: str) -> list[JobRecord]:
     """The answer to `show_command`, oldest job first."""
-    return sorted((_record(record) for record in split_records(text)), key=_order)
+    return sorted((_record(_values(text, "JobName", "UserId")) for text in split_records(text)), key=_order)
 
 
 def split_records(text: str) -> list[str]:
@@ -136,52 +130,58 @@ def split_records(text: str) -> list[str]:
     return records
 
 
-def _record(text: str) -> JobRecord:
-    # The name is its owner's to choose: nothing in it may be taken for a key.
-    named = _NAME.search(text)
-    rest = text[: named.start()] + " UserId=" + text[named.end() :] if named else text
-    values = {key: value for key, value in reversed(_PAIR.findall(rest))}
+def _values(text: str, name_key: str, next_key: str) -> dict[str, str]:
+    """The pairs of a job. Its name, under `name`, is its owner's to choose: nothing in it may be taken for a key."""
+    named = re.search(rf"(?:^|\s){name_key}=(.*?)\s{next_key}=", text, re.DOTALL)
+    rest = f"{text[: named.start()]} {next_key}={text[named.end() :]}" if named else text
     comment = _ADMIN_COMMENT.search(rest)
+    values = {key: value for key, value in reversed(_PAIR.findall(rest))}
+    return values | {"name": named[1] if named else "", "AdminComment": comment[1] if comment else ""}
+
+
+def _record(values: dict[str, str]) -> JobRecord:
+    """A job of pairs, under scontrol's keys."""
     code, _, signal = values.get("ExitCode", "0:0").partition(":")
-    array, task = values.get("ArrayJobId", ""), values.get("ArrayTaskId", "")
+    array, task = values.get("ArrayJobId", ""), _text(values, "ArrayTaskId")
+    state = values.get("JobState", "UNKNOWN").split(" ")[0]  # `CANCELLED by 1000` says who
     return JobRecord(
-        id=f"{array}_{task}" if array and task and task != "N/A" else values["JobId"],
-        state=values.get("JobState", "UNKNOWN"),
-        name=named[1] if named else "",
+        id=f"{array}_{task}" if array and task else values["JobId"],
+        state=state,
+        name=values["name"],
         user=values.get("UserId", "").partition("(")[0],
         partition=_text(values, "Partition"),
         reason=_text(values, "Reason"),
         nodes=_text(values, "NodeList"),
-        node_count=int(re.match(r"\d*", values.get("NumNodes", "0"))[0] or 0),  # type: ignore[index]
+        node_count=_leading_number(values.get("NumNodes", "")),
         batch_host=_text(values, "BatchHost"),
-        exit_code=_number(code),
-        exit_signal=_number(signal),
-        restarts=_number(values.get("Restarts", "0")),
+        exit_code=_leading_number(code),
+        exit_signal=_leading_number(signal),
+        restarts=_leading_number(values.get("Restarts", "")),
         run_time=values.get("RunTime", ""),
-        time_limit=values.get("TimeLimit", ""),
+        time_limit=_limit(values.get("TimeLimit", "")),
         start=_text(values, "StartTime"),
         end=_text(values, "EndTime"),
         output=_text(values, "StdOut"),
         error=_text(values, "StdErr"),
         work_dir=_text(values, "WorkDir"),
-        number=values["JobId"],
+        number=values["JobId"].partition("_")[0],
         comment=_text(values, "Comment"),
-        waits_for=comment[1] if comment and values.get("JobState") in ("PENDING", "CONFIGURING") else "",
+        waits_for=values.get("AdminComment", "") if state in ("PENDING", "CONFIGURING") else "",
     )
 
 
 def _order(record: JobRecord) -> tuple[int, int]:
     first, _, task = record.id.partition("_")
-    return _number(first), _number(re.match(r"\d*", task)[0])  # type: ignore[index]
+    return _leading_number(first), _leading_number(task)
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+def _leading_number(text: str) -> int:
+    return int("0" + re.match(r"[0-9]*", text)[0])  # type: ignore[index]
 
 
 def _text(values: dict[str, str], key: str) -> str:
     value = values.get(key, "")
-    return "" if value in ("(null)", "N/A", "None", "Unknown") else value
+    return "" if value in ("(null)", "N/A", "None", "NONE", "None assigned", "Unknown") else value
 
 
 def jobcomp_command() -> tuple[str, ...]:
@@ -224,8 +224,9 @@ def parse_sacct(text: str) -> list[JobRecord]:
             records.append(line)
         elif records and line:
             records[-1] += "\n" + line
-    found = (_from_sacct(record) for record in records)
-    return _last(record for record in found if not record.active)[-MAX_ENDED_JOBS:]
+    rows = (record.split(_FIELD, len(SACCT_FIELDS) - 1) for record in records)
+    jobs = (_record(dict(zip(SACCT_FIELDS.values(), row, strict=True))) for row in rows)
+    return _last(job for job in jobs if not job.active)[-MAX_ENDED_JOBS:]
 
 
 def merge_records(first: Iterable[JobRecord], second: Iterable[JobRecord]) -> list[JobRecord]:
@@ -253,75 +254,28 @@ def _last(records: Iterable[JobRecord]) -> list[JobRecord]:
 
 
 def _from_jobcomp(text: str) -> JobRecord:
-    named = _JOBCOMP_NAME.search(text)
-    rest = text[: named.start()] + " JobState=" + text[named.end() :] if named else text
-    values = {key: value for key, value in reversed(_JOBCOMP_PAIR.findall(rest))}
-    code, _, signal = values.get("ExitCode", "0:0").partition(":")
-    array, task = values.get("ArrayJobId", ""), values.get("ArrayTaskId", "")
-    start, end = _time(values.get("StartTime", "")), _time(values.get("EndTime", ""))
-    return JobRecord(
-        id=f"{array}_{task}" if array and task and task != "NONE" else values["JobId"],
-        state=values.get("JobState", "UNKNOWN"),
-        name=named[1] if named else "",
-        user=values.get("UserId", "").partition("(")[0],
-        partition=values.get("Partition", ""),
-        nodes="" if values.get("NodeList") in (None, "(null)") else values["NodeList"],
-        node_count=_number(values.get("NodeCnt", "")),
-        exit_code=_number(code),
-        exit_signal=_number(signal),
-        run_time=_elapsed(start, end),
-        time_limit=_limit(values.get("TimeLimit", "")),
-        start=start,
-        end=end,
-        work_dir=values.get("WorkDir", ""),
-        number=values["JobId"],
-    )
-
-
-def _from_sacct(text: str) -> JobRecord:
-    values = dict(zip(SACCT_FIELDS, text.split(_FIELD, len(SACCT_FIELDS) - 1), strict=True))
-    code, _, signal = values["ExitCode"].partition(":")
-    nodes = values["NodeList"]
-    return JobRecord(
-        id=values["JobID"],
-        # `CANCELLED by 1000` says who; the word is what counts.
-        state=values["State"].split(" ")[0],
-        name=values["JobName"],
-        user=values["User"],
-        partition=values["Partition"],
-        nodes="" if nodes == "None assigned" else nodes,
-        node_count=_number(values["NNodes"]),
-        exit_code=_number(code),
-        exit_signal=_number(signal),
-        run_time=values["Elapsed"],
-        time_limit=values["Timelimit"],
-        start=_time(values["Start"]),
-        end=_time(values["End"]),
-        work_dir=values["WorkDir"],
-        number=values["JobID"].partition("_")[0],
-    )
-
-
-def _time(text: str) -> str:
-    return "" if text in ("Unknown", "None", "NONE") else text
+    values = _values(text, "Name", "JobState")
+    values["NumNodes"] = values.get("NodeCnt", "")
+    record = _record(values)
+    return replace(record, run_time=_elapsed(record.start, record.end))
 
 
 def _elapsed(start: str, end: str) -> str:
     try:
         seconds = int((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds())
     except ValueError:
-        return "00:00:00"
-    minutes, second = divmod(max(0, seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour:02}:{minute:02}:{second:02}"
-    return f"{days}-{clock}" if days else clock
+        seconds = 0
+    return _clock(max(0, seconds))
 
 
 def _limit(text: str) -> str:
     """The file has minutes where other commands have a clock."""
-    if not text.isdecimal():
-        return text
-    hours, minutes = divmod(int(text), 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}-{hours:02}:{minutes:02}:00" if days else f"{hours:02}:{minutes:02}:00"
+    return _clock(int(text) * 60) if text.isdecimal() else text
+
+
+def _clock(seconds: int) -> str:
+    """Seconds as Slurm writes them: [days-]HH:MM:SS."""
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}-" if days else "") + f"{hour:02}:{minute:02}:{second:02}"

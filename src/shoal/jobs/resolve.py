@@ -19,10 +19,7 @@ _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 def resolve(
-    job: JobSpec,
-    nodes: Sequence[NodeState],
-    partitions: Sequence[PartitionState],
-    containers: Collection[str] = (),
+    job: JobSpec, nodes: Sequence[NodeState], partitions: Sequence[PartitionState], containers: Collection[str] = ()
 ) -> ResolvedJob:
     """The job with every number known. Raises UsageError where Slurm would refuse it, or let it wait for ever.
 
@@ -128,8 +125,9 @@ def _node_count(
             [node.name for node in lacking], "down"
         )
         hint = f"use --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
+        nodes = "1 node" if wanted == 1 else f"{wanted} nodes"
         raise UsageError(
-            f"the job asks for {_count(wanted)}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
+            f"the job asks for {nodes}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
             hint="rented nodes have the code where all hosts share it: use --directory with a path there"
             if rented
             else hint,
@@ -245,7 +243,3 @@ def _check_time(job: JobSpec, partition: PartitionState) -> None:
             f"--signal {job.signal} warns {job.grace} s before the end, and --time {job.time} is no longer than that",
             hint=f"use --signal {job.signal.partition('@')[0]}@{max(1, int(asked * 60) // 2)}",
         )
-
-
-def _count(nodes: int) -> str:
-    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"

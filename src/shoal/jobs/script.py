@@ -157,7 +157,8 @@ def _copies(way: str, shipped: JobPaths) -> Iterator[str]:
 def _launch(job: ResolvedJob, launcher: JobLauncher, shipped: JobPaths) -> Iterator[str]:
     spec = job.spec
     runner = ShellText(f"{_code_path(shipped)}/lib/{shipped.runtime}/programs/start.py")
-    command = (spec.python, spec.script) if spec.script.endswith(".py") else (_relative_script(spec.script),)
+    program = spec.script if "/" in spec.script else f"./{spec.script}"
+    command = (spec.python, spec.script) if spec.script.endswith(".py") else (program,)
     launch = LaunchParameters(spec.python, job.nodes, job.ranks_per_node, runner, (*command, *spec.args))
     if launcher.mpi == "pmix" and spec.requeue:
         yield "# PMIx may have left files of an earlier turn on a node; a step of another number does not meet them."
@@ -177,7 +178,3 @@ def _code_path(shipped: JobPaths) -> str:
 
 def _cpus_per_task(job: ResolvedJob, launcher: JobLauncher) -> int:
     return job.cpus_per_rank if launcher.one_task_a_rank else job.cpus_per_rank * job.ranks_per_node
-
-
-def _relative_script(script: str) -> str:
-    return script if "/" in script else f"./{script}"

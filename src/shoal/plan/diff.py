@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.agent.client import Report
-from shoal.agent.document import Document
+from shoal.agent.document import Document, User
 from shoal.errors import SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
-from shoal.plan.departures import plan_rental_departures, plan_user_departures
 from shoal.plan.fleet import Fleet
 from shoal.plan.model import Change, Cost, HostPlan, Plan
 from shoal.plan.observe import Observation
@@ -24,10 +23,12 @@ from shoal.roles.cluster import Cluster
 from shoal.roles.component import Stage
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
+from shoal.roles.elastic import SPEC
 from shoal.roles.registry import component_findings, shared_secrets, user_secrets
+from shoal.roles.shares import access_kind, homes_of
 from shoal.slurm.conf import slurm_conf
 from shoal.slurm.parsed_conf import change_cost, loses_jobs
-from shoal.slurm.state import ACTIVE_STATES
+from shoal.slurm.state import ACTIVE_STATES, JobState
 from shoal.slurm.versions import version_findings
 from shoal.spec.finding import Finding
 from shoal.spec.members import members as members_of
@@ -101,8 +102,8 @@ async def make_plan(
         HostPlan(name, stages[name], host_changes(name, report, costs.get(name, Cost.NOTHING)))
         for name, report in reports.items()
     )
-    hosts, lost, user_findings = plan_user_departures(goal.now, hosts, observed.slurm.jobs)
-    hosts, ended, rental_findings = plan_rental_departures(goal.rented, hosts, observed.slurm.jobs)
+    hosts, lost, user_findings = _lock_users(goal.now, hosts, observed.slurm.jobs)
+    hosts, ended, rental_findings = _release_rentals(goal.rented, hosts, observed.slurm.jobs)
     after = tuple(
         HostPlan(name, later[name], _later_changes(goal, host, later[name], answers[name][1]))
         for host in hosts
@@ -284,3 +285,57 @@ def _cost(key: str, action: str, conf_cost: Cost) -> Cost:
         return Cost.RESTART
     # Nothing may run under an account while its id changes.
     return Cost.RESTART if action.startswith("change the id of ") else Cost.NOTHING
+
+
+def _lock_users(
+    cluster: Cluster, hosts: Sequence[HostPlan], jobs: Iterable[JobState]
+) -> tuple[tuple[HostPlan, ...], tuple[str, ...], list[Finding]]:
+    """The host plans with the cost of locking users, the jobs lost by it, and the findings.
+
+    A user is locked, never deleted, so jobs run on. But where hosts mount every home by itself, a removed user's home
+    is unmounted, and with it what a job writes there.
+    """
+    leaving = sorted({name for host in hosts for _, name in _locks(host)})
+    queued = [job for job in jobs if job.state != "COMPLETING"]
+    by_user = {name: its_jobs for name in leaving if (its_jobs := [job for job in queued if job.user == name])}
+    share, answered = homes_of(cluster.spec), [m.name for m in cluster.members if m.name in cluster.facts]
+    unmounts = share is not None and any(access_kind(cluster, share, name) == "sshfs" for name in answered)
+    findings = [_lock_finding(name, its_jobs, cluster.controller.name, unmounts) for name, its_jobs in by_user.items()]
+    if not unmounts:
+        return tuple(hosts), (), findings
+    lost = tuple(job.id for its_jobs in by_user.values() for job in its_jobs)
+    keys = {key for host in hosts for key, name in _locks(host) if name in by_user}
+    return tuple(host.with_cost(Cost.JOBS, keys) for host in hosts), lost, findings
+
+
+def _locks(host: HostPlan) -> list[tuple[str, str]]:
+    """Users that are to be locked on a host and are not yet, as (key, name)."""
+    due = {change.what for change in host.changes}
+    items = [item for _, document in host.stages for item in document]
+    return [(item.key, item.name) for item in items if isinstance(item, User) and item.locked and item.key in due]
+
+
+def _lock_finding(name: str, jobs: Sequence[JobState], controller: str, unmounts: bool) -> Finding:
+    home, run = "nodes that have their home over SSH lose it", "their jobs still run, the waiting ones too"
+    return Finding(
+        "warning",
+        f"{name} is no longer named and gets locked; {home if unmounts else run}",
+        f"job {', '.join(job.id for job in jobs)}",
+        f"`scancel -u {name}` on {controller} ends what they have in the queue",
+        path="users",
+    )
+
+
+def _release_rentals(
+    names: Sequence[str], hosts: Sequence[HostPlan], jobs: Iterable[JobState]
+) -> tuple[tuple[HostPlan, ...], tuple[str, ...], list[Finding]]:
+    """The host plans with the cost of the service's new spec, the jobs that lose their node, and the findings.
+
+    The rental service releases a machine as soon as its spec has no such node; it does not wait for jobs.
+    """
+    if not names:
+        return tuple(hosts), (), []
+    what = f"{compress(names)}: no longer rented for the cluster; the controller gives back what is there of them"
+    lost = tuple(job.id for job in jobs if job.state in ACTIVE_STATES and {*names} & {*job.node_names})
+    costly = {f"file {SPEC}"} if lost else ()
+    return tuple(host.with_cost(Cost.JOBS, costly) for host in hosts), lost, [Finding("info", what)]

@@ -135,11 +135,7 @@ class Fleet(Connections):
         return report
 
     async def converge_all(
-        self,
-        documents: Mapping[str, Document],
-        secrets: Mapping[str, bytes],
-        phase: Phase,
-        again: str = "shoal up",
+        self, documents: Mapping[str, Document], secrets: Mapping[str, bytes], phase: Phase, again: str = "shoal up"
     ) -> dict[str, Report]:
         """The same for many hosts at once. Returns the reports by name; failures go to `failures`."""
         return await self.each(

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import SlurmError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.slurm.state import (
-    ACTIVE_STATES,
-    JOBS_COMMAND,
-    NODES_COMMAND,
-    NOT_RESPONDING_REASON,
-    JobState,
-    parse_jobs,
-    parse_nodes,
-)
+from shoal.slurm import state
 
 LEAVING_REASON = "shoal: leaving the cluster"
 """The drain reason of nodes that the spec no longer names. Nodes drained for another reason are left alone."""
@@ -33,8 +25,8 @@ async def drain_nodes(host: Host, names: Sequence[str], reason: str = LEAVING_RE
 
 async def resume_nodes(host: Host, names: Sequence[str]) -> list[str]:
     """Put nodes back into scheduling. Returns the names of those that were out of it: Slurm rejects the others."""
-    result = await host.run(NODES_COMMAND, timeout=30)
-    working = {node.name for node in parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
+    result = await host.run(state.NODES_COMMAND, timeout=30)
+    working = {node.name for node in state.parse_nodes(result.text) if not UNSCHEDULED & set(node.state)}
     due = [name for name in names if name not in working]
     await _update(host, due, "state=resume")
     return due
@@ -42,34 +34,36 @@ async def resume_nodes(host: Host, names: Sequence[str]) -> list[str]:
 
 async def resume_not_responding(host: Host, names: Sequence[str]) -> None:
     """Resume nodes that Slurm marked DOWN for silence: it would ping them only after half an hour."""
-    result = await host.run(NODES_COMMAND, timeout=30)
+    result = await host.run(state.NODES_COMMAND, timeout=30)
     silent = [
         node.name
-        for node in parse_nodes(result.text)
-        if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(NOT_RESPONDING_REASON)
+        for node in state.parse_nodes(result.text)
+        if set(node.state) == {"DOWN", "NOT_RESPONDING"} and node.reason.startswith(state.NOT_RESPONDING_REASON)
     ]
     await _update(host, [name for name in names if name in silent], "state=resume")
 
 
 async def jobs_on(host: Host, node: str) -> list[str]:
     """The ids of the jobs that hold a node, completing ones included."""
-    return [job.id for job in await _jobs(host, "--nodelist", node) if job.state in ACTIVE_STATES | {"COMPLETING"}]
+    return [
+        job.id for job in await _jobs(host, "--nodelist", node) if job.state in state.ACTIVE_STATES | {"COMPLETING"}
+    ]
 
 
 async def active_jobs(host: Host) -> list[str]:
     """The ids of the jobs that would lose their work if the cluster stopped now."""
-    return [job.id for job in await _jobs(host) if job.state in ACTIVE_STATES]
+    return [job.id for job in await _jobs(host) if job.state in state.ACTIVE_STATES]
 
 
 async def unready_nodes(host: Host, names: Sequence[str]) -> dict[str, str]:
     """Which of these nodes cannot take a job, and why. A drained node counts as ready: an administrator drained it."""
-    result = await host.run(NODES_COMMAND, timeout=30)
+    result = await host.run(state.NODES_COMMAND, timeout=30)
     if result.status != 0:
         raise SlurmError(
             f"slurmctld on {host.name} does not answer: {result.error_text.strip()}",
             hint=f"look at `shoal ssh {host.name} journalctl -u slurmctld`",
         )
-    nodes = {node.name: node for node in parse_nodes(result.text)}
+    nodes = {node.name: node for node in state.parse_nodes(result.text)}
     missing: dict[str, str] = {}
     for name in names:
         node = nodes.get(name)
@@ -80,14 +74,14 @@ async def unready_nodes(host: Host, names: Sequence[str]) -> dict[str, str]:
     return missing
 
 
-async def _jobs(host: Host, *options: str) -> list[JobState]:
-    result = await host.run((*JOBS_COMMAND, *options), timeout=30)
+async def _jobs(host: Host, *options: str) -> list[state.JobState]:
+    result = await host.run((*state.JOBS_COMMAND, *options), timeout=30)
     if result.status != 0:
         raise SlurmError(
             f"squeue on {host.name} failed: {result.error_text.strip()}",
             hint=f"look at `shoal ssh {host.name} journalctl -u slurmctld`",
         )
-    return parse_jobs(result.text)
+    return state.parse_jobs(result.text)
 
 
 async def _update(host: Host, names: Sequence[str], *settings: str) -> None:

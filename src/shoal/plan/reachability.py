@@ -9,16 +9,8 @@ from itertools import combinations, permutations
 
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
-from shoal.network.wireguard import (
-    INTERFACE,
-    PEERS,
-    PUBLIC_KEY,
-    Peer,
-    addresses_to_try,
-    peers_in,
-    without_port,
-    worth_trying,
-)
+from shoal.network import wireguard
+from shoal.network.wireguard import Peer
 from shoal.plan.fleet import Fleet
 from shoal.slurm.conf import SLURMCTLD_PORT, SLURMD_PORT
 from shoal.spec.finding import Finding
@@ -35,7 +27,7 @@ ANSWERS = ("open", "refused")
 SILENT = "silent"
 HANDSHAKE_MAX_AGE_S = 300
 """WireGuard repeats its handshake every two minutes while there is something to send. Twice that, and some."""
-HANDSHAKES = f"date +%s && wg show {INTERFACE} latest-handshakes"
+HANDSHAKES = f"date +%s && wg show {wireguard.INTERFACE} latest-handshakes"
 
 
 def connection_addresses(fleet: Fleet) -> dict[str, str]:
@@ -57,8 +49,8 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
     """
     members = {member.name: member for member in all_members(spec)}
     sites = {name: members[name].site for name in facts}
-    addresses = addresses_to_try(facts, sites, connection_addresses(fleet))
-    peers = {name: peers_in(fact.text(PEERS)) for name, fact in facts.items()}
+    addresses = wireguard.addresses_to_try(facts, sites, connection_addresses(fleet))
+    peers = {name: wireguard.peers_in(fact.text(wireguard.PEERS)) for name, fact in facts.items()}
     known = {name: _known_endpoints(its_peers, addresses) for name, its_peers in peers.items()}
 
     def ports(name: str) -> tuple[int, ...]:
@@ -67,7 +59,7 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
 
     def is_first_contact(name: str, other: str) -> bool:
         """Whether this result decides how the two are connected. Without a key nothing is decided yet."""
-        keys = all(facts[host].text(PUBLIC_KEY).strip() for host in (name, other))
+        keys = all(facts[host].text(wireguard.PUBLIC_KEY).strip() for host in (name, other))
         return keys and not (peers[name] and peers[other])
 
     async def try_addresses(name: str, others: Iterable[str], seconds: float) -> dict[str, list[str]]:
@@ -76,7 +68,7 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
             (other, address)
             for other in others
             for address in addresses[other]
-            if worth_trying(facts[name], sites[name], sites[other], address)
+            if wireguard.worth_trying(facts[name], sites[name], sites[other], address)
         ]
         targets = [(address, port) for other, address in tries for port in ports(other)]
         answers = iter(await (await fleet.agent(name)).reach(targets, seconds) if targets else ())
@@ -111,7 +103,7 @@ async def add_reachability(spec: Spec, facts: Mapping[str, Facts], fleet: Fleet)
 
 def _known_endpoints(peers: Mapping[str, Peer], addresses: Mapping[str, list[str]]) -> dict[str, str]:
     """The endpoints in a host's configuration that the other members still have."""
-    endpoints = {name: without_port(peer.endpoint) for name, peer in peers.items() if peer.endpoint}
+    endpoints = {name: wireguard.without_port(peer.endpoint) for name, peer in peers.items() if peer.endpoint}
     return {name: address for name, address in endpoints.items() if address in addresses.get(name, ())}
 
 

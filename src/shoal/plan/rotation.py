@@ -93,9 +93,7 @@ async def run_on(now: RotationContext, names: Iterable[str], action: Callable[[s
 async def apply_all(now: RotationContext, documents: Mapping[str, Document], secrets: Mapping[str, bytes]) -> None:
     """Apply each host's document, on all hosts at the same time."""
     await run_on(
-        now,
-        documents,
-        lambda name: now.fleet.converge(name, documents[name], secrets, now.phase, "shoal keys rotate"),
+        now, documents, lambda name: now.fleet.converge(name, documents[name], secrets, now.phase, "shoal keys rotate")
     )
 
 

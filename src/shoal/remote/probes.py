@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -130,8 +132,24 @@ def create_jobs_account(uri: str, admin_file: str, jobs_file: str, mark_file: st
         mark.write(hashlib.sha256(password.read()).hexdigest() + "  -")
 
 
+class FileHandle(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_uint), ("type", ctypes.c_int), ("bytes", ctypes.c_char * 128)]
+
+
+def find_paths_without_handles(*paths: str) -> None:
+    """Print the directories whose file system has no file handles, with its type."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in paths:
+        handle, mount = FileHandle(128), ctypes.c_int()
+        failed = libc.name_to_handle_at(-100, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0)
+        if failed and ctypes.get_errno() == errno.EOPNOTSUPP:
+            kind = subprocess.run(["stat", "-f", "-c", "%T", path], stdout=subprocess.PIPE).stdout.decode()
+            print(path, kind.strip())
+
+
 PROBES: dict[str, Callable[..., None]] = {
     "gpus": check_gpus,
+    "handles": find_paths_without_handles,
     "tracking": check_tracking,
     "mlflow-account": create_jobs_account,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shoal.errors import CommandTimeout, HostError, SlurmError, VersionMismatch
+from shoal.errors import CommandTimeout, SlurmError, VersionMismatch
 from shoal.hostlist import compress
 from shoal.hosts.provider import Instance
 from shoal.plan.diff import make_plan, network_addresses
@@ -50,7 +50,9 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
     controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, phase)
-    findings = [_unreached(name, error) for name, error in fleet.failures.items()] + _disks(observed)
+    failures = fleet.failures.items()
+    findings = [Finding("error", error.cause, fix=error.hint, host=name) for name, error in failures]
+    findings += _disks(observed)
     if controller not in observed.facts:
         return findings
     try:
@@ -78,10 +80,6 @@ async def _check_hosts(context: Context, fleet: Fleet, orphans: Sequence[tuple[s
         findings += await _contract(context, fleet, plan.findings)
         findings += await _services(context, fleet)
     return findings
-
-
-def _unreached(name: str, error: HostError) -> Finding:
-    return Finding("error", error.cause, fix=error.hint, host=name)
 
 
 def _disks(observed: Observation) -> list[Finding]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ProviderError, UsageError
 from shoal.hostlist import HostlistError, expand
-from shoal.hosts.api import Connector, Target
+from shoal.hosts.api import Connector, Host, Target
 from shoal.hosts.provider import Instance, Provider, Request
 from shoal.hosts.provider import names as all_providers
 from shoal.hosts.provider import provider as find_provider
@@ -103,6 +103,12 @@ class Context:
         targets = await self.targets(chosen if chosen is not None else self.members)
         return Connections({target.name: target for target in targets}, self.connect())
 
+    @asynccontextmanager
+    async def controller_host(self) -> AsyncIterator[Host]:
+        """A connection to the controller alone."""
+        async with await self.connections([self.controller]) as fleet:
+            yield await fleet.host(self.controller.name)
+
     async def targets(self, chosen: Iterable[Member]) -> list[Target]:
         """The address of each member. Raises ProviderError for a host that is not made yet."""
         chosen = list(chosen)
@@ -189,23 +195,17 @@ def open_context(
 
 def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
-    cached = _cached_hosts(file, cluster)
+    try:
+        found = _file(file, cluster)
+        cached = read_cache(state_directory(), *_named(found, cluster))
+    except (OSError, ValueError, UsageError):
+        cached = None  # what is wrong with the file is raised below
     if cached is not None:
-        return cached
-    context = open_context(file, cluster)  # raises for an invalid file
+        return Context(cached, found)
+    context = open_context(file, cluster)
     name, text = _named(context.file, cluster)
     write_cache(state_directory(), name, text, CachedSpec(context.cluster, context.members, context.shares))
     return context
-
-
-def _cached_hosts(file: Path | None = None, cluster: str | None = None) -> Context | None:
-    """The same, but None where the cache does not have it."""
-    try:
-        file = _file(file, cluster)
-        known = read_cache(state_directory(), *_named(file, cluster))
-    except (OSError, ValueError, UsageError):
-        return None
-    return Context(known, file) if known is not None else None
 
 
 def _named(file: Path | None, cluster: str | None) -> tuple[str, str]:

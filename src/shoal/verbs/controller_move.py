@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from shoal.roles.elastic import LEADER_SINCE, SPEC, SUPERSEDED, UNIT, has_servic
 from shoal.spec.finding import Finding
 from shoal.spec.members import rented_sets
 from shoal.verbs.context import Context, state_directory
-from shoal.verbs.rentals import PROGRAM, LedgerRental, read_ledger, run_to_completion, start_service, stop_service
+from shoal.verbs.rentals import PROGRAM, control_service, read_ledger, run_to_completion
 
 RECORD = "rents.json"
 """The host of shoal-elastic and how to reach it, kept beside the cluster's host keys."""
@@ -91,16 +91,16 @@ async def move_service(context: Context, fleet: Fleet, former: Predecessor) -> N
     with context.progress.phase(f"shoal-elastic moves from {name}", 1) as phase:
         async with _connection(context, fleet, former.target) as old:
             there = await old.host(name)
-            if error := await stop_service(there):
+            if error := await control_service(there, "stop"):
                 raise ShoalError(f"{name}: cannot stop shoal-elastic: {error}", hint="solve that first")
             try:
                 if not former.end_jobs:
                     await _refuse_rented(there, here.name)  # it may have rented until it was stopped
-                await stop_service(here)  # this host may have been the controller before
+                await control_service(here, "stop")  # this host may have been the controller before
                 ledger = await _run_move_program(there, "give")
                 await _run_move_program(here, "take", ledger)
             except BaseException:
-                await run_to_completion(start_service(there))
+                await run_to_completion(control_service(there, "start"))
                 raise
             await old.converge(name, service_removal(), {}, phase)
 
@@ -148,16 +148,13 @@ async def _refuse_rented(host: Host, controller: str) -> None:
     """Rented nodes know only their own controller, and their jobs are in its queue."""
     rentals = [rental for rental in await read_ledger(host) or () if rental.live]
     if rentals:
+        nodes = compress(dict.fromkeys(rental.node for rental in rentals))
         raise ProviderError(
             f"moving the controller from {host.name} to {controller} would end the jobs on machines that {host.name} "
             f"rented: {', '.join(map(str, rentals))}; no host was changed",
-            hint=f"run on {host.name}, as root: scontrol update nodename={_nodes(rentals)} state=power_down_asap; wait "
+            hint=f"run on {host.name}, as root: scontrol update nodename={nodes} state=power_down_asap; wait "
             "until their jobs have ended, then run `shoal up` again. Or use --allow-job-loss to release them at once",
         )
-
-
-def _nodes(rentals: Sequence[LedgerRental]) -> str:
-    return compress(dict.fromkeys(rental.node for rental in rentals))
 
 
 async def _run_move_program(host: Host, verb: str, ledger: bytes = b"") -> bytes:

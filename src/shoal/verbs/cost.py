@@ -55,8 +55,7 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
             f"cluster {context.cluster} rents no machines", hint="`shoal usage` shows what your own GPUs cost"
         )
     command = (*COMMAND, "--month", month) if month else COMMAND
-    async with await context.connections([context.controller]) as fleet:
-        host = await fleet.host(context.controller.name)
+    async with context.controller_host() as host:
         result = await host.run(command, timeout=COST_TIMEOUT_S)
     if result.status == 127:
         raise LedgerError(f"{host.name} has no Shoal of its own yet", hint="run `shoal up`")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shoal.agent.client import FactsRequest
 from shoal.errors import HostError, ProviderError, ShoalError, SlurmError
-from shoal.hosts.api import Host
 from shoal.plan.fleet import Fleet
 from shoal.plan.nodes import active_jobs
 from shoal.remote.ledger_rows import SERVICE
@@ -21,7 +21,7 @@ from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.verbs.context import Context, ProviderInstances, note_at_exit, report_to, state_directory
 from shoal.verbs.reap import Polling, reap
-from shoal.verbs.rentals import restart_if_disconnected, run_to_completion, start_service, stop_service
+from shoal.verbs.rentals import control_service, restart_if_disconnected, run_to_completion
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ async def _release_rented(
             findings += unstopped
             result = await reap(context, polling=polling)
     except BaseException:  # also Ctrl-C: the service must go on releasing what is rented
-        await run_to_completion(_control_service(context, start_service))
+        await run_to_completion(_control_service(context, "start"))
         raise
     gone = tuple(f"{listed.instance.node} ({listed})" for listed in result.gone)
     if result.clean:
         return gone, findings
     left = ", ".join(map(str, result.remaining)) or "not known"
     errors = [f"{name}: {error.message.removeprefix(f'{name}: ')}" for name, error in result.failures.items()]
-    errors += [f"{one.what}: {one.found}" for one in result.findings if one not in findings]
+    errors += [f"{finding.what}: {finding.found}" for finding in result.findings if finding not in findings]
     causes = "; ".join(errors)
     if force and not causes:
         return gone, findings  # only orphans are left, and a finding names them already
     if force:
         fix = "run `shoal reap` until it reports that all is clean, or look in the provider's console"
         return gone, (*findings, Finding("error", f"rented machines may be left: {causes}", left, fix))
-    error = await run_to_completion(_control_service(context, start_service))
+    error = await run_to_completion(_control_service(context, "start"))
     then = f"start {SERVICE} on the controller, {error}" if error else "the controller goes on releasing them"
     raise ProviderError(
         f"rented machines may be left ({left}): {causes}",
@@ -118,8 +118,8 @@ async def _service_stopped(context: Context, force: bool, is_on: bool) -> AsyncI
     async with AsyncExitStack() as stack:
         watched = False
         with contextlib.suppress(ShoalError):  # a controller that was never made, or is away, has no service
-            fleet = await stack.enter_async_context(await context.connections([context.controller]))
-            watched = await stack.enter_async_context(restart_if_disconnected(await fleet.host(name)))
+            controller = await stack.enter_async_context(context.controller_host())
+            watched = await stack.enter_async_context(restart_if_disconnected(controller))
         then = f"{name} starts {SERVICE} again by itself" if watched else f"on {name}: systemctl start {SERVICE}"
         with note_at_exit(lambda: f"{then}, which releases what is left; then run `shoal down` again"):
             yield await _stop_service(context, force)
@@ -127,7 +127,7 @@ async def _service_stopped(context: Context, force: bool, is_on: bool) -> AsyncI
 
 async def _stop_service(context: Context, force: bool) -> tuple[Finding, ...]:
     """Stop shoal-elastic: it would rent again for the jobs in the queue."""
-    error = await _control_service(context, stop_service)
+    error = await _control_service(context, "stop")
     if not error:
         return ()
     if not force:
@@ -140,11 +140,11 @@ async def _stop_service(context: Context, force: bool) -> tuple[Finding, ...]:
     return (Finding("error", what, error, fix, host=context.controller.name),)
 
 
-async def _control_service(context: Context, control: Callable[[Host], Awaitable[str]]) -> str:
+async def _control_service(context: Context, verb: Literal["start", "stop"]) -> str:
     """Stop or start shoal-elastic. Returns the error, if any; a controller that was never made has no service."""
     try:
-        async with await context.connections([context.controller]) as fleet:
-            return await control(await fleet.host(context.controller.name))
+        async with context.controller_host() as controller:
+            return await control_service(controller, verb)
     except ProviderError:
         return ""
     except ShoalError as error:

@@ -7,31 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.environments import store
 from shoal.environments.requirements import RequirementSet, read_requirements
-from shoal.environments.store import (
-    LOCAL_DIRECTORY,
-    RECENT_USE_S,
-    BuiltEnvironment,
-    StoredEnvironment,
-    inspect_command,
-    list_command,
-    parse_inspection,
-    parse_listing,
-    parse_names,
-    read_names_command,
-    remove_command,
-    sweep_command,
-)
+from shoal.environments.store import BuiltEnvironment, StoredEnvironment
 from shoal.errors import CommandFailed, CommandTimeout, HostError, PartialFailure, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.jobs.model import JobSpec
 from shoal.jobs.record import parse_records, show_command
 from shoal.plan.fleet import Connections
 from shoal.roles.environments import builder_of, directory_of
 from shoal.spec.environments import Environment
 from shoal.spec.finding import nearest
-from shoal.spec.model import Spec
 from shoal.verbs.context import Context
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
@@ -75,16 +61,16 @@ class CleanResult:
 
 async def list_environments(context: Context) -> list[EnvironmentState]:
     """Every environment of the spec, with its state."""
-    async with await context.connections([context.controller]) as fleet:
-        return await environment_states(context, await fleet.host(context.controller.name))
+    async with context.controller_host() as controller:
+        return await environment_states(context, controller)
 
 
 async def environment_states(context: Context, controller: Host) -> list[EnvironmentState]:
     places = choose_environments(context, ())
-    current = await current_environments(controller, places.values())
+    current = await current_environments(controller, places)
     states = []
     for name, place in places.items():
-        made = current.get((place.directory, name))
+        made = current.get(name)
         state = "not built" if made is None else "changed" if is_stale(context, place.entry, made) else "built"
         states.append(EnvironmentState(name, state, place.entry.place, made))
     return states
@@ -100,34 +86,26 @@ async def clean(context: Context, *, dry_run: bool = False) -> CleanResult:
         jobs = {
             note.environment: record.id for record in parse_records(records) if record.active and (note := record.note)
         }
-        current = {made.id: made.name for made in await _current(controller, places)}
+        current = {made.id for made in (await current_environments(controller, places)).values()}
         kept = await _kept(fleet, sorted(builders))
-        reasons = _reasons([one for some in kept.values() for one in some], current, jobs)
+        reasons = _reasons([entry for entries in kept.values() for entry in entries], current, jobs)
         old = {
-            (host, place): tuple(one.id for one in some if one.id not in current and one.id not in reasons)
-            for (host, place), some in kept.items()
+            (host, place): tuple(entry.id for entry in entries if entry.id not in {*current, *reasons})
+            for (host, place), entries in kept.items()
             if host == builders.get(place, host)  # a share is cleaned once, by its builder
         }
         if not dry_run:
             await _remove(fleet, old)
-            now = await _current(controller, places)
+            now = (await current_environments(controller, places)).values()
             sources, used = {made.source for made in now}, {*reasons, *(made.id for made in now)}
             for directory, builder in builders.items():
-                host = await fleet.host(builder)
-                await run_checked(
-                    host, sweep_command(directory, sources, used), b"", f"clear {directory}", BUILD_TIMEOUT_S
-                )
+                sweep = store.sweep_command(directory, sources, used)
+                await run_checked(await fleet.host(builder), sweep, b"", f"clear {directory}", BUILD_TIMEOUT_S)
         gone: dict[str, tuple[str, ...]] = {}
         for (name, _), ids in old.items():
             gone[name] = tuple(dict.fromkeys((*gone.get(name, ()), *ids)))
         removed = {name: ids for name, ids in gone.items() if ids and name not in fleet.failures}
         return CleanResult(context.cluster, removed, reasons, dict(fleet.failures))
-
-
-async def _current(controller: Host, places: Mapping[str, EnvironmentPlace]) -> list[BuiltEnvironment]:
-    """The environments that the names of the spec refer to now."""
-    current = await current_environments(controller, places.values())
-    return [current[key] for name, place in places.items() if (key := (place.directory, name)) in current]
 
 
 async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[str, str], list[StoredEnvironment]]:
@@ -136,26 +114,26 @@ async def _kept(fleet: Connections, directories: Sequence[str]) -> dict[tuple[st
     async def list_kept(name: str) -> list[tuple[str, list[StoredEnvironment]]]:
         host = await fleet.host(name)
         return [
-            (place, parse_listing((await host.run(list_command(place), timeout=INSPECT_TIMEOUT_S)).text))
-            for place in (*directories, LOCAL_DIRECTORY)
+            (place, store.parse_listing((await host.run(store.list_command(place), timeout=INSPECT_TIMEOUT_S)).text))
+            for place in (*directories, store.LOCAL_DIRECTORY)
         ]
 
     answers = await fleet.each(fleet.targets, list_kept)
     return {(host, place): kept for host, places in answers.items() for place, kept in places}
 
 
-def _reasons(kept: Iterable[StoredEnvironment], current: Mapping[str, str], jobs: Mapping[str, str]) -> dict[str, str]:
+def _reasons(kept: Iterable[StoredEnvironment], current: set[str], jobs: Mapping[str, str]) -> dict[str, str]:
     """Why environments without a name are kept."""
     reasons: dict[str, str] = {}
-    for one in kept:
-        if one.id in current:
+    for entry in kept:
+        if entry.id in current:
             continue
-        if one.id in jobs:
-            reasons[one.id] = f"job {jobs[one.id]} uses it"
-        elif one.busy:
-            reasons[one.id] = "a process uses it"
-        elif one.age < RECENT_USE_S:
-            reasons[one.id] = f"built or used less than {RECENT_USE_S // 60} minutes ago"
+        if entry.id in jobs:
+            reasons[entry.id] = f"job {jobs[entry.id]} uses it"
+        elif entry.busy:
+            reasons[entry.id] = "a process uses it"
+        elif entry.age < store.RECENT_USE_S:
+            reasons[entry.id] = f"built or used less than {store.RECENT_USE_S // 60} minutes ago"
     return reasons
 
 
@@ -164,44 +142,44 @@ async def _remove(fleet: Connections, old: Mapping[tuple[str, str], tuple[str, .
         host = await fleet.host(name)
         for (owner, place), ids in old.items():
             if owner == name and ids:
-                await run_checked(
-                    host, remove_command(place, ids), b"", f"remove environments from {place}", BUILD_TIMEOUT_S
-                )
+                what = f"remove environments from {place}"
+                await run_checked(host, store.remove_command(place, ids), b"", what, BUILD_TIMEOUT_S)
 
     await fleet.each({host for host, _ in old}, remove)
 
 
 def choose_environments(context: Context, names: Sequence[str]) -> dict[str, EnvironmentPlace]:
     """The environments of the spec with these names; all of them without names."""
-    known = context.spec.environments
-    if not known:
+    environments = context.spec.environments
+    if not environments:
         raise UsageError(
             "the spec has no environments", hint="add `environments: {torch: {requirements: requirements.txt}}`"
         )
     for name in names:
-        if name not in known:
-            raise UsageError(f"the spec has no environment {name!r}", hint=nearest(name, list(known)))
-    return {name: _place(context.spec, entry) for name, entry in known.items() if not names or name in names}
+        if name not in environments:
+            raise UsageError(f"the spec has no environment {name!r}", hint=nearest(name, list(environments)))
+    return {
+        name: EnvironmentPlace(entry, directory_of(context.spec, entry), builder_of(context.spec, entry))
+        for name, entry in environments.items()
+        if not names or name in names
+    }
 
 
-def _place(spec: Spec, entry: Environment) -> EnvironmentPlace:
-    return EnvironmentPlace(entry, directory_of(spec, entry), builder_of(spec, entry))
-
-
-async def current_environments(
-    controller: Host, entries: Iterable[EnvironmentPlace]
-) -> dict[tuple[str, str], BuiltEnvironment]:
-    """The environments that names refer to on the controller, by directory and name."""
-    current: dict[tuple[str, str], BuiltEnvironment] = {}
-    for directory in sorted({entry.directory for entry in entries}):
+async def current_environments(controller: Host, places: Mapping[str, EnvironmentPlace]) -> dict[str, BuiltEnvironment]:
+    """The environments that these names refer to on the controller."""
+    current: dict[str, BuiltEnvironment] = {}
+    for directory in sorted({place.directory for place in places.values()}):
         try:
-            result = await controller.run(read_names_command(directory), timeout=NAMES_TIMEOUT_S)
+            result = await controller.run(store.read_names_command(directory), timeout=NAMES_TIMEOUT_S)
         except CommandTimeout:
             what = f"cannot read {directory} within {NAMES_TIMEOUT_S:g} s"
             raise CommandTimeout(
                 controller.name, what, hint="check that the server of the share it is on is up"
             ) from None
-        current |= {(directory, name): made for name, made in parse_names(result.text, directory).items()}
+        built = store.parse_names(result.text, directory)
+        current |= {
+            name: made for name, made in built.items() if name in places and places[name].directory == directory
+        }
     return current
 
 
@@ -233,35 +211,34 @@ def command_failed(host: str, what: str, error_text: str) -> CommandFailed:
     return CommandFailed(host, f"cannot {what}: {error_text.strip()}", hint="check that its disk is not full")
 
 
-async def job_environment(context: Context, fleet: Connections, job: JobSpec) -> BuiltEnvironment | None:
-    """The environment that the job names, or None. Raises UsageError for one that is not built."""
-    name = job.environment
-    if name is None:
-        return None
-    [place] = choose_environments(context, [name]).values()
-    controller = await fleet.host(context.controller.name)
-    made = (await current_environments(controller, [place])).get((place.directory, name))
+async def inspect_environment(
+    fleet: Connections, nodes: Iterable[str], command: list[str]
+) -> dict[str, store.NodeEnvironment]:
+    """What nodes have of an environment. `command` is store.inspect_command's."""
+
+    async def inspect(node: str) -> store.NodeEnvironment:
+        result = await (await fleet.host(node)).run(command, timeout=INSPECT_TIMEOUT_S)
+        return store.parse_inspection(result.text)
+
+    return await fleet.each(nodes, inspect)
+
+
+async def job_environment(context: Context, fleet: Connections, name: str) -> BuiltEnvironment:
+    """The environment that a job names. Raises UsageError for one that is not built."""
+    places = choose_environments(context, [name])
+    made = (await current_environments(await fleet.host(context.controller.name), places)).get(name)
     again = f"run `shoal env build {name}`"
     if made is None:
         raise UsageError(f"environment {name} is not built yet", hint=again)
-    if is_stale(context, place.entry, made):
+    if is_stale(context, places[name].entry, made):
         raise UsageError(f"environment {name} was built from another version of its file", hint=again)
     return made
 
 
-async def require_environment(fleet: Connections, made: BuiltEnvironment | None, nodes: Sequence[str]) -> None:
+async def require_environment(fleet: Connections, made: BuiltEnvironment, nodes: Sequence[str]) -> None:
     """Raise PartialFailure where some nodes of the job cannot use its environment. Marks the environment as used."""
-    if made is None:
-        return
-
-    async def check(node: str) -> str:
-        host = await fleet.host(node)
-        return parse_inspection(
-            (await host.run(inspect_command(made.path, use=True), timeout=INSPECT_TIMEOUT_S)).text
-        ).state
-
-    states = await fleet.each(nodes, check)
-    lacking = [node for node in nodes if states.get(node) != made.python]
+    copies = await inspect_environment(fleet, nodes, store.inspect_command(made.path, use=True))
+    lacking = [node for node in nodes if node not in copies or copies[node].state != made.python]
     if lacking:
         raise PartialFailure(
             f"{compress(lacking)} cannot use environment {made.name}, so nothing was queued",

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shoal.environments import store
 from shoal.environments.cuda import cuda_findings
 from shoal.environments.requirements import RequirementSet, read_requirements
-from shoal.environments.store import (
-    LOCAL_DIRECTORY,
-    BuiltEnvironment,
-    NodeEnvironment,
-    inspect_command,
-    parse_inspection,
-    unpack_command,
-    write_name_command,
-)
+from shoal.environments.store import BuiltEnvironment, NodeEnvironment
 from shoal.errors import HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host, Process
@@ -26,17 +19,8 @@ from shoal.plan.fleet import Connections
 from shoal.plan.progress import Phase
 from shoal.remote import program_text
 from shoal.spec.finding import Finding
-from shoal.verbs.context import Context
-from shoal.verbs.env import (
-    BUILD_TIMEOUT_S,
-    INSPECT_TIMEOUT_S,
-    EnvironmentPlace,
-    base_directory,
-    choose_environments,
-    command_failed,
-    run_checked,
-    text_digest,
-)
+from shoal.verbs import env
+from shoal.verbs.context import Context, compute_hosts
 
 CHUNK_BYTES = 8 * 1024 * 1024
 
@@ -55,67 +39,66 @@ class BuildResult:
     findings: tuple[Finding, ...] = ()
     failures: Mapping[str, HostError] = field(default_factory=dict)
 
-    @property
-    def whole(self) -> bool:
-        return not self.failures and not any(finding.level == "error" for finding in self.findings)
-
 
 async def build(context: Context, names: Sequence[str] = ()) -> BuildResult:
     """Build the named environments, or all of the spec. One that is current is left as it is."""
-    places = choose_environments(context, names)
-    sources = {name: read_requirements(place.entry, base_directory(context)) for name, place in places.items()}
-    nodes = [member.name for member in context.members if "compute" in member.roles]
-    results: list[BuildResult] = []
+    places = env.choose_environments(context, names)
+    sources = {name: read_requirements(place.entry, env.base_directory(context)) for name, place in places.items()}
+    nodes = compute_hosts(context)
+    result = BuildResult(context.cluster)
     async with await context.connections() as fleet:
         for name, place in places.items():
             with context.progress.phase(f"environment {name}", 1) as phase:
-                results.append(await _build(context, fleet, name, place, sources[name], nodes, phase))
-        return BuildResult(
-            context.cluster,
-            tuple(made for result in results for made in result.made),
-            tuple(name for result in results for name in result.fresh),
-            {name: hosts for result in results for name, hosts in result.copied.items()},
-            tuple(finding for result in results for finding in result.findings),
-            dict(fleet.failures),
-        )
+                result = await _build(context, result, fleet, name, place, sources[name], nodes, phase)
+        return replace(result, failures=dict(fleet.failures))
 
 
 async def _build(
     context: Context,
+    result: BuildResult,
     fleet: Connections,
     name: str,
-    place: EnvironmentPlace,
+    place: env.EnvironmentPlace,
     source: RequirementSet,
     nodes: Sequence[str],
     phase: Phase,
 ) -> BuildResult:
+    """The result with this environment as well."""
     entry, builder = place.entry, await fleet.host(place.builder)
     event = await _run_builder(context, builder, name, place, source, phase)
-    made = BuiltEnvironment.of({**event, "name": name, "text": text_digest(entry, source)})
+    made = BuiltEnvironment.of({**event, "name": name, "text": env.text_digest(entry, source)})
     archive = f"{place.directory}/archives/{made.id}.tar"
-    copies = await _inspect(fleet, nodes, made.path, archive)
+    inspection = store.inspect_command(made.path, archive)
+    copies = await env.inspect_environment(fleet, nodes, inspection)
     copied: tuple[str, ...] = ()
     if entry.place == "local":
         lacking = [node for node, copy in copies.items() if copy.state == "missing"]
         if lacking:
             phase.set_fraction(0.9, f"copies to {compress(lacking)}")
             await _copy(fleet, builder, made, archive, lacking, copies)
-            copies |= await _inspect(fleet, lacking, made.path, archive)
+            copies |= await env.inspect_environment(fleet, lacking, inspection)
             copied = tuple(node for node in lacking if node in copies and copies[node].state != "missing")
-    findings = (*_bound_findings(made), *_node_findings(made, place.directory, copies), *_cuda_findings(made, copies))
+    findings = (*_bound_findings(made), *_node_findings(made, place.directory, copies))
+    if made.torch:
+        drivers = {node: copy.driver for node, copy in copies.items() if copy.driver}
+        findings += cuda_findings(made.name, made.torch, made.cuda, drivers)
+    result = replace(result, findings=(*result.findings, *findings))
     if any(finding.level == "error" for finding in findings):
-        return BuildResult(context.cluster, findings=findings)
-    await run_checked(
-        builder, write_name_command(place.directory, name), made.as_json().encode(), f"name environment {name}"
+        return result
+    await env.run_checked(
+        builder, store.write_name_command(place.directory, name), made.as_json().encode(), f"name environment {name}"
     )
     phase.done(builder.name)
-    return BuildResult(
-        context.cluster, (made,), (name,) if event["made"] else (), {name: copied} if copied else {}, findings
+    return replace(
+        result,
+        made=(*result.made, made),
+        fresh=(*result.fresh, *((name,) if event["made"] else ())),
+        copied={**result.copied, **({name: copied} if copied else {})},
     )
 
 
 async def _run_builder(
-    context: Context, host: Host, name: str, place: EnvironmentPlace, source: RequirementSet, phase: Phase
+    context: Context, host: Host, name: str, place: env.EnvironmentPlace, source: RequirementSet, phase: Phase
 ) -> dict[str, Any]:
     """Run the build program, and show its progress."""
     request = {
@@ -126,17 +109,17 @@ async def _run_builder(
         "python": place.entry.python,
         "place": place.entry.place,
         "directory": place.directory,
-        "local": LOCAL_DIRECTORY,
+        "local": store.LOCAL_DIRECTORY,
         "proxy": context.spec.proxy.variables if context.spec.proxy else {},
     }
     process = await host.start(["python3", "-I", "-c", program_text("environment_builder")])
     try:
-        async with asyncio.timeout(BUILD_TIMEOUT_S):
+        async with asyncio.timeout(env.BUILD_TIMEOUT_S):
             await process.write(json.dumps(request).encode() + b"\n")
             return await _read_events(process, host.name, name, phase)
     except TimeoutError:
         raise ShoalError(
-            f"cannot build environment {name} within {BUILD_TIMEOUT_S / 60:.0f} minutes",
+            f"cannot build environment {name} within {env.BUILD_TIMEOUT_S / 60:.0f} minutes",
             hint="run the command again: it continues from there",
         ) from None
     finally:
@@ -159,14 +142,6 @@ async def _read_events(process: Process, host: str, name: str, phase: Phase) -> 
     )
 
 
-async def _inspect(fleet: Connections, nodes: Iterable[str], path: str, archive: str) -> dict[str, NodeEnvironment]:
-    async def inspect(node: str) -> NodeEnvironment:
-        host = await fleet.host(node)
-        return parse_inspection((await host.run(inspect_command(path, archive), timeout=INSPECT_TIMEOUT_S)).text)
-
-    return await fleet.each(nodes, inspect)
-
-
 async def _copy(
     fleet: Connections,
     builder: Host,
@@ -181,18 +156,20 @@ async def _copy(
 
     async def unpack(node: str) -> None:
         host = await fleet.host(node)
-        await run_checked(host, unpack_command(made.path, archive), b"", f"unpack {archive}", BUILD_TIMEOUT_S)
+        await env.run_checked(
+            host, store.unpack_command(made.path, archive), b"", f"unpack {archive}", env.BUILD_TIMEOUT_S
+        )
 
     async def send(node: str) -> None:
         host = await fleet.host(node)
-        process = await host.start(unpack_command(made.path))
+        process = await host.start(store.unpack_command(made.path))
         offset = 0
         while data := await _read_chunk(builder, archive, offset):
             await process.write(data)
             offset += 1
         result = await process.wait()
         if result.status != 0:
-            raise command_failed(node, f"unpack environment {made.name}", result.error_text)
+            raise env.command_failed(node, f"unpack environment {made.name}", result.error_text)
 
     await fleet.each(near, unpack)
     await fleet.each(far, send)
@@ -200,9 +177,9 @@ async def _copy(
 
 async def _read_chunk(builder: Host, archive: str, offset: int) -> bytes:
     line = ["dd", f"if={archive}", f"bs={CHUNK_BYTES}", f"skip={offset}", "count=1", "status=none"]
-    result = await builder.run(line, timeout=INSPECT_TIMEOUT_S)
+    result = await builder.run(line, timeout=env.INSPECT_TIMEOUT_S)
     if result.status != 0:
-        raise command_failed(builder.name, f"read {archive}", result.error_text)
+        raise env.command_failed(builder.name, f"read {archive}", result.error_text)
     return result.stdout
 
 
@@ -237,8 +214,3 @@ def _node_findings(made: BuiltEnvironment, directory: str, copies: Mapping[str, 
         level: Literal["error", "warning"] = "error" if len(other) == len(copies) else "warning"
         findings.append(Finding(level, f"environment {made.name}: {what}", reason, fix, host=compress(nodes)))
     return findings
-
-
-def _cuda_findings(made: BuiltEnvironment, copies: Mapping[str, NodeEnvironment]) -> tuple[Finding, ...]:
-    drivers = {node: copy.driver for node, copy in copies.items() if copy.driver}
-    return cuda_findings(made.name, made.torch, made.cuda, drivers) if made.torch else ()

@@ -173,10 +173,6 @@ async def accounting_findings(fleet: Connections, spec: Spec, facts: Mapping[str
     return findings
 
 
-def _age(when: float) -> float:
-    return time.time() - when
-
-
 def _number(text: str) -> float | None:
     try:
         return float(text)

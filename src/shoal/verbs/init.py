@@ -14,20 +14,75 @@ from pathlib import Path
 from shoal.errors import SpecError, UsageError
 from shoal.hostlist import expand
 from shoal.spec.docs import schema
-from shoal.spec.finding import printable
+from shoal.spec.finding import Finding, printable
 from shoal.spec.hosts import parse_host
 from shoal.spec.loader import load_text
 from shoal.spec.members import default_spec
 
 FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "git.sr.ht", "dev.azure.com", "huggingface.co")
 """Git servers, which an SSH config often names. `User git` marks others."""
-SHARES = (
-    "# Directories that all hosts have. Checkpoints of jobs on many nodes need one.",
-    "# storage:",
-    "#   /shared: {kind: nfs}",
-    "",
-)
+HEAD = """\
+# What the cluster is. `shoal check` reads it, `shoal plan` shows what would
+# change, `shoal up` does it.
+cluster: {cluster}
+
+"""
+CONTROLLER = """\
+# The host that runs slurmctld. `compute: true` lets jobs run on it as well.
+controller:
+  host: {controller}
+  compute: {compute}
+
+"""
+NODES = """\
+# The hosts that run jobs, by kind. A host is NAME, USER@NAME:PORT, a hostlist
+# such as gpu[01-16], or {{name: gpu01, address: 10.0.0.11}}.
+nodesets:
+  nodes:
+    # user: ubuntu        # who to log in as, unless ~/.ssh/config says so
+    hosts:
+{nodes}
+
+"""
+SANDBOX = """\
+# The sandbox makes real Debian hosts as light containers on this machine.
+controller:
+  provider: sandbox
+
+nodesets:
+  fish:                   # its hosts are fish1, fish2, ...
+    provider: sandbox
+    count: {count}
+    gpus: {gpus}               # simulated
+    # cpus: 2
+    # memory: 2G
+    # image: debian13     # Slurm 24.11; debian12 has 22.05, sid has 26.05
+
+"""
+PARTITIONS = """\
+# The queues. Without this part there is one, `main`, over all that computes.
+partitions:
+  main:
+    nodesets: [{nodeset}]
+    default: true
+    # max_time: 1-00:00:00  # the longest a job may run: one day
+
+"""
+SHARES = """\
+# Directories that all hosts have. Checkpoints of jobs on many nodes need one.
+# storage:
+#   /shared: {kind: nfs}
+
+"""
 """Not for the sandbox, whose hosts share a directory already."""
+TAIL = """\
+# Python packages for jobs: `shoal env build` brings them to the nodes,
+# `shoal run --env torch` uses them.
+# environments:
+#   torch: {requirements: requirements.txt}
+
+# firewall: false         # leave the hosts' firewalls alone
+"""
 MAX_INCLUDES = 8
 """How deep SSH configs may include each other; SSH itself stops at 16."""
 
@@ -67,7 +122,9 @@ def init_text(hosts: list[str] | None, ssh_config: Path | None, cluster: str) ->
     try:
         load_text(text, "shoal.yaml")
     except SpecError as error:
-        problems = "; ".join(_short(finding) for finding in error.findings)
+        findings = [finding for finding in error.findings if isinstance(finding, Finding)]
+        parts = ((finding.what, finding.found, finding.fix) for finding in findings)
+        problems = "; ".join(", ".join(filter(None, texts)) for texts in parts)
         raise UsageError(f"cannot make a spec of this: {problems}", hint="change these names") from None
     return text
 
@@ -158,79 +215,19 @@ def _included(patterns: Sequence[str], base: Path) -> list[Path]:
 
 def _hosts_spec(hosts: list[str], cluster: str, left_out: Mapping[str, str]) -> str:
     controller, *nodes = _entries(hosts)
-    lines = [
-        *_head(cluster),
-        *(f"# Left out of the SSH config: {printable(name)} ({purpose})." for name, purpose in left_out.items()),
-        *([""] if left_out else []),
-        "# The host that runs slurmctld. `compute: true` lets jobs run on it as well.",
-        "controller:",
-        f"  host: {controller}",
-        f"  compute: {'false' if nodes else 'true'}",
-        "",
-    ]
+    notes = [f"# Left out of the SSH config: {printable(name)} ({purpose}).\n" for name, purpose in left_out.items()]
+    parts = [HEAD.format(cluster=_quoted(cluster)), *notes, "\n" if notes else ""]
+    parts.append(CONTROLLER.format(controller=controller, compute="false" if nodes else "true"))
     if nodes:
-        lines += [
-            "# The hosts that run jobs, by kind. A host is NAME, USER@NAME:PORT, a hostlist",
-            "# such as gpu[01-16], or {name: gpu01, address: 10.0.0.11}.",
-            "nodesets:",
-            "  nodes:",
-            "    # user: ubuntu        # who to log in as, unless ~/.ssh/config says so",
-            "    hosts:",
-            *(f"      - {node}" for node in nodes),
-            "",
-        ]
-    sets = "nodes" if nodes else "controller"
-    return "\n".join([*lines, *_tail(sets, shares=bool(nodes))])
+        parts.append(NODES.format(nodes="\n".join(f"      - {node}" for node in nodes)))
+    parts.append(PARTITIONS.format(nodeset="nodes" if nodes else "controller"))
+    return "".join([*parts, SHARES if nodes else "", TAIL])
 
 
 def _sandbox_spec(cluster: str) -> str:
     fish = default_spec().nodesets["fish"]
-    lines = [
-        *_head(cluster),
-        "# The sandbox makes real Debian hosts as light containers on this machine.",
-        "controller:",
-        "  provider: sandbox",
-        "",
-        "nodesets:",
-        "  fish:                   # its hosts are fish1, fish2, ...",
-        "    provider: sandbox",
-        f"    count: {fish.count}",
-        f"    gpus: {fish.gpus}               # simulated",
-        "    # cpus: 2",
-        "    # memory: 2G",
-        "    # image: debian13     # Slurm 24.11; debian12 has 22.05, sid has 26.05",
-        "",
-    ]
-    return "\n".join([*lines, *_tail("fish", shares=False)])
-
-
-def _head(cluster: str) -> list[str]:
-    return [
-        "# What the cluster is. `shoal check` reads it, `shoal plan` shows what would",
-        "# change, `shoal up` does it.",
-        f"cluster: {_quoted(cluster)}",
-        "",
-    ]
-
-
-def _tail(nodeset: str, *, shares: bool) -> list[str]:
-    return [
-        "# The queues. Without this part there is one, `main`, over all that computes.",
-        "partitions:",
-        "  main:",
-        f"    nodesets: [{nodeset}]",
-        "    default: true",
-        "    # max_time: 1-00:00:00  # the longest a job may run: one day",
-        "",
-        *(SHARES if shares else ()),
-        "# Python packages for jobs: `shoal env build` brings them to the nodes,",
-        "# `shoal run --env torch` uses them.",
-        "# environments:",
-        "#   torch: {requirements: requirements.txt}",
-        "",
-        "# firewall: false         # leave the hosts' firewalls alone",
-        "",
-    ]
+    sandbox = SANDBOX.format(count=fish.count, gpus=fish.gpus)
+    return "".join([HEAD.format(cluster=_quoted(cluster)), sandbox, PARTITIONS.format(nodeset="fish"), TAIL])
 
 
 def _entries(hosts: list[str]) -> list[str]:
@@ -278,9 +275,3 @@ def _quoted(text: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9._@\[\]-]*(:[0-9]+)?", text) and text.lower() not in ("true", "false", "null"):
         return text
     return "'" + text.replace("'", "''") + "'"
-
-
-def _short(finding: object) -> str:
-    what, found = getattr(finding, "what", ""), getattr(finding, "found", "")
-    fix = getattr(finding, "fix", "")
-    return ", ".join(part for part in (what, found, fix) if part)

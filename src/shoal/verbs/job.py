@@ -16,7 +16,7 @@ from shoal.jobs.model import JobSpec, job_from_options
 from shoal.jobs.record import JobRecord
 from shoal.verbs.context import Context, open_context
 from shoal.verbs.jobs import cancel
-from shoal.verbs.logs import LogsResult, find_record, logs, wait_for_end
+from shoal.verbs.logs import LogsResult, logs, wait_for_job
 from shoal.verbs.run import SubmittedJob, dry_run, run
 
 T = TypeVar("T")
@@ -64,7 +64,11 @@ class Job:
 
     def wait(self) -> JobRecord:
         """Wait for the end; the record says how it ended."""
-        return _result(self._wait(self._one("wait")))
+        number = self._one("wait")
+        record = _result(wait_for_job(self._context, number))
+        if record is None:
+            raise UsageError(f"Slurm has forgotten job {number}", hint="`shoal logs` still has what it printed")
+        return record
 
     def logs(self, rank: int | None = None) -> list[LogLine]:
         """What the ranks have printed so far, in the order of time."""
@@ -80,14 +84,6 @@ class Job:
 
     def _logs(self, method: str) -> LogsResult:
         return _result(logs(self._context, self._one(method), self.spec.directory))
-
-    async def _wait(self, number: str) -> JobRecord:
-        async with await self._context.connections([self._context.controller]) as fleet:
-            controller = await fleet.host(self._context.controller.name)
-            record = await find_record(controller, number)
-            if record is None:
-                raise UsageError(f"Slurm has forgotten job {number}", hint="`shoal logs` still has what it printed")
-            return await wait_for_end(controller, record)
 
     def _one(self, method: str) -> str:
         number = self._number()

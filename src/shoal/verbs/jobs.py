@@ -12,18 +12,10 @@ from shoal.contract import PROGRESS_FILE
 from shoal.errors import HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.jobs.failure import FailureReason, explain_failure
-from shoal.jobs.record import JobRecord, parse_records, show_command
+from shoal.jobs.record import JobRecord, parse_recent, parse_records, recent_command, show_command
 from shoal.plan.fleet import Connections
+from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
-from shoal.verbs.logs import (
-    all_ended_jobs,
-    check_job,
-    exclude_known,
-    files_of,
-    find_records,
-    read_tails,
-    recently_ended_jobs,
-)
 from shoal.verbs.slurmctld import gather_answers, slurm_output
 
 MAX_EXPLAINED_JOBS = 5
@@ -59,8 +51,12 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
         controller = await fleet.host(context.controller.name)
         [output] = await gather_answers(controller, slurm_output(controller, show_command()))
         known = parse_records(output)
-        before = await (all_ended_jobs(context, controller) if ended else recently_ended_jobs(controller))
-        records = [*exclude_known(before, known)[0 if ended else -MAX_RECENT_JOBS :], *known]
+        if ended:
+            before = logs.exclude_known(await logs.all_ended_jobs(context, controller), known)
+        else:
+            recent = parse_recent(await slurm_output(controller, recent_command()))
+            before = logs.exclude_known(recent, known)[-MAX_RECENT_JOBS:]
+        records = [*before, *known]
         running = [record for record in known if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, context.controller.name, running)
         failed = _to_explain(records)
@@ -81,9 +77,8 @@ def _to_explain(records: Sequence[JobRecord]) -> list[JobRecord]:
 
 
 async def _reason(context: Context, fleet: Connections, record: JobRecord) -> FailureReason | None:
-    return explain_failure(
-        record, await read_tails(fleet, job_file_hosts(context), files_of(context, record.id, record))
-    )
+    files = logs.files_of(context, record.id, record)
+    return explain_failure(record, await logs.read(fleet, job_file_hosts(context), files, logs.TAIL_BYTES))
 
 
 async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
@@ -125,10 +120,9 @@ class CancelResult:
 async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
     """End jobs, running or waiting. Their processes get SIGTERM, and SIGKILL after Slurm's KillWait."""
     for job in jobs:
-        check_job(job)
-    async with await context.connections([context.controller]) as fleet:
-        controller = await fleet.host(context.controller.name)
-        answers = await gather_answers(controller, *(find_records(controller, job) for job in jobs))
+        logs.check_job(job)
+    async with context.controller_host() as controller:
+        answers = await gather_answers(controller, *(logs.find_records(controller, job) for job in jobs))
         records = dict(zip(jobs, answers, strict=True))
         unknown = [job for job, known in records.items() if not known]
         if unknown:

@@ -12,24 +12,15 @@ from typing import Any
 from shoal.agent.document import File
 from shoal.errors import AgentFailed, CommandTimeout, HostError, ShoalError, UsageError
 from shoal.hosts.api import Process
+from shoal.network import links as matrix
 from shoal.network.addresses import addresses_in
-from shoal.network.links import (
-    LINKS,
-    PARALLEL_CONNECTIONS,
-    LinkSpeed,
-    Pair,
-    groups,
-    links_text,
-    merge_measurements,
-    read_links,
-    rounds,
-)
+from shoal.network.links import LINKS, LinkSpeed, Pair
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase
 from shoal.remote import program_text
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK
 from shoal.slurm.conf import SRUN_PORTS
-from shoal.verbs.context import Context
+from shoal.verbs.context import Context, compute_hosts
 
 PINGS = 20
 PROBE_TIMEOUT_S = 60.0
@@ -80,23 +71,23 @@ async def bench_links(context: Context, hosts: str | None = None, seconds: float
         try:
             with context.progress.phase("measuring programs", len(chosen)) as phase:
                 probes = await _start(fleet, {m.name: addresses[m.name] for m in chosen}, programs, phase)
-            plan = rounds(list(probes), {member.name: member.shape.site for member in chosen})
+            plan = matrix.rounds(list(probes), {member.name: member.shape.site for member in chosen})
             with context.progress.phase("links", sum(map(len, plan))) as phase:
                 links = await _measure_all(plan, probes, seconds, phase)
         finally:
             # A program also ends by itself when its connection closes.
             await asyncio.gather(*(program.kill() for program in programs), return_exceptions=True)
-        merged_links = merge_measurements(before, links, [member.name for member in context.members])
+        merged_links = matrix.merge_measurements(before, links, [member.name for member in context.members])
         await _save(fleet, controller.name, merged_links)
-        computes = [member.name for member in context.members if "compute" in member.roles]
-        return LinksResult(context.cluster, tuple(probes), links, groups(merged_links, computes), dict(fleet.failures))
+        near = matrix.groups(merged_links, compute_hosts(context))
+        return LinksResult(context.cluster, tuple(probes), links, near, dict(fleet.failures))
 
 
 async def _read_state(fleet: Fleet, controller: str) -> tuple[dict[str, str], tuple[LinkSpeed, ...]]:
     """The members' current addresses, and the links that an earlier run measured."""
     host = await fleet.host(controller)
     names, links = await asyncio.gather(host.run(("cat", HOSTS)), host.run(("cat", LINKS)))
-    return addresses_in(names.text, HOSTS_BLOCK), read_links(links.text)
+    return addresses_in(names.text, HOSTS_BLOCK), matrix.read_links(links.text)
 
 
 async def _start(
@@ -145,7 +136,7 @@ async def _measure_all(
 async def _measure(one: LinkProbe, other: LinkProbe, seconds: float) -> LinkSpeed:
     """One direction. A host that fails is a link with a problem, and stops no other pair."""
     request = {"op": "measure", "address": other.address, "port": other.port, "token": other.token}
-    request |= {"seconds": seconds, "pings": PINGS, "many": PARALLEL_CONNECTIONS}
+    request |= {"seconds": seconds, "pings": PINGS, "many": matrix.PARALLEL_CONNECTIONS}
     try:
         answer = await _ask(one.name, one.process, request, 2 * seconds + PROBE_TIMEOUT_S)
     except HostError as error:
@@ -176,5 +167,5 @@ async def _ask(name: str, process: Process, request: Mapping[str, object], timeo
 async def _save(fleet: Fleet, controller: str, links: Sequence[LinkSpeed]) -> None:
     """Save the links on the controller, where `shoal up` reads them."""
     agent = await fleet.agent(controller)
-    report = await agent.apply((File(LINKS, links_text(links)),), {}, lambda event: None)
+    report = await agent.apply((File(LINKS, matrix.links_text(links)),), {}, lambda event: None)
     report.raise_failed(controller, "shoal bench links")

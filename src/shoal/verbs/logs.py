@@ -8,36 +8,23 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from shoal.errors import CommandTimeout, HostError, SlurmError, UsageError
 from shoal.hosts.api import Host, Process
+from shoal.jobs import record as slurm_jobs
 from shoal.jobs.failure import FailureReason, explain_failure
 from shoal.jobs.logs import JobFiles, JobLogs, LogLine, LogReader, merge
-from shoal.jobs.record import (
-    JOBS_DIRECTORY,
-    JobRecord,
-    jobcomp_command,
-    may_be_requeued,
-    merge_records,
-    parse_jobcomp,
-    parse_recent,
-    parse_records,
-    parse_sacct,
-    recent_command,
-    sacct_command,
-    show_command,
-)
+from shoal.jobs.record import JobRecord
 from shoal.plan.fleet import Connections
-from shoal.remote import log_reader as reader
+from shoal.remote import program_text
 from shoal.verbs.context import Context, job_file_hosts
 from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, slurmctld_fix
 
-READER = Path(reader.__file__).read_text()
+READER = program_text("log_reader")
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _WINDOW = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
-_TAIL = 256 * 1024
+TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
 
 
@@ -122,6 +109,13 @@ async def wait_for_end(controller: Host, record: JobRecord) -> JobRecord:
     return record
 
 
+async def wait_for_job(context: Context, job: str) -> JobRecord | None:
+    """The record of a job once it has ended. None where Slurm does not know the job."""
+    async with context.controller_host() as controller:
+        record = await find_record(controller, job)
+        return await wait_for_end(controller, record) if record else None
+
+
 async def find_record(controller: Host, job: str) -> JobRecord | None:
     """The job as Slurm has it, None when it has no record of it (any more)."""
     records = await find_records(controller, job)
@@ -134,32 +128,26 @@ async def find_record(controller: Host, job: str) -> JobRecord | None:
 async def find_records(controller: Host, job: str) -> list[JobRecord]:
     """The job, or every task of an array, as Slurm has it, from its file where it ended a while ago."""
     try:
-        result = await controller.run(show_command(job), timeout=60)
+        result = await controller.run(slurm_jobs.show_command(job), timeout=60)
     except CommandTimeout:
         cause = f"slurmctld on {controller.name} does not answer"
         raise SlurmError(cause, hint=slurmctld_fix(controller.name)) from None
     if result.status != 0 and "nvalid job id" in result.error_text:
         return await ended_runs(controller, job)
-    return parse_records(checked_output(controller, show_command(job), result))
+    return slurm_jobs.parse_records(checked_output(controller, slurm_jobs.show_command(job), result))
 
 
 async def read(fleet: Connections, nodes: list[str], files: JobFiles, tail: int = 0) -> JobLogs:
     """What all nodes have of a job."""
-    taken = LogReader(files.echo, files.batch_host)
+    lines = LogReader(files.echo, files.batch_host)
 
-    async def one(name: str) -> bytes:
-        result = await (await fleet.host(name)).run(_command(files, tail), timeout=120)
-        return result.stdout
+    async def read_node(name: str) -> bytes:
+        return (await (await fleet.host(name)).run(_command(files, tail), timeout=120)).stdout
 
-    for name, data in (await fleet.each(nodes, one)).items():
+    for name, data in (await fleet.each(nodes, read_node)).items():
         for line in data.splitlines():
-            taken.take(name, line)
-    return taken.result()
-
-
-async def read_tails(fleet: Connections, nodes: list[str], files: JobFiles) -> JobLogs:
-    """Enough of a job's logs to work out why it failed."""
-    return await read(fleet, nodes, files, _TAIL)
+            lines.take(name, line)
+    return lines.result()
 
 
 def check_job(job: str) -> None:
@@ -169,7 +157,7 @@ def check_job(job: str) -> None:
 
 def files_of(context: Context, job: str, record: JobRecord | None, directory: str | None = None) -> JobFiles:
     """Where a job's files are: `shoal run` starts jobs in the jobs' directory, and Slurm remembers that."""
-    root = directory or (record.work_dir if record else "") or f"{JOBS_DIRECTORY}/{context.cluster}"
+    root = directory or (record.work_dir if record else "") or f"{slurm_jobs.JOBS_DIRECTORY}/{context.cluster}"
     usual = f"{root}/{job}.out"
     output = (record.output if record else "") or usual
     error = (record.error if record else "") or output
@@ -212,26 +200,27 @@ class _Sorter:
             self._show(line)
 
 
-async def recently_ended_jobs(controller: Host) -> list[JobRecord]:
-    """Those that ended within a day, oldest first."""
-    return parse_recent(await slurm_output(controller, recent_command()))
-
-
 async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
     """As far back as there are records: what the file has, and slurmdbd, which knows more, where there is one.
 
     Either may know jobs that the other does not: the file is rotated, and a database can be put back to an older one.
     """
-    found = [record for record in parse_jobcomp(await slurm_output(controller, jobcomp_command())) if not record.active]
+    found = [
+        record
+        for record in slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.jobcomp_command()))
+        if not record.active
+    ]
     if context.spec.accounting is not None:
         with contextlib.suppress(SlurmError):
-            found = merge_records(found, parse_sacct(await slurm_output(controller, sacct_command())))
+            found = slurm_jobs.merge_records(
+                found, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.sacct_command()))
+            )
     return found
 
 
 async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
     """One job, or the members of an array, as they last ended."""
-    found = parse_jobcomp(await slurm_output(controller, jobcomp_command()))
+    found = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.jobcomp_command()))
     last = {record.id: record for record in found if job in (record.id, record.id.partition("_")[0])}
     return [record for record in last.values() if not record.active]
 
@@ -245,5 +234,5 @@ def exclude_known(ended: Iterable[JobRecord], known: Iterable[JobRecord]) -> lis
         record
         for record in ended
         if not {(record.id, record.start), (record.id, record.end)} & listed
-        and not (record.id in again and may_be_requeued(record))
+        and not (record.id in again and slurm_jobs.may_be_requeued(record))
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from shoal.plan.apply import ApplyTimeouts
 from shoal.spec.editor import without_host, write
 from shoal.spec.finding import Finding
 from shoal.spec.loader import load_text, load_text_all, read_text
-from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.verbs.context import Context
 from shoal.verbs.down import release
@@ -23,8 +21,7 @@ from shoal.verbs.up import UpResult, up
 async def drain_nodes(context: Context, hosts: str, reason: str) -> list[str]:
     """Let the jobs on these nodes end, and start no new ones."""
     names = _nodes(context, hosts)
-    async with await context.fleet([context.controller]) as fleet:
-        controller = await fleet.host(context.controller.name)
+    async with context.controller_host() as controller:
         await running_version(controller)  # fails at once where scontrol would wait half a minute
         await nodes.drain_nodes(controller, names, reason)
     return names
@@ -33,8 +30,7 @@ async def drain_nodes(context: Context, hosts: str, reason: str) -> list[str]:
 async def resume_nodes(context: Context, hosts: str) -> list[str]:
     """Let these nodes take jobs again. Returns those that were drained or down."""
     names = _nodes(context, hosts)
-    async with await context.fleet([context.controller]) as fleet:
-        controller = await fleet.host(context.controller.name)
+    async with context.controller_host() as controller:
         await running_version(controller)
         return await nodes.resume_nodes(controller, names)
 
@@ -79,7 +75,7 @@ def _remove_from_file(file: Path, node: str) -> None:
 
 
 def _nodes(context: Context, hosts: str) -> list[str]:
-    chosen: Sequence[Member] = context.choose(hosts)
+    chosen = context.choose(hosts)
     others = [member.name for member in chosen if "compute" not in member.roles]
     if others:
         raise UsageError(f"not a compute node: {', '.join(others)}", hint="name a node that `shoal status` lists")

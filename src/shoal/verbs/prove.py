@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import math
 import re
 import tarfile
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
 
 from shoal.errors import CommandFailed, PartialFailure, ShoalError, UsageError
@@ -26,8 +28,10 @@ from shoal.proof.records import RunRecord, describe_missing_record, read_run
 from shoal.spec.values import minutes
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.jobs import cancel
-from shoal.verbs.logs import find_record, logs, wait_for_end
+from shoal.verbs.logs import logs, wait_for_job
 from shoal.verbs.run import run
+
+RunOnce = Callable[[ProofRun], Awaitable[RunRecord]]
 
 
 async def prove(
@@ -39,23 +43,23 @@ async def prove(
     """
     with tempfile.TemporaryDirectory(prefix="shoal-prove-") as scratch:
         place = keep or Path(scratch)
-        single = await _reference(runner, place, progress)
-        rows = []
-        for launcher in settings.launchers:
-            for parallel in settings.parallels:
-                proof_run = ProofRun(launcher, parallel, settings.processes)
-                rows.append(await _row(settings, runner, proof_run, place, single, progress))
+
+        async def run_once(proof_run: ProofRun) -> RunRecord:
+            return await _run(runner, proof_run, place, progress)
+
+        single = await _reference(run_once)
+        ways = itertools.product(settings.launchers, settings.parallels)
+        rows = [await _row(settings, launcher, parallel, run_once, single) for launcher, parallel in ways]
     losses = tuple(loss.value for loss in single.losses)
     return ProofResult(
         settings.script, settings.processes, settings.dtype, settings.tolerance, single.steps, losses, tuple(rows)
     )
 
 
-async def _reference(runner: Runner, place: Path, progress: ProgressReporter) -> RunRecord:
+async def _reference(run_once: RunOnce) -> RunRecord:
     """The run with one process, which the others are compared with."""
-    proof_run = ProofRun("python", "ddp", 1)
     try:
-        single = await _run(runner, proof_run, place, progress)
+        single = await run_once(ProofRun("python", "ddp", 1))
     except ScriptFailed as error:
         raise ShoalError(f"the script fails with one process: {error.message}", hint=error.hint) from None
     if missing := describe_missing_record(single, 1):
@@ -63,30 +67,28 @@ async def _reference(runner: Runner, place: Path, progress: ProgressReporter) ->
     return single
 
 
-async def _row(
-    settings: ProofSettings,
-    runner: Runner,
-    proof_run: ProofRun,
-    place: Path,
-    single: RunRecord,
-    progress: ProgressReporter,
-) -> ProofRow:
+async def _row(settings: ProofSettings, launcher: str, parallel: str, run_once: RunOnce, single: RunRecord) -> ProofRow:
     try:
-        many = await _run(runner, proof_run, place, progress)
+        many = await run_once(ProofRun(launcher, parallel, settings.processes))
     except ScriptFailed as error:
-        return ProofRow(proof_run.launcher, proof_run.parallel, False, cause=str(error))
-    if missing := describe_missing_record(many, proof_run.processes):
-        return ProofRow(proof_run.launcher, proof_run.parallel, False, cause=f"{missing[0]}\n  fix: {missing[1]}")
-    found = compare(single, many)
-    if found.within(settings.tolerance):
-        return ProofRow(proof_run.launcher, proof_run.parallel, True, found)
-    return ProofRow(
-        proof_run.launcher, proof_run.parallel, False, found, likely_cause(single, many, found, settings.tolerance)
-    )
+        return ProofRow(launcher, parallel, False, cause=str(error))
+    if missing := describe_missing_record(many, settings.processes):
+        return ProofRow(launcher, parallel, False, cause=f"{missing[0]}\n  fix: {missing[1]}")
+    comparison = compare(single, many)
+    if comparison.within(settings.tolerance):
+        return ProofRow(launcher, parallel, True, comparison)
+    cause = likely_cause(single, many, comparison, settings.tolerance)
+    return ProofRow(launcher, parallel, False, comparison, cause)
 
 
 async def _run(runner: Runner, proof_run: ProofRun, place: Path, progress: ProgressReporter) -> RunRecord:
-    directory = _make_directory(place, proof_run)
+    directory = place / proof_run.title.replace(" ", "-")
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot make {directory}: {error.strerror}", hint="choose a directory that you may write to with --keep"
+        ) from None
     with progress.phase(proof_run.title, 1) as phase:
         try:
             await runner.run(proof_run, directory, phase)
@@ -95,17 +97,6 @@ async def _run(runner: Runner, proof_run: ProofRun, place: Path, progress: Progr
             raise
         phase.done(runner.where)
     return read_run(directory)
-
-
-def _make_directory(place: Path, proof_run: ProofRun) -> Path:
-    directory = place / proof_run.title.replace(" ", "-")
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise ShoalError(
-            f"cannot make {directory}: {error.strerror}", hint="choose a directory that you may write to with --keep"
-        ) from None
-    return directory
 
 
 CLUSTER_LAUNCHERS = tuple(name for name in LAUNCHER_NAMES if name != "python")
@@ -144,7 +135,7 @@ class ClusterRunner:
             # Shielded: a job that is queued before we know its number must be cancelled too.
             submitted = await asyncio.shield(submitting)
             phase.update(self.where, f"job {submitted.id}")
-            record = await self._end_of(submitted.id)
+            record = await wait_for_job(self._context, submitted.id)
         except asyncio.CancelledError:
             number = (await submitting).id
             await cancel(self._context, [number])
@@ -153,6 +144,9 @@ class ClusterRunner:
             raise
         except UsageError as error:
             raise self._with_proof_options(error) from None
+        if record is None:
+            hint = f"look at `shoal logs {submitted.id}`"
+            raise ScriptFailed(f"Slurm does not know job {submitted.id} any more", hint=hint)
         await self._fetch(job, record, directory)
         if record.failed:
             reason = (await logs(self._context, submitted.id, job.directory)).reason
@@ -190,14 +184,6 @@ class ClusterRunner:
         if self._job.time is None:
             hint = re.sub(r"--time ([0-9:-]+)", lambda limit: f"--timeout {minutes(limit[1]) * 60:g}", hint)
         return UsageError(error.message, hint=hint)
-
-    async def _end_of(self, number: str) -> JobRecord:
-        async with await self._context.connections([self._context.controller]) as fleet:
-            controller = await fleet.host(self._context.controller.name)
-            record = await find_record(controller, number)
-            if record is None:
-                raise ScriptFailed(f"Slurm does not know job {number} any more", hint=f"look at `shoal logs {number}`")
-            return await wait_for_end(controller, record)
 
     async def _fetch(self, job: JobSpec, record: JobRecord, directory: Path) -> None:
         """Fetch the records from every node of the job, then remove them there: parameters are large."""

@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shoal.cloud.rental import LIVE, Rental
 from shoal.cloud.service.ledger import LEDGER
 from shoal.cloud.status_file import STATUS, read_status
 from shoal.errors import ShoalError
-from shoal.hosts.api import Host, Process
+from shoal.hosts.api import Host
 from shoal.remote import program_text
 from shoal.remote.ledger_rows import SERVICE
 from shoal.roles.elastic import HOLD, HOLD_MAX_AGE_S
@@ -64,15 +64,10 @@ class LedgerRental(Rental):
 async def ledger_rentals(context: Context) -> tuple[LedgerRental, ...] | None:
     """The rentals in the ledger. None where they are unknown: no controller, no ledger."""
     try:
-        async with await context.connections([context.controller]) as fleet:
-            return await read_ledger(await fleet.host(context.controller.name))
+        async with context.controller_host() as controller:
+            return await read_ledger(controller)
     except ShoalError:
         return None
-
-
-async def read_ledger(host: Host) -> tuple[LedgerRental, ...] | None:
-    """The same for a host that may no longer be the controller. Raises HostError where it does not answer."""
-    return await _run_ledger_program(host, {})
 
 
 async def record_ended(context: Context, ended: Iterable[tuple[Rental, float]]) -> None:
@@ -84,13 +79,19 @@ async def record_ended(context: Context, ended: Iterable[tuple[Rental, float]]) 
     if not gone:
         return
     with contextlib.suppress(ShoalError):
-        async with await context.connections([context.controller]) as fleet:
-            await _run_ledger_program(await fleet.host(context.controller.name), gone)
+        async with context.controller_host() as controller:
+            await read_ledger(controller, gone)
 
 
-async def _run_ledger_program(host: Host, ended: Mapping[str, Sequence[object]]) -> tuple[LedgerRental, ...] | None:
+async def read_ledger(
+    host: Host, ended: Mapping[str, Sequence[object]] | None = None
+) -> tuple[LedgerRental, ...] | None:
+    """The rentals on a host that may no longer be the controller, once `ended` is recorded there.
+
+    Raises HostError where it does not answer.
+    """
     command = (*PROGRAM, program_text("ledger_rows"), str(LEDGER), str(STATUS))
-    result = await host.run(command, stdin=json.dumps({"ended": ended}).encode(), timeout=LEDGER_TIMEOUT_S)
+    result = await host.run(command, stdin=json.dumps({"ended": ended or {}}).encode(), timeout=LEDGER_TIMEOUT_S)
     try:
         return tuple(LedgerRental(**row) for row in json.loads(result.text)["machines"]) if result.status == 0 else None
     except (ValueError, KeyError, TypeError):
@@ -153,17 +154,8 @@ async def rented_view(spec: Spec, controller: Host, clock: Callable[[], float] =
     return RentedView(problem, {name: text for name, text in last.accounts.items() if text}, nodes, dict(last.jobs))
 
 
-async def stop_service(host: Host) -> str:
-    """Stop shoal-elastic on a host. Returns the error, if any; a host without the service is fine."""
-    return await _systemctl(host, "stop")
-
-
-async def start_service(host: Host) -> str:
-    """Start it again. Returns the error, if any."""
-    return await _systemctl(host, "start")
-
-
-async def _systemctl(host: Host, verb: str) -> str:
+async def control_service(host: Host, verb: Literal["start", "stop"]) -> str:
+    """Start or stop shoal-elastic on a host. Returns the error, if any; a host without the service is fine."""
     try:
         result = await host.run(("systemctl", verb, SERVICE), timeout=SYSTEMCTL_TIMEOUT_S)
     except ShoalError as error:
@@ -185,13 +177,9 @@ async def restart_if_disconnected(host: Host) -> AsyncIterator[bool]:
     try:
         yield watches
     finally:
-        await run_to_completion(_end_watch(watch))
-
-
-async def _end_watch(watch: Process) -> None:
-    with contextlib.suppress(ShoalError):
-        await watch.write(NO_RESTART)
-        await watch.wait()
+        with contextlib.suppress(ShoalError):
+            await run_to_completion(watch.write(NO_RESTART))
+            await run_to_completion(watch.wait())
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hosts.api import Host
-from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_ENV, database_host
+from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_ENV
 from shoal.verbs.context import Context
 from shoal.verbs.usage import require_accounting
 
@@ -44,14 +44,14 @@ class RestoreResult:
 
 async def list_backups(context: Context) -> RestoreResult:
     """List the backups."""
-    name = _database_host(context)
+    name = require_accounting(context)
     async with await context.connections([context.choose_one(name)]) as fleet:
         return RestoreResult(context.cluster, name, await _backups(await fleet.host(name)))
 
 
 async def restore(context: Context, backup: str) -> RestoreResult:
     """Restore a backup. The current database is backed up first; jobs are not affected."""
-    name = _database_host(context)
+    name = require_accounting(context)
     hosts = {member.name: member for member in (context.choose_one(name), context.controller)}
     async with await context.connections(hosts.values()) as fleet:
         host = await fleet.host(name)
@@ -121,10 +121,3 @@ async def _wait_for_slurmdbd(host: Host, before: str | None) -> None:
         "shows why",
         hint=f"`shoal restore {before} --yes` puts back what was there",
     )
-
-
-def _database_host(context: Context) -> str:
-    require_accounting(context)
-    name = database_host(context.spec)
-    assert name is not None
-    return name

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from shoal.contract import PROFILE_DIRECTORY
 from shoal.errors import ShoalError, SlurmError, UsageError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
 from shoal.jobs.bundle import DEFAULT_LIMIT, Bundle, runtime, working_tree
-from shoal.jobs.launchers import is_profiler_missing, require_profiler
+from shoal.jobs.launchers import PROFILERS, is_profiler_missing
 from shoal.jobs.model import SECRETS, JobPaths, JobSpec, ResolvedJob, job_root
 from shoal.jobs.record import parse_records, show_command
 from shoal.jobs.resolve import resolve
@@ -24,6 +24,7 @@ from shoal.jobs.script import SUBMISSION, sbatch_script
 from shoal.jobs.ship import StorageState, clean, inspect_storage, mark, one_host_per_storage, require_all_hosts, send
 from shoal.plan.fleet import Connections
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND, parse_nodes, parse_partitions
+from shoal.spec.member import Member
 from shoal.tracking.mlflow import ADDRESS_COMMAND, job_variables
 from shoal.verbs.context import Context, compute_hosts
 from shoal.verbs.slurmctld import gather_answers, slurm_output
@@ -80,88 +81,57 @@ class JobConnections:
     tracking: asyncio.Future[str]
     """The address of the tracking server."""
 
-    async def close(self) -> None:
-        self.slurm.cancel()
-        self.tracking.cancel()
-        await asyncio.gather(self.slurm, self.tracking, return_exceptions=True)
-        await self.fleet.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-async def connect_all(context: Context) -> JobConnections:
+@asynccontextmanager
+async def connect(context: Context, chosen: Sequence[Member] | None = None) -> AsyncIterator[JobConnections]:
     """Start to connect to the hosts that a job may need, and ask Slurm once its controller is connected."""
-    fleet, controller = await context.connections(), context.controller.name
-    fleet.start_connecting([controller])  # first: Slurm's answer takes longest
-    if len(fleet.targets) <= MAX_EAGER_HOSTS:
-        fleet.start_connecting(fleet.targets)
-    return _ask_controller(fleet, controller)
+    controller = context.controller.name
+    async with await context.connections(chosen) as fleet:
+        fleet.start_connecting([controller])  # first: Slurm's answer takes longest
+        if len(fleet.targets) <= MAX_EAGER_HOSTS:
+            fleet.start_connecting(fleet.targets)
 
+        async def ask_slurm() -> list[str]:
+            host = await fleet.host(controller)
+            return await gather_answers(host, slurm_output(host, NODES_COMMAND), slurm_output(host, PARTITIONS_COMMAND))
 
-async def _connect_controller(context: Context) -> JobConnections:
-    """Connect to the controller only: --dry-run sends nothing to nodes."""
-    fleet = await context.connections([context.controller])
-    return _ask_controller(fleet, context.controller.name)
+        async def ask_tracking() -> str:
+            return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
 
-
-def _ask_controller(fleet: Connections, controller: str) -> JobConnections:
-    async def slurm() -> list[str]:
-        host = await fleet.host(controller)
-        return await gather_answers(host, slurm_output(host, NODES_COMMAND), slurm_output(host, PARTITIONS_COMMAND))
-
-    async def tracking() -> str:
-        return (await (await fleet.host(controller)).run(ADDRESS_COMMAND, timeout=60)).text
-
-    return JobConnections(fleet, asyncio.ensure_future(slurm()), asyncio.ensure_future(tracking()))
+        slurm, tracking = asyncio.ensure_future(ask_slurm()), asyncio.ensure_future(ask_tracking())
+        try:
+            yield JobConnections(fleet, slurm, tracking)
+        finally:
+            slurm.cancel()
+            tracking.cancel()
+            await asyncio.gather(slurm, tracking, return_exceptions=True)
 
 
 async def dry_run(context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT) -> PreparedJob:
     """What `run` would submit. Asks Slurm, changes nothing."""
-    async with await _connect_controller(context) as connections:
+    async with connect(context, [context.controller]) as connections:
         tree, ours = await _bundles(job, here, limit)
         return await _resolve(context, connections, job, tree, ours)
 
 
 async def run(
-    context: Context,
-    job: JobSpec,
-    here: Path,
-    limit: int = DEFAULT_LIMIT,
-    environ: Mapping[str, str] = os.environ,
+    context: Context, job: JobSpec, here: Path, limit: int = DEFAULT_LIMIT, environ: Mapping[str, str] = os.environ
 ) -> SubmittedJob:
     """Send the working tree to the nodes and submit the job. Wrong jobs are rejected before anything is sent."""
     secrets = check_secrets(job, environ)
-    async with await connect_all(context) as connections:
-        return await _submit(context, connections, job, here, limit, environ, secrets)
+    async with connect(context) as connections:
+        fleet = connections.fleet
+        prepared, found = await _prepare_and_inspect(context, connections, job, here, limit)
+        resolved = prepared.job
+        controller = await fleet.host(context.controller.name)
+        if prepared.environment is not None:
+            from shoal.verbs.env import require_environment
 
-
-async def _submit(
-    context: Context,
-    connections: JobConnections,
-    job: JobSpec,
-    here: Path,
-    limit: int,
-    environ: Mapping[str, str],
-    secrets: Mapping[str, str],
-) -> SubmittedJob:
-    fleet = connections.fleet
-    prepared, found = await _prepare_and_inspect(context, connections, job, here, limit)
-    controller = await fleet.host(context.controller.name)
-    if prepared.environment is not None:
-        from shoal.verbs.env import require_environment
-
-        await require_environment(fleet, prepared.environment, prepared.job.hosts)
-    await _check_profiler(fleet, prepared.job)
-    sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(connections, prepared.job, environ))
-    number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
-    await _clean(fleet, controller, prepared, found)
-    resolved = prepared.job
+            await require_environment(fleet, prepared.environment, resolved.hosts)
+        await _check_profiler(fleet, resolved)
+        sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(connections, resolved, environ))
+        number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
+        await _clean(fleet, controller, prepared, found)
     return SubmittedJob(
         number,
         job.name,
@@ -172,7 +142,7 @@ async def _submit(
         sent,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
-        _is_shared(found, prepared.job),
+        _is_shared(found, resolved),
         bool(job.array),
     )
 
@@ -218,8 +188,11 @@ async def _resolve(
     context: Context, connections: JobConnections, job: JobSpec, tree: Bundle, ours: Bundle
 ) -> PreparedJob:
     _require_accounting(context, job)
-    environment = await _environment(context, connections.fleet, job)
-    if environment is not None:
+    environment: BuiltEnvironment | None = None
+    if job.environment is not None:
+        from shoal.verbs.env import job_environment  # it reads the whole spec, which no other job needs
+
+        environment = await job_environment(context, connections.fleet, job.environment)
         job = job.model_copy(update={"python": environment.program})
     node_text, partition_text = await connections.slurm
     nodes, partitions = parse_nodes(node_text), parse_partitions(partition_text)
@@ -244,14 +217,6 @@ def _require_accounting(context: Context, job: JobSpec) -> None:
         )
 
 
-async def _environment(context: Context, fleet: Connections, job: JobSpec) -> BuiltEnvironment | None:
-    if job.environment is None:
-        return None
-    from shoal.verbs.env import job_environment  # it reads the whole spec, which no other job needs
-
-    return await job_environment(context, fleet, job)
-
-
 def _require_known_hosts(wanted: Sequence[str], fleet: Connections) -> None:
     strangers = [name for name in wanted if name not in fleet.targets]
     if strangers:
@@ -262,14 +227,21 @@ def _require_known_hosts(wanted: Sequence[str], fleet: Connections) -> None:
 
 
 async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
+    """Raise where nodes lack the profiler: better now than after an hour in the queue."""
     if job.spec.profile is None:
         return
 
-    async def one(name: str) -> bool:
+    async def lacks(name: str) -> bool:
         return await is_profiler_missing(await fleet.host(name), job.spec)
 
-    lacking = await fleet.each(job.hosts, one)
-    require_profiler(job.spec, [name for name, lacks in lacking.items() if lacks])
+    profiler = PROFILERS[job.spec.profile]
+    missing = [name for name, absent in (await fleet.each(job.hosts, lacks)).items() if absent]
+    if missing:
+        where = f"in {job.spec.python} " if profiler.python else ""
+        raise UsageError(
+            f"--profile {job.spec.profile} needs {profiler.needs}, which is missing {where}on {compress(missing)}",
+            hint=f"{profiler.fix}, choose other nodes with --nodelist, or leave out --profile",
+        )
 
 
 async def _ship(fleet: Connections, prepared: PreparedJob, found: Mapping[str, StorageState]) -> int:
@@ -317,10 +289,10 @@ async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapp
     """
     if job.spec.tracking_uri or job.containers:
         return {}
-    found = job_variables(await connections.tracking)
+    variables = job_variables(await connections.tracking)
     # A server that somebody else set up has a password that only the operator knows.
-    known = {} if "MLFLOW_TRACKING_USERNAME" in found or not found else _read_secrets(environ)
-    return {**known, **found}
+    others = variables and "MLFLOW_TRACKING_USERNAME" not in variables
+    return {**(_read_secrets(environ) if others else {}), **variables}
 
 
 def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -329,11 +301,11 @@ def check_secrets(job: JobSpec, environ: Mapping[str, str] = os.environ) -> dict
 
 
 def _read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {name: environ[name] for name in SECRETS if environ.get(name)}
-    broken = [name for name, value in found.items() if not value.isprintable()]
+    secrets = {name: environ[name] for name in SECRETS if environ.get(name)}
+    broken = [name for name, value in secrets.items() if not value.isprintable()]
     if broken:
         raise UsageError(f"{', '.join(broken)} is not a single line of text", hint="set it again, or unset it")
-    return found
+    return secrets
 
 
 SUBMIT = r"""

@@ -15,6 +15,7 @@ from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, ShoalError
 from shoal.hostlist import compress
 from shoal.plan.fleet import Connections
+from shoal.remote import python_command
 from shoal.roles.shares import RECORD, ServedShare, shares
 from shoal.spec.finding import Finding
 from shoal.spec.model import Spec
@@ -54,20 +55,19 @@ async def share_states(spec: Spec, fleet: Connections) -> tuple[ShareState, ...]
 
 
 async def _state(share: ServedShare, fleet: Connections) -> ShareState:
-    known = ShareState(share.where, share.share.kind, share.server)
+    state = ShareState(share.where, share.share.kind, share.server)
     if share.server not in fleet.targets:
-        return replace(known, trouble="its host is not made yet")
+        return replace(state, trouble="its host is not made yet")
     try:
         async with asyncio.timeout(SHARE_TIMEOUT_S):
             host = await fleet.host(share.server)
             result = await host.run(("sh", "-c", SPACE_SCRIPT, "sh", share.path), timeout=SHARE_TIMEOUT_S)
     except (TimeoutError, ShoalError):
-        return replace(known, trouble=f"{share.server} does not answer")
-    room = parse_df(result.text)
-    if room is None:
-        return replace(known, trouble=f"not on {share.server} yet; run `shoal up`")
-    total, free = room
-    return replace(known, total_mb=total, free_mb=free, quotas=parse_quotas(result.text))
+        return replace(state, trouble=f"{share.server} does not answer")
+    space = parse_df(result.text)
+    if space is None:
+        return replace(state, trouble=f"not on {share.server} yet; run `shoal up`")
+    return replace(state, total_mb=space[0], free_mb=space[1], quotas=parse_quotas(result.text))
 
 
 def parse_df(text: str) -> tuple[int, int] | None:
@@ -107,28 +107,14 @@ def share_ways(spec: Spec, facts: Mapping[str, Facts]) -> list[Finding]:
     return findings
 
 
-HANDLES_PROGRAM = """
-import ctypes, errno, os, subprocess, sys
-class Handle(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_uint), ("type", ctypes.c_int), ("bytes", ctypes.c_char * 128)]
-libc = ctypes.CDLL(None, use_errno=True)
-for path in sys.argv[1:]:
-    handle, mount = Handle(128), ctypes.c_int()
-    asked = libc.name_to_handle_at(-100, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0)
-    if asked and ctypes.get_errno() == errno.EOPNOTSUPP:
-        print(path, subprocess.run(["stat", "-f", "-c", "%T", path], stdout=subprocess.PIPE).stdout.decode().strip())
-"""
-"""Prints the directories whose file system has no file handles, with its type."""
-
-
 async def unservable_share_findings(spec: Spec, facts: Mapping[str, Facts], fleet: Connections) -> list[Finding]:
     """Shares that nfs-ganesha silently does not serve, as their file system has no file handles."""
 
     async def check_server(server: str, served: list[ServedShare]) -> list[Finding]:
         try:
             host = await fleet.host(server)
-            line = ("python3", "-c", HANDLES_PROGRAM, *(share.path for share in served))
-            output = (await host.run(line, timeout=SHARE_TIMEOUT_S)).text
+            command = python_command("probes", "handles", *(share.path for share in served))
+            output = (await host.run(command, timeout=SHARE_TIMEOUT_S)).text
         except ShoalError:
             return []  # other checks report the host
         filesystems = dict(row.split(" ", 1) for row in output.splitlines())
@@ -143,9 +129,8 @@ async def unservable_share_findings(spec: Spec, facts: Mapping[str, Facts], flee
 
 
 def _unservable(share: ServedShare, filesystem: str, facts: Mapping[str, Facts]) -> Finding:
-    without = [
-        name for name, fact in facts.items() if choose_access(share.share, share.server, name, fact).kind == "nfs"
-    ]
+    access = {name: choose_access(share.share, share.server, name, fact).kind for name, fact in facts.items()}
+    without = [name for name, kind in access.items() if kind == "nfs"]
     return Finding(
         "error" if without else "info",
         f"{share.where} is not served by NFS" + (f", and {compress(without)} cannot mount it" if without else ""),

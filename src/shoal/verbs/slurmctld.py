@@ -80,14 +80,11 @@ async def gather_answers(controller: Host, *questions: Coroutine[Any, Any, T]) -
     pending = [asyncio.ensure_future(question) for question in questions]
     try:
         await asyncio.wait(pending, timeout=QUICK_ANSWER_S, return_when=asyncio.FIRST_EXCEPTION)
-        if not all(answer.done() for answer in pending) and not any(_failed(answer) for answer in pending):
+        failed = any(answer.done() and answer.exception() for answer in pending)
+        if not failed and not all(answer.done() for answer in pending):
             await running_version(controller)
         return [await answer for answer in pending]
     finally:
         for answer in pending:
             answer.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-
-
-def _failed(answer: asyncio.Future[T]) -> bool:
-    return answer.done() and answer.exception() is not None

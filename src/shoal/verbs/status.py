@@ -5,33 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shoal.slurm.state import (
-    JOBS_COMMAND,
-    NODES_COMMAND,
-    PARTITIONS_COMMAND,
-    JobState,
-    NodeState,
-    PartitionState,
-    parse_jobs,
-    parse_nodes,
-    parse_partitions,
-)
+from shoal.slurm import state
 from shoal.spec.members import rented_sets
+from shoal.verbs import health
 from shoal.verbs.context import Context, compute_hosts
-from shoal.verbs.health import (
-    AccountingHealth,
-    Clocks,
-    TailnetView,
-    TrackingHealth,
-    WireGuardView,
-    accounting_health,
-    clocks,
-    existing_members,
-    tailnet_members,
-    tailnet_view,
-    tracking_health,
-    wireguard_view,
-)
 from shoal.verbs.rentals import RentedView, rented_view
 from shoal.verbs.shares import ShareState, share_states
 from shoal.verbs.slurmctld import running_version, slurm_output
@@ -43,45 +20,45 @@ class ClusterStatus:
     controller: str
     version: str
     """The controller's Slurm."""
-    nodes: tuple[NodeState, ...]
-    partitions: tuple[PartitionState, ...]
-    jobs: tuple[JobState, ...]
+    nodes: tuple[state.NodeState, ...]
+    partitions: tuple[state.PartitionState, ...]
+    jobs: tuple[state.JobState, ...]
     absent: tuple[str, ...] = ()
     """Nodes that the spec names and Slurm does not know."""
     extra: tuple[str, ...] = ()
     """Nodes that Slurm knows and the spec does not name."""
-    clocks: Clocks | None = None
-    tracking: TrackingHealth | None = None
+    clocks: health.Clocks | None = None
+    tracking: health.TrackingHealth | None = None
     shares: tuple[ShareState, ...] = ()
-    tailnet: TailnetView | None = None
-    wireguard: WireGuardView | None = None
-    accounting: AccountingHealth | None = None
+    tailnet: health.TailnetView | None = None
+    wireguard: health.WireGuardView | None = None
+    accounting: health.AccountingHealth | None = None
     rented: RentedView | None = None
 
 
 async def status(context: Context) -> ClusterStatus:
     """The state of the cluster now."""
     spec = context.spec
-    async with await context.fleet(await existing_members(context)) as fleet:
+    async with await context.fleet(await health.existing_members(context)) as fleet:
         host = await fleet.host(context.controller.name)
         version = await running_version(host)
-        measuring = asyncio.ensure_future(clocks(fleet, fleet.targets, context.controller.name))
+        measuring = asyncio.ensure_future(health.clocks(fleet, fleet.targets, context.controller.name))
         try:
             nodes_text, partitions, jobs = await asyncio.gather(
-                slurm_output(host, NODES_COMMAND),
-                slurm_output(host, PARTITIONS_COMMAND),
-                slurm_output(host, JOBS_COMMAND),
+                slurm_output(host, state.NODES_COMMAND),
+                slurm_output(host, state.PARTITIONS_COMMAND),
+                slurm_output(host, state.JOBS_COMMAND),
             )
             shares = await share_states(spec, fleet)
-            tracking, offsets = await tracking_health(host, spec), await measuring
-            tailnet = await tailnet_view(context, host)
-            wireguard = await wireguard_view(spec, host)
-            accounting = await accounting_health(fleet, spec)
+            tracking, offsets = await health.tracking_health(host, spec), await measuring
+            tailnet = await health.tailnet_view(context, host)
+            wireguard = await health.wireguard_view(spec, host)
+            accounting = await health.accounting_health(fleet, spec)
             rented = await rented_view(spec, host)
         finally:
             measuring.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
-    nodes = tuple(parse_nodes(nodes_text))
+    nodes = tuple(state.parse_nodes(nodes_text))
     names = compute_hosts(context)
     elastic = {name for nodeset in rented_sets(spec).values() for name in nodeset.nodes}
     return ClusterStatus(
@@ -89,14 +66,14 @@ async def status(context: Context) -> ClusterStatus:
         controller=context.controller.name,
         version=version,
         nodes=nodes,
-        partitions=tuple(parse_partitions(partitions)),
-        jobs=tuple(parse_jobs(jobs)),
+        partitions=tuple(state.parse_partitions(partitions)),
+        jobs=tuple(state.parse_jobs(jobs)),
         absent=tuple(name for name in names if name not in {node.name for node in nodes}),
         extra=tuple(node.name for node in nodes if node.name not in (*names, *elastic)),
         clocks=offsets,
         tracking=tracking,
         shares=shares,
-        tailnet=tailnet_members(context, tailnet, nodes),
+        tailnet=health.tailnet_members(context, tailnet, nodes),
         wireguard=wireguard,
         accounting=accounting,
         rented=rented,

@@ -38,10 +38,9 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
         raise UsageError(f"--by {by} is not a grouping", hint=f"use one of {', '.join(GROUPINGS)}")
     now = time.time()
     begin, end = parse_period(since, until, now, default="30d")
-    require_accounting(context)
-    async with await context.connections([context.controller]) as fleet:
-        controller = await fleet.host(context.controller.name)
-        await _require_slurmdbd(controller, context)
+    database = require_accounting(context)
+    async with context.controller_host() as controller:
+        await _require_slurmdbd(controller, database)
         text = await slurm_output(controller, usage_command(begin, end), SACCT_TIMEOUT_S)
     runs = parse_usage(text, now)
     nodesets = {member.name: member.nodeset for member in all_members(context.spec)}
@@ -50,24 +49,26 @@ async def usage(context: Context, by: str, since: str | None, until: str | None)
     return UsageResult(context.cluster, way, begin, end, rows, usage_total(rows, len({run.id for run in runs})))
 
 
-async def _require_slurmdbd(controller: Host, context: Context) -> None:
+async def _require_slurmdbd(controller: Host, database: str) -> None:
     result = await controller.run(PING_COMMAND, timeout=60)
     require_configuration(controller.name, result)
     if result.status != 0:
         output = result.error_text.strip().splitlines()
         raise SlurmError(
-            f"slurmdbd on {database_host(context.spec)} does not answer" + (f": {output[-1]}" if output else ""),
+            f"slurmdbd on {database} does not answer" + (f": {output[-1]}" if output else ""),
             hint="`shoal status` shows its state; `shoal jobs --all` lists ended jobs without it",
         )
 
 
-def require_accounting(context: Context) -> None:
-    """Raises UsageError where the spec asks for no database."""
-    if context.spec.accounting is None:
+def require_accounting(context: Context) -> str:
+    """The member that runs the database. Raises UsageError where the spec asks for none."""
+    name = database_host(context.spec)
+    if name is None:
         raise UsageError(
             f"cluster {context.cluster} has no accounting",
             hint="add `accounting: true` to the file and run `shoal up`; it records jobs from then on",
         )
+    return name
 
 
 _AGO = re.compile(r"([0-9]{1,5})\s*([hdw])")

@@ -95,7 +95,7 @@ class Hosts:
 async def test_an_environment_is_made_on_the_controller_and_put_in_force(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path)
     result = await build(hosts.context)
-    assert (result.whole, result.fresh, result.findings) == (True, ("torch",), ())
+    assert (result.failures, result.fresh, result.findings) == ({}, ("torch",), ())
     assert hosts.asked["requirements"] == "six\n" and hosts.asked["directory"] == "/shared/environments"
     assert json.loads(hosts.names)["id"] == "ab12"
     [listed] = await list_environments(hosts.context)
@@ -121,7 +121,7 @@ async def test_what_a_package_bound_to_one_place_is_warned_of_and_does_not_keep_
     hosts = Hosts(tmp_path, {**MADE, "bound": [["bin/fix-it", "/opt/ci/bin/python"]]})
     result = await build(hosts.context)
     [finding] = result.findings
-    assert result.whole and (finding.level, str(finding)) == (
+    assert not result.failures and (finding.level, str(finding)) == (
         "warning",
         "environment torch: bin/fix-it works only where /opt/ci/bin/python is, "
         "choose another version of the package that contains it",
@@ -187,9 +187,9 @@ async def test_a_share_that_does_not_answer_is_named_when_environments_are_looke
         return 0
 
     monkeypatch.setattr(env, "NAMES_TIMEOUT_S", 0.05)
-    [placed] = env.choose_environments(Hosts(tmp_path).context, ["torch"]).values()
+    places = env.choose_environments(Hosts(tmp_path).context, ["torch"])
     with pytest.raises(CommandTimeout) as error:
-        await env.current_environments(FakeHost("c1", {("sh",): hang}), [placed])
+        await env.current_environments(FakeHost("c1", {("sh",): hang}), places)
     assert str(error.value) == (
         "c1: cannot read /shared/environments within 0.05 s\n  fix: check that the server of the share it is on is up"
     )
@@ -202,21 +202,20 @@ async def test_a_spec_without_environments_says_how_to_have_some(tmp_path: Path)
 
 
 async def test_a_job_finds_its_environment_once_it_is_built_and_while_the_file_is_the_same(tmp_path: Path) -> None:
-    hosts, job = Hosts(tmp_path), JobSpec(script="train.py", environment="torch")
+    hosts = Hosts(tmp_path)
     async with await hosts.context.connections() as fleet:
         with pytest.raises(UsageError, match="environment torch is not built yet"):
-            await job_environment(hosts.context, fleet, job)
+            await job_environment(hosts.context, fleet, "torch")
         await build(hosts.context)
-        made = await job_environment(hosts.context, fleet, job)
-        assert made is not None and made.program == "/shared/environments/ab12/bin/python"
+        made = await job_environment(hosts.context, fleet, "torch")
+        assert made.program == "/shared/environments/ab12/bin/python"
         await require_environment(fleet, made, ["n1", "n2"])
         hosts.looks["n2"] = "env missing\n"
         with pytest.raises(PartialFailure, match="n2 cannot use environment torch, so nothing was queued"):
             await require_environment(fleet, made, ["n1", "n2"])
         (tmp_path / "reqs.txt").write_text("six<2\n")
         with pytest.raises(UsageError, match="built from another version"):
-            await job_environment(hosts.context, fleet, job)
-        assert await job_environment(hosts.context, fleet, JobSpec(script="train.py")) is None
+            await job_environment(hosts.context, fleet, "torch")
 
 
 def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> None:
@@ -226,7 +225,7 @@ def test_an_old_environment_stays_for_a_job_for_a_process_and_for_a_while() -> N
         StoredEnvironment("c", 5, False),
         StoredEnvironment("d", 9999, False),
     ]
-    assert _reasons([*kept, StoredEnvironment("now", 5, True)], {"now": "torch"}, {"a": "17"}) == {
+    assert _reasons([*kept, StoredEnvironment("now", 5, True)], {"now"}, {"a": "17"}) == {
         "a": "job 17 uses it",
         "b": "a process uses it",
         "c": "built or used less than 10 minutes ago",

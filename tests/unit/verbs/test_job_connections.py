@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 
 from shoal.slurm.state import NODES_COMMAND, PARTITIONS_COMMAND
 from shoal.spec.loader import load_text
 from shoal.verbs.context import Context
-from shoal.verbs.run import MAX_EAGER_HOSTS, JobConnections, connect_all
+from shoal.verbs.run import MAX_EAGER_HOSTS, connect
 from shoal_simulators.fake_host import FakeConnector, FakeHost
 
 SPEC = "cluster: reef\ncontroller: {{host: c1}}\nnodesets:\n  lab: {{hosts: ['n[1-{}]']}}\n"
@@ -24,7 +23,7 @@ def reef(nodes: int = 2) -> tuple[Context, FakeConnector]:
 
 async def test_all_hosts_of_a_small_cluster_are_connected_and_closed() -> None:
     context, connector = reef()
-    async with await connect_all(context) as connections:
+    async with connect(context) as connections:
         assert await connections.slurm == ["nodes", "partitions"]
         assert (await connections.fleet.host("n1")).name == "n1"
         await connections.fleet.host("n2")
@@ -34,18 +33,16 @@ async def test_all_hosts_of_a_small_cluster_are_connected_and_closed() -> None:
 
 async def test_of_a_large_cluster_only_the_controller_is_connected() -> None:
     context, connector = reef(MAX_EAGER_HOSTS)
-    async with await connect_all(context) as connections:
+    async with connect(context) as connections:
         assert await connections.slurm == ["nodes", "partitions"]
     assert {name for name, host in connector.hosts.items() if host.connects} == {"c1"}
 
 
 async def test_connections_can_be_closed_before_slurm_has_answered() -> None:
-    loop = asyncio.get_running_loop()
-    slurm: asyncio.Future[list[str]] = loop.create_future()
-    tracking: asyncio.Future[str] = loop.create_future()
     context, _ = reef()
-    await JobConnections(await context.connections(), slurm, tracking).close()
-    assert slurm.cancelled() and tracking.cancelled()
+    async with connect(context) as connections:
+        assert not connections.slurm.done()
+    assert connections.slurm.cancelled() and connections.tracking.cancelled()
 
 
 HEAVY = (

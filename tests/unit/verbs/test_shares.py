@@ -14,10 +14,10 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.facts import FileFact
 from shoal.hosts.api import Result, Target
 from shoal.plan.fleet import Connections
+from shoal.remote import python_command
 from shoal.roles.shares import RECORD
 from shoal.verbs import shares
 from shoal.verbs.shares import (
-    HANDLES_PROGRAM,
     ShareState,
     parse_df,
     parse_quotas,
@@ -144,7 +144,7 @@ async def told_of_home(*kernel_has: str) -> list[str]:
     nodes = {"n1": "10.0.0.11", "n2": "10.0.0.12"}
     facts = {name: host_facts(name, at, filesystems=kernel_has) for name, at in nodes.items()}
     facts["c1"] = host_facts("c1", "10.0.0.1", filesystems=())
-    async with fleet(FakeHost("c1", {("python3", "-c", HANDLES_PROGRAM, "/home"): b"/home overlayfs\n"})) as hosts:
+    async with fleet(FakeHost("c1", {python_command("probes", "handles", "/home"): b"/home overlayfs\n"})) as hosts:
         return [f"{finding.level}: {finding}" for finding in await unservable_share_findings(SPEC, facts, hosts)]
 
 
@@ -169,5 +169,5 @@ async def test_the_kernels_own_server_and_one_that_hangs_are_not_asked_for_handl
 
 
 def test_handles_are_asked_of_each_directory_and_one_that_is_not_there_yet_is_not_spoken_of() -> None:
-    line = [sys.executable, "-c", HANDLES_PROGRAM, "/proc", "/dev/shm", "/not/there"]
+    line = [sys.executable, *python_command("probes", "handles", "/proc", "/dev/shm", "/not/there")[1:]]
     assert subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout == "/proc proc\n"
