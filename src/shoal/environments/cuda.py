@@ -66,31 +66,21 @@ def cuda_findings(name: str, torch: str, cuda: str | None, drivers: Mapping[str,
     if cuda is None:
         what = f"environment {name}: torch {torch} is a CPU build, and nodes have GPUs"
         return (Finding("warning", what, compress(drivers), "choose a build for CUDA"),)
+    support = {driver: check_driver(cuda, driver) for driver in sorted(set(drivers.values()))}
     findings: list[Finding] = []
-    for driver in sorted(set(drivers.values())):
-        hosts = compress([host for host, version in drivers.items() if version == driver])
-        fit = check_driver(cuda, driver)
+    for driver, fit in support.items():
+        level: Literal["error", "warning", "info"]
         if fit == "no":
-            on_all_nodes = all(check_driver(cuda, version) == "no" for version in drivers.values())
-            findings.append(
-                Finding(
-                    "error" if on_all_nodes else "warning",
-                    f"environment {name}: the driver is too old for torch {torch}, built for CUDA {cuda}",
-                    f"driver {driver}",
-                    f"install driver {oldest_driver(cuda)} or newer, or choose a torch for an older CUDA",
-                    host=hosts,
-                )
-            )
+            level = "error" if set(support.values()) == {"no"} else "warning"
+            what = f"the driver is too old for torch {torch}, built for CUDA {cuda}"
+            fix = f"install driver {oldest_driver(cuda)} or newer, or choose a torch for an older CUDA"
         elif fit == "older":
-            findings.append(
-                Finding(
-                    "info",
-                    f"environment {name}: torch {torch} is for CUDA {cuda}, newer than the driver's own",
-                    f"driver {driver}",
-                    "it runs; a GPU that this torch has no kernels for needs a newer driver",
-                    host=hosts,
-                )
-            )
+            level, what = "info", f"torch {torch} is for CUDA {cuda}, newer than the driver's own"
+            fix = "it runs; a GPU that this torch has no kernels for needs a newer driver"
+        else:
+            continue
+        hosts = compress([host for host, version in drivers.items() if version == driver])
+        findings.append(Finding(level, f"environment {name}: {what}", f"driver {driver}", fix, host=hosts))
     return tuple(findings)
 
 

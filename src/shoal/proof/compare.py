@@ -89,13 +89,13 @@ def parameters(single: Mapping[str, Values], many: Mapping[str, Values]) -> Diff
             return Difference(math.inf, name)
     largest = {name: max_abs(concatenate(values)) for name, values in single.items()}
     floor = SMALL_PARAMETER * max(largest.values(), default=0.0)
-    worst = Difference(0.0)
+    differences = [Difference(0.0)]
     for name, values in single.items():
-        if difference := max_abs_difference(concatenate(values), concatenate(many[name])):
+        if difference := max_abs(concatenate(values), concatenate(many[name])):
             scale = max(largest[name], floor)
             amount = difference / scale if scale and math.isfinite(difference) else math.inf
-            worst = Difference(amount, name) if amount > worst.relative else worst
-    return worst
+            differences.append(Difference(amount, name))
+    return _largest(differences)
 
 
 def same_samples(single: RunRecord, many: RunRecord, step: int) -> bool:
@@ -106,12 +106,13 @@ def same_samples(single: RunRecord, many: RunRecord, step: int) -> bool:
 
 
 def _losses(single: RunRecord, many: RunRecord) -> Difference:
-    worst = Difference(0.0)
-    for ours, theirs in zip(single.losses, many.losses, strict=False):
-        amount = relative(ours.value, theirs.value)
-        if amount > worst.relative:
-            worst = Difference(amount, f"step {theirs.step}")
-    return worst
+    pairs = zip(single.losses, many.losses, strict=False)
+    differences = (Difference(relative(ours.value, theirs.value), f"step {theirs.step}") for ours, theirs in pairs)
+    return _largest([Difference(0.0), *differences])
+
+
+def _largest(differences: Sequence[Difference]) -> Difference:
+    return max(differences, key=lambda difference: difference.relative)
 
 
 TORCH_MIN_ELEMENTS = 100_000
@@ -127,23 +128,19 @@ def concatenate(pieces: Sequence[memoryview[float]]) -> memoryview[float]:
     return memoryview(bytearray().join(pieces)).cast("f" if pieces[0].format == "f" else "d")
 
 
-def max_abs(values: memoryview[float]) -> float:
-    """The largest absolute value; infinite where one is NaN."""
-    if torch := _torch_for(values):
-        return max((_max_abs_torch(part) for part in _chunks(torch, values)), default=0.0)
-    return _max_abs_python(values)
-
-
-def max_abs_difference(first: memoryview[float], second: memoryview[float]) -> float:
-    """The largest absolute difference of two elements; infinite where one is NaN."""
-    if torch := _torch_for(first):
-        both = zip(_chunks(torch, first), _chunks(torch, second), strict=True)
-        return max((_max_abs_torch(ours - theirs) for ours, theirs in both), default=0.0)
-    return _max_abs_python(map(operator.sub, first, second))
-
-
-def _torch_for(values: memoryview[float]) -> Any:
-    return _torch() if len(values) >= TORCH_MIN_ELEMENTS else None
+def max_abs(*operands: memoryview[float]) -> float:
+    """The largest absolute value, or of two operands the largest difference; infinite where an element is NaN."""
+    maxima: Iterable[float]
+    if len(operands[0]) >= TORCH_MIN_ELEMENTS and (torch := _torch()):
+        chunks = zip(*(_chunks(torch, values) for values in operands), strict=True)
+        maxima = (float(functools.reduce(operator.sub, parts).abs().max()) for parts in chunks)
+    else:
+        maxima = map(abs, operands[0] if len(operands) == 1 else map(operator.sub, *operands))
+    largest = 0.0
+    for value in maxima:  # not by `max`, which would skip NaN
+        if not value <= largest:
+            largest = value if value == value else math.inf
+    return largest
 
 
 @functools.cache
@@ -154,17 +151,3 @@ def _torch() -> Any:
 def _chunks(torch: Any, values: memoryview[float]) -> Iterator[Any]:
     tensor = torch.frombuffer(values, dtype={"d": torch.float64, "f": torch.float32}[values.format])
     return (part.double() for part in tensor.split(CHUNK_ELEMENTS))
-
-
-def _max_abs_torch(part: Any) -> float:
-    largest = float(part.abs().max())
-    return largest if largest == largest else math.inf
-
-
-def _max_abs_python(values: Iterable[float]) -> float:
-    """Like `max`, which would skip NaN."""
-    largest = 0.0
-    for value in map(abs, values):
-        if not value <= largest:
-            largest = value if value == value else math.inf
-    return largest

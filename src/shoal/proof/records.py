@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,7 +66,7 @@ class RankRecord:
     batch_norm: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
-    losses: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
+    losses: Mapping[str, Sequence[Loss]] = field(default_factory=dict)
     """By source: progress or tracker."""
     start: Mapping[str, str] = field(default_factory=dict)
     """The digest of each parameter before the first step, on rank 0."""
@@ -122,7 +123,13 @@ class RunRecord:
     @cached_property
     def end(self) -> dict[str, Values]:
         """The parameters after the last step."""
-        return _join_shards([rank.end for rank in self.ranks])
+        # A shard of each rank after that of the rank before, or rank 0's.
+        return {
+            name: [rank.end[name].values for rank in self.ranks if name in rank.end]
+            if first.sharded
+            else [first.values]
+            for name, first in (self.ranks[0].end.items() if self.ranks else ())
+        }
 
     @cached_property
     def diverged(self) -> tuple[str, int] | None:
@@ -187,24 +194,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank(lines: list[dict[str, Any]], path: Path) -> RankRecord:
-    of_kind: dict[str, list[dict[str, Any]]] = {}
+    of_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        of_kind.setdefault(str(line.get("kind")), []).append(line)
-    losses: dict[str, tuple[Loss, ...]] = {}
-    for line in of_kind.get("loss", []):
-        reported = Loss(line["step"], float.fromhex(line["loss"]), line["samples"])
-        losses[line["source"]] = (*losses.get(line["source"], ()), reported)
-    model = of_kind.get("model", [{}])[0]
+        of_kind[str(line.get("kind"))].append(line)
+    losses: dict[str, list[Loss]] = defaultdict(list)
+    for line in of_kind["loss"]:
+        losses[line["source"]].append(Loss(line["step"], float.fromhex(line["loss"]), line["samples"]))
+    model = of_kind["model"][0] if of_kind["model"] else {}
     return RankRecord(
         rank=lines[0]["rank"],
         world_size=lines[0]["world_size"],
         parallel=model.get("parallel", ""),
         batch_norm=tuple(model.get("batch_norm", ())),
         dropout=tuple(model.get("dropout", ())),
-        steps=tuple(_step(line) for line in of_kind.get("step", [])),
+        steps=tuple(_step(line) for line in of_kind["step"]),
         losses=losses,
-        start={name: digest for name, (digest,) in _parts(of_kind.get("begins", []))},
-        end=_read_parameters(of_kind.get("ends", []), path.with_suffix(".end")),
+        start={name: digest for name, (digest,) in _parts(of_kind["begins"])},
+        end=_read_parameters(of_kind["ends"], path.with_suffix(".end")),
     )
 
 
@@ -237,17 +243,8 @@ def _map_file(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _join_shards(stored: list[Mapping[str, StoredParameter]]) -> dict[str, Values]:
-    """The whole parameters: a shard of each rank after that of the rank before, or rank 0's."""
-    return {
-        name: [other[name].values for other in stored if name in other] if first.sharded else [first.values]
-        for name, first in (stored[0].items() if stored else ())
-    }
-
-
 def _mean(losses: tuple[Loss, ...]) -> Loss:
-    weights = [loss.samples for loss in losses]
-    if not all(weights):
-        weights = [1] * len(losses)
+    samples = [loss.samples for loss in losses]
+    weights = samples if all(samples) else [1] * len(losses)
     total = math.fsum(loss.value * weight for loss, weight in zip(losses, weights, strict=True))
-    return Loss(losses[0].step, total / sum(weights), sum(loss.samples for loss in losses))
+    return Loss(losses[0].step, total / sum(weights), sum(samples))

@@ -1,8 +1,7 @@
 """Which rank has which GPU, proved before the first step.
 
 A rank takes the only GPU it sees, or the one whose index is its local rank; CUDA_VISIBLE_DEVICES is never changed.
-Then the ranks compare the GPUs' UUIDs. Two ranks on one GPU train at half the speed or run out of memory, and a rank on
-a GPU of another job disturbs that job: both are errors, with the flags that correct them.
+Then the ranks compare the GPUs' UUIDs: two ranks on one GPU, and a rank on a GPU of another job, are errors.
 
 Without CUDA the GPUs are found by their device files: sandbox hosts have those and an nvidia-smi.
 """

@@ -16,6 +16,7 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ def init(
     timer = RendezvousTimer(timeout, explain_after)
     set_threads(env, environ)
     begin_proof(environ)
-    rendezvous = _join(env, environ, timer)
+    rendezvous: Rendezvous | None = None
+    if env.world_size > 1:
+        addresses = partial(address_exchange.own_addresses, env, environ.get(SHOAL_INTERFACE, ""))
+        rendezvous = join_rendezvous(env, choose_exchange(env, environ, timer), addresses, timer)
     store = _open_store(env, rendezvous, timer)
     interface = use_interface(env, rendezvous, environ)
     binding = prove_binding(env, torch_dist.PrefixStore("shoal", store), environ) if prove else None
@@ -167,9 +171,7 @@ def set_threads(env: Env, environ: MutableMapping[str, str]) -> None:
         log.warning(
             "rank %d can use 1 of the job's %s CPUs on %s: since Slurm 22.05 srun ignores sbatch's --cpus-per-task;"
             " export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
-            env.rank,
-            on_node,
-            env.node,
+            *(env.rank, on_node, env.node),
         )
 
 
@@ -191,15 +193,6 @@ def use_interface(env: Env, rendezvous: Rendezvous | None, environ: MutableMappi
         for name, value in nccl_gloo_variables(interface).items():
             environ.setdefault(name, value)
     return environ.get("GLOO_SOCKET_IFNAME", interface)
-
-
-def _join(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -> Rendezvous | None:
-    """Connect to the other ranks; None for a single process."""
-    if env.world_size == 1:
-        return None
-    interface = environ.get(SHOAL_INTERFACE, "")
-    exchange = choose_exchange(env, environ, timer)
-    return join_rendezvous(env, exchange, lambda: address_exchange.own_addresses(env, interface), timer)
 
 
 def choose_exchange(env: Env, environ: MutableMapping[str, str], timer: RendezvousTimer) -> AddressExchange:

@@ -1,18 +1,10 @@
 """Connects a training loop with its checkpoints and Slurm: restore, save, stop on all ranks, requeue.
 
+    for step in Run(TrainState(model, optimizer, scheduler, data), "checkpoints", save_every=500).steps(10_000):
+        ...one step of training...
+
 Preemption (PreemptMode=REQUEUE) and the loss of a node requeue a job by themselves. A job that reaches its time limit,
 or gets --signal, must request it.
-
-state = TrainState(model, optimizer, scheduler, data)
-for step in Run(state, "checkpoints", save_every=500).steps(10_000):
-    ...one step of training...
-
-or, for a script that counts epochs, with a shoal.train.Loader:
-
-run = Run(TrainState(model, optimizer, scheduler, loader), "checkpoints", save_every=500)
-for epoch in run.epochs(10):
-    for images, labels in run.batches():
-        ...one step of training...
 """
 
 from __future__ import annotations
@@ -193,19 +185,19 @@ def _request_requeue(environ: Mapping[str, str]) -> RequeueOutcome:
     if scontrol is None:
         log.warning("cannot requeue job %s from here: no scontrol on this node or in this container", job)
         return "failed"
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": SCONTROL_TIMEOUT_S}
     try:
-        shown = subprocess.run(
-            [scontrol, "show", "job", job], capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S
-        )
-        if _requeued_by_slurm(shown.stdout, environ):
+        shown = subprocess.run([scontrol, "show", "job", job], **options)
+        fields = dict(re.findall(r"\b(JobState|Reason|Restarts)=(\S+)", shown.stdout))
+        # Its grace time is over, or a user did it.
+        if int(fields.get("Restarts", 0)) > int(environ.get("SLURM_RESTART_COUNT") or 0):
             log.warning("job %s is already requeued", job)
             return "requeued"
-        if _cancelled(shown.stdout):
+        if _cancelled(fields.get("JobState", ""), fields.get("Reason", "")):
             log.warning("job %s was cancelled and is not requeued", job)
             return "cancelled"
         # Slurm ends the processes of a requeued job at once, scontrol included: it ignores SIGTERM.
-        command = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
+        done = subprocess.run(["sh", "-c", 'trap "" TERM; exec "$0" "$@"', scontrol, "requeue", job], **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.error("cannot requeue job %s: %s", job, error)
         return "failed"
@@ -216,23 +208,12 @@ def _request_requeue(environ: Mapping[str, str]) -> RequeueOutcome:
     return "requeued"
 
 
-def _requeued_by_slurm(shown: str, environ: Mapping[str, str]) -> bool:
-    """Whether Slurm has requeued the job already: its grace time is over, or a user did it."""
-    restarts = re.search(r"\bRestarts=(\d+)", shown)
-    return restarts is not None and int(restarts[1]) > int(environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def _cancelled(shown: str) -> bool:
-    """Whether `scontrol show job` describes a cancelled job.
+def _cancelled(state: str, reason: str) -> bool:
+    """Whether a user cancelled the job.
 
     While its processes run, Slurm shows it as COMPLETING, like a job at its time limit; only the latter has a reason.
     """
-    state, reason = (re.search(rf"\b{name}=(\S+)", shown) for name in ("JobState", "Reason"))
-    if state is None:
-        return False
-    if state[1].startswith("CANCELLED"):
-        return True
-    return state[1] == "COMPLETING" and (reason is None or reason[1] not in ("TimeLimit", "Preempted"))
+    return state.startswith("CANCELLED") or (state == "COMPLETING" and reason not in ("TimeLimit", "Preempted"))
 
 
 def fail_at_exit(status: int) -> None:

@@ -168,7 +168,8 @@ def worker_signals(worker_id: int = 0) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A handler does not get the sender of SIGTERM; a thread in sigtimedwait does.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGTERM, _do_nothing)  # for threads of libraries that were started before the mask
+    # For threads of libraries that were started before the mask.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     threading.Thread(target=_wait_for_trainer, args=(trainer,), name="shoal-worker-signals", daemon=True).start()
 
@@ -199,10 +200,6 @@ def _forked_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 @contextmanager

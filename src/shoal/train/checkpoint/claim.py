@@ -4,8 +4,6 @@ The job that writes there creates WRITER.json, which identifies it, and touches 
 sees it being touched fails. A file that is not touched was left by a job that died, and one with the same run id by an
 earlier start of the same job: both are replaced. File system locks do not work: sshfs has none, and over NFS those of a
 dead node stay.
-
-An error of the file system here is logged only: the checkpoint itself will fail with it.
 """
 
 from __future__ import annotations
@@ -134,13 +132,9 @@ class Claim:
         seen, touches = self._mtime_ns(), 0
         if seen is None or time.time() - seen / 1e9 > STALE_AFTER_S:
             return False
-        log.warning(
-            "%s was written by %s; checking for up to %.0f s whether that job runs",
-            self.file,
-            other,
-            self._takeover_timeout,
-        )
-        until = time.monotonic() + self._takeover_timeout
+        limit = self._takeover_timeout
+        log.warning("%s was written by %s; checking for up to %.0f s whether that job runs", self.file, other, limit)
+        until = time.monotonic() + limit
         while touches < 2 and time.monotonic() < until:
             time.sleep(self._touch_period / 5)
             now = self._mtime_ns()

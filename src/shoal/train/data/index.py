@@ -69,19 +69,15 @@ def load_indexes(shards: Sequence[Path]) -> list[ShardIndex]:
     Ranks that start together share the work without communication: each begins at another shard, and checks before
     each shard whether another rank has built it meanwhile.
     """
-    found = {at: _read_stored(shard, _stat(shard)) for at, shard in enumerate(shards)}
-    missing_shards = [at for at, index in found.items() if index is None]
-    turn = secrets.randbelow(len(missing_shards)) if missing_shards else 0
-    for at in missing_shards[turn:] + missing_shards[:turn]:
-        found[at] = load_index(shards[at])
-    return [index for index in found.values() if index is not None]
+    indexes = [_read_stored(shard) for shard in shards]
+    missing = [at for at, index in enumerate(indexes) if index is None]
+    turn = secrets.randbelow(len(missing)) if missing else 0
+    for at in missing[turn:] + missing[:turn]:
+        indexes[at] = _read_stored(shards[at]) or _build_and_store(shards[at])
+    return [index for index in indexes if index is not None]
 
 
-def load_index(shard: Path) -> ShardIndex:
-    """The index of one shard: the kept one where it fits, else a new one, which is then kept."""
-    kept = _read_stored(shard, _stat(shard))
-    if kept is not None:
-        return kept
+def _build_and_store(shard: Path) -> ShardIndex:
     index = build_index(shard)
     for place in index_paths(shard):
         try:
@@ -125,21 +121,21 @@ def build_index(shard: Path) -> ShardIndex:
         matched = _NAME.match(name)
         if matched is None or _META.match(name):
             continue
-        found, field = matched[1], matched[2].lower()
-        if found != key:
+        file_key, field = matched[1], matched[2].lower()
+        if file_key != key:
             close_sample()
-            if found in seen:
+            if file_key in seen:
                 raise DataError(
-                    f"shard {shard} has the key {found!r} twice",
+                    f"shard {shard} has the key {file_key!r} twice",
                     found=f"the file {name!r} lies apart from the key's other files",
                     fix="write the files of one sample side by side (tar --sort=name), and a key once in a shard",
                 )
-            seen.add(found)
-            key, fields = found, []
+            seen.add(file_key)
+            key, fields = file_key, []
         if field in fields:
             raise DataError(
                 f"shard {shard} has the file {name!r} twice",
-                found=f"sample {found!r} would have two fields {field!r}",
+                found=f"sample {file_key!r} would have two fields {field!r}",
                 fix="write the shard again without the repeated sample; a key must be unique in a shard",
             )
         fields.append(field)
@@ -175,7 +171,9 @@ def read_index(path: Path) -> ShardIndex:
         raise DataError(f"index {path} is damaged", found=f"{type(error).__name__}: {error}", fix=fix) from None
 
 
-def _read_stored(shard: Path, stat: os.stat_result) -> ShardIndex | None:
+def _read_stored(shard: Path) -> ShardIndex | None:
+    """The stored index, if it is that of the shard as it is now."""
+    stat = _stat(shard)
     for place in index_paths(shard):
         try:
             index = read_index(place)

@@ -1,12 +1,5 @@
 """The batches of a rank: each sample once an epoch, resumable at any batch, at any number of ranks and workers.
 
-    >>> loader = Loader(dataset, global_batch=512, seed=1, workers=4, decode=decode)
-    >>> loader.load_state_dict(checkpoint["data"])          # only when resuming
-    >>> for epoch in range(loader.epoch, epochs):
-    ...     for images, labels in loader:
-    ...         train_step(images, labels)
-    ...         checkpoint["data"] = loader.state_dict()
-
 The batch is stated for the whole job, so that another number of ranks trains on the same batches: of
 `global_batch=512` each of 8 ranks gets 64. A checkpoint stores one number: how many samples of this epoch were read.
 """
@@ -157,14 +150,15 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Ranks, workers and batch may differ; data and seed may not."""
-        ours = self.state_dict()
-        differing = [name for name in ours if name not in ("epoch", "position") and state.get(name) != ours[name]]
-        if differing:
+        differences = [
+            f"{name}={value!r} here, {state.get(name)!r} in the checkpoint"
+            for name, value in self.state_dict().items()
+            if name not in ("epoch", "position") and state.get(name) != value
+        ]
+        if differences:
             raise DataError(
                 "cannot go on in the epoch: the checkpoint is of another order or of other data",
-                found=", ".join(
-                    f"{name}={ours[name]!r} here, {state.get(name)!r} in the checkpoint" for name in differing
-                ),
+                found=", ".join(differences),
                 fix="start the loader with the checkpoint's values on the same data, "
                 "or do not load its data state, and begin a new epoch",
             )
@@ -225,12 +219,9 @@ class Loader:
 
     def _current(self) -> SampleOrder:
         if self._order[0] != self._epoch:
-            samples = len(self._dataset)
-            lengths = getattr(self._dataset, "lengths", None) or [samples]
-            order = SampleOrder(
-                lengths, self.seed, self._epoch, shuffle=self._shuffle, block=self._block, window=self._window
-            )
-            self._order = (self._epoch, order)
+            lengths = getattr(self._dataset, "lengths", None) or [len(self._dataset)]
+            options = {"block": self._block, "window": self._window}
+            self._order = self._epoch, SampleOrder(lengths, self.seed, self._epoch, shuffle=self._shuffle, **options)
         return self._order[1]
 
     def _move(self, epoch: int, position: int) -> None:
@@ -283,14 +274,11 @@ class _Fetch:
             {**sample, "__seed__": seed} if isinstance(sample, dict) else sample
             for sample, (_, seed) in zip(samples, batch, strict=True)
         ]
-        if self._decode is None:
-            return samples
         return [self._decoded(sample, id) for sample, id in zip(samples, ids, strict=True)]
 
     def _decoded(self, sample: Any, id: int) -> Any:
-        assert self._decode is not None
         try:
-            return self._decode(sample)
+            return self._decode(sample) if self._decode else sample
         except Exception as error:
             place = getattr(self._dataset, "place", None)
             fields = [name for name in sample if not name.startswith("__")] if isinstance(sample, dict) else []

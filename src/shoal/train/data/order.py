@@ -1,12 +1,8 @@
 """Which sample comes when: one global order from (seed, epoch), the same for any number of ranks and workers.
 
-The order is worked out, never stored. Samples are cut into blocks of neighbours, the blocks are shuffled, and the
-samples of each window of consecutive blocks are shuffled among themselves: random enough to train on, while reading
-stays within a few regions of the shards at a time. Any stretch of it costs one window of work, so that a resume at
-position 10,000,000 costs what a start at 0 costs.
-
-    position   0 1 2 3 4 5 6 7 | 8 9 ...         place in the epoch's order: what a checkpoint keeps
-    id         9 2 8 0 1 3 ...                   place in the dataset: what is read
+Samples are cut into blocks of neighbours, the blocks are shuffled, and the samples of each window of consecutive blocks
+are shuffled among themselves: random enough to train on, while reading stays within a few regions of the shards. A
+sample's position is its place in this order, which a checkpoint keeps; its id is its place in the dataset.
 
 The keys that are sorted come from an arithmetic written out below, not from a random generator of torch or Python,
 whose streams may change between releases: a run resumed after an upgrade goes on in the same order.
@@ -62,15 +58,13 @@ class SampleOrder:
         """The samples at positions `start` to `stop`, in order. Past the end it begins again, as padding needs."""
         if self.samples == 0:
             return []
-        found: list[int] = []
-        while start < stop:
-            at = start % self.samples
+        ids: list[int] = []
+        while len(ids) < stop - start:
+            at = (start + len(ids)) % self.samples
             index = bisect_right(self._edges, at) - 1
-            edge, ids = self._edges[index], self._ids_of_window(index)
-            piece = ids[at - edge : at - edge + stop - start]
-            found += piece
-            start += len(piece)
-        return found
+            first = at - self._edges[index]
+            ids += self._ids_of_window(index)[first : first + stop - start - len(ids)]
+        return ids
 
     def seeds(self, ids: Sequence[int]) -> list[int]:
         """A number for each sample that depends on seed, epoch and sample alone: for random augmentation."""
@@ -80,10 +74,8 @@ class SampleOrder:
 
     def _ids_of_window(self, index: int) -> list[int]:
         if self._kept[0] != index:
-            first = index * self._window
-            blocks = zip(
-                self._starts[first : first + self._window], self._sizes[first : first + self._window], strict=True
-            )
+            window = slice(index * self._window, (index + 1) * self._window)
+            blocks = zip(self._starts[window], self._sizes[window], strict=True)
             ids = torch.cat([torch.arange(start, start + size) for start, size in blocks])
             if self._shuffle:
                 ids = ids[_mix(ids, _salt(self._seed, self._epoch, "window")).argsort(stable=True)]

@@ -1,7 +1,5 @@
 """Tar shards in WebDataset's layout, read sample by sample: files that share a key are a sample, extensions are fields.
 
-train-0000.tar:  000017.jpg 000017.cls 000018.jpg 000018.cls ...
-
 >>> dataset = ShardDataset("/shared/imagenet/train-{0000..0099}.tar", fields=("jpg", "cls"))
 >>> dataset[17]
 {'__key__': '000017', '__url__': '/shared/imagenet/train-0000.tar', 'jpg': b'...', 'cls': b'3'}
@@ -18,7 +16,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import accumulate, product
+from itertools import accumulate, islice, product
 from pathlib import Path
 
 from shoal.train.data.index import ShardIndex, load_indexes, missing_shards
@@ -54,10 +52,7 @@ class ShardDataset:
         self.lengths = [len(index) for index in self._indexes]
         self._bases = [0, *accumulate(self.lengths)]
         self._fields = None if fields is None else tuple(fields)
-        self._urls = [str(shard) for shard in self.shards]
-        self._picks = [
-            _picks(index, self._fields, shard) for index, shard in zip(self._indexes, self.shards, strict=True)
-        ]
+        self._picks = [_picks(*pair, self._fields) for pair in zip(self._indexes, self.shards, strict=True)]
         self._paths = self.shards if stage is None else stage_shards(self.shards, Path(stage))
         self._open: dict[int, int] = {}
 
@@ -70,20 +65,16 @@ class ShardDataset:
     def __getitems__(self, ids: Sequence[int]) -> list[Sample]:
         """Several samples, in the order asked for; read in the order in which they lie."""
         plan: list[tuple[int, int, int, list[Piece]]] = []
-        last = len(self)
         for id in sorted(set(ids)):
-            if not 0 <= id < last:
-                raise IndexError(f"sample {id} of a dataset of {last} samples")
-            shard = bisect_right(self._bases, id) - 1
-            local = id - self._bases[shard]
+            if not 0 <= id < len(self):
+                raise IndexError(f"sample {id} of a dataset of {len(self)} samples")
+            shard, local = self._locate(id)
             pieces = self._pieces(shard, local)
             plan.append((id, shard, local, pieces))
             # Asked for all at once before any is waited for: on a disk or a network the waits then overlap.
             for start, size, _ in pieces:
                 os.posix_fadvise(self._file(shard), start, size, os.POSIX_FADV_WILLNEED)
-        samples = {id: self._read(self._file(shard), shard, local, pieces) for id, shard, local, pieces in plan}
-        if len(samples) == len(ids):
-            return [samples[id] for id in ids]
+        samples = {id: self._read(shard, local, pieces) for id, shard, local, pieces in plan}
         return [dict(samples[id]) for id in ids]
 
     @property
@@ -96,8 +87,13 @@ class ShardDataset:
 
     def place(self, id: int) -> str:
         """Where a sample lies, for messages."""
+        shard, local = self._locate(id)
+        return f"sample {self._indexes[shard].key(local)!r} of {self.shards[shard]}"
+
+    def _locate(self, id: int) -> tuple[int, int]:
+        """A sample's shard, and its place there."""
         shard = bisect_right(self._bases, id) - 1
-        return f"sample {self._indexes[shard].key(id - self._bases[shard])!r} of {self._urls[shard]}"
+        return shard, id - self._bases[shard]
 
     def close(self) -> None:
         """Close the shards' files; they are opened again when needed."""
@@ -112,10 +108,10 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}
 
-    def _read(self, file: int, shard: int, local: int, pieces: list[Piece]) -> Sample:
-        sample: Sample = {"__key__": self._indexes[shard].key(local), "__url__": self._urls[shard]}
+    def _read(self, shard: int, local: int, pieces: list[Piece]) -> Sample:
+        sample: Sample = {"__key__": self._indexes[shard].key(local), "__url__": str(self.shards[shard])}
         for start, size, fields in pieces:
-            data = self._bytes(shard, file, start, size)
+            data = self._bytes(shard, start, size)
             for field, begin, end in fields:
                 sample[field] = data[begin:end]
         return sample
@@ -137,14 +133,14 @@ class ShardDataset:
             end = offset + size
         return pieces
 
-    def _bytes(self, shard: int, file: int, offset: int, size: int) -> bytes:
-        # pread keeps no position, so that forked workers may share a file without a lock.
-        data = os.pread(file, size, offset)
+    def _bytes(self, shard: int, offset: int, size: int) -> bytes:
+        data = b""
         while len(data) < size:
-            more = os.pread(file, size - len(data), offset + len(data))
+            # pread keeps no position, so that forked workers may share a file without a lock.
+            more = os.pread(self._file(shard), size - len(data), offset + len(data))
             if not more:
                 raise self._changed(shard, f"it ends at byte {offset + len(data)}")
-            data += more
+            data = data + more if data else more
         return data
 
     def _file(self, shard: int) -> int:
@@ -182,18 +178,14 @@ def expand(shards: str | Path | Iterable[str | Path]) -> list[Path]:
             if not glob.has_magic(text) or Path(text).exists():
                 paths.append(Path(text))
                 continue
-            found = [Path(path) for path in sorted(glob.glob(text))]  # noqa: PTH207  # Path.glob takes no absolute pattern
-            if not found:
-                raise DataError(
-                    f"no shard matches {text}",
-                    found="no such file",
-                    fix="check the pattern, and the path from this node",
-                )
-            paths += found
+            matches = sorted(glob.glob(text))  # noqa: PTH207  # Path.glob takes no absolute pattern
+            if not matches:
+                fix = "check the pattern, and the path from this node"
+                raise DataError(f"no shard matches {text}", found="no such file", fix=fix)
+            paths += map(Path, matches)
     if not paths:
-        raise DataError(
-            "a dataset needs at least one shard", found="an empty list", fix="name the shards, e.g. data/*.tar"
-        )
+        fix = "name the shards, e.g. data/*.tar"
+        raise DataError("a dataset needs at least one shard", found="an empty list", fix=fix)
     absent = [path for path in paths if not path.is_file()]
     if absent:
         raise missing_shards(absent)
@@ -215,14 +207,9 @@ def write_shards(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    pending: list[Mapping[str, object]] = []
-    for sample in samples:
-        pending.append(sample)
-        if len(pending) == per_shard:
-            written.append(_write_shard(folder / f"{prefix}-{len(written):04d}.tar", pending))
-            pending = []
-    if pending:
-        written.append(_write_shard(folder / f"{prefix}-{len(written):04d}.tar", pending))
+    remaining = iter(samples)
+    while shard_samples := list(islice(remaining, per_shard)):
+        written.append(_write_shard(folder / f"{prefix}-{len(written):04d}.tar", shard_samples))
     return written
 
 
@@ -248,7 +235,7 @@ def _write_shard(path: Path, samples: Sequence[Mapping[str, object]]) -> Path:
     return path
 
 
-def _picks(index: ShardIndex, fields: tuple[str, ...] | None, shard: Path) -> list[list[tuple[str, int]]]:
+def _picks(index: ShardIndex, shard: Path, fields: tuple[str, ...] | None) -> list[list[tuple[str, int]]]:
     """For each layout of a shard, which files to read: (field, place in the sample), in the order they lie."""
     picks = []
     for number, layout in enumerate(index.layouts):

@@ -3,9 +3,6 @@
 Not mlflow-skinny: its import takes 1.5 s of CPU in every process against 0.15 s (3.17.2, Python 3.11), it installs
 116 MB in about 40 packages, and it cannot spool records to disk while the server is down.
 
-Every failure becomes one of two errors: `ServerUnavailable`, to be retried later, or `RequestRejected`: the server
-will never accept the request.
-
 A job has one run on the server, found by its tag. Creating a run is not idempotent, and an answer may be lost after the
 run was created. So the run is searched by its tag before each attempt, and only rank 0 creates one. If there are two
 (the server went on long after the client's timeout), rank 0 marks the one it uses, other nodes use only a marked one,

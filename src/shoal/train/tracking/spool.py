@@ -91,13 +91,8 @@ class Spool:
         except OSError as error:
             if time.monotonic() >= self._quiet_until:
                 self._quiet_until = time.monotonic() + 60
-                log.error(
-                    "tracking: cannot write %s: %s; %d bytes are in memory, %d records are lost",
-                    self.path,
-                    error.strerror,
-                    len(self._buffer),
-                    self._lost,
-                )
+                amount = f"{len(self._buffer)} bytes are in memory, {self._lost} records are lost"
+                log.error("tracking: cannot write %s: %s; %s", self.path, error.strerror, amount)
 
 
 def read_spool(path: Path, offset: int = 0, size: int = 256 * 1024) -> Iterator[tuple[int, Record]]:
