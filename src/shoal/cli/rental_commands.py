@@ -13,12 +13,12 @@ from shoal.cli.options import Yes, suggest, with_session
 from shoal.cli.output import plain
 from shoal.cli.screen import Columns, count, escape_text, group_by, print_fix, show_findings
 from shoal.cli.session import PARTLY, Session, confirm
-from shoal.cloud.providers.api import Market, Offer, Query
+from shoal.cloud.providers.api import Market, Offer, Query, RentedInstance
 from shoal.cloud.rental import dollars, format_dollars, micros
 from shoal.errors import ShoalError, UsageError
 from shoal.verbs.cost import BudgetLimits, CostResult
 from shoal.verbs.offers import OffersResult
-from shoal.verbs.reap import ListedInstance, ReapPreview, ReapResult
+from shoal.verbs.reap import ReapPreview, ReapResult
 
 ROWS = 40
 """So many offers, and so many jobs, are shown; --json has all of them."""
@@ -212,23 +212,22 @@ def show_reap(console: Console, result: ReapResult) -> None:
 
 
 def _reap_json(
-    result: ReapPreview | ReapResult, gone: Iterable[ListedInstance], remaining: Iterable[ListedInstance]
+    result: ReapPreview | ReapResult, gone: Iterable[RentedInstance], remaining: Iterable[RentedInstance]
 ) -> dict[str, Any]:
     machines = {"gone": _instances_json(gone), "remaining": _instances_json(remaining)}
     return {"cluster": result.cluster, **machines, "failures": result.failures, "findings": result.findings}
 
 
-def _instances_json(listed: Iterable[ListedInstance]) -> list[dict[str, Any]]:
-    return [{"account": entry.account, **plain(entry.instance)} for entry in listed]
+def _instances_json(listed: Iterable[RentedInstance]) -> list[dict[str, Any]]:
+    return [{"account": machine.account, **plain(machine)} for machine in listed]
 
 
-def _machines(console: Console, listed: Iterable[ListedInstance]) -> None:
+def _machines(console: Console, listed: Iterable[RentedInstance]) -> None:
     table = _table("provider", "machine", "node", "type", "where", "state", right=("$/hour",))
-    for entry in listed:
-        machine = entry.instance
+    for machine in listed:
         price = "" if machine.usd_hour is None else format_dollars(micros(machine.usd_hour))
         where = machine.zone or machine.region
-        cells = (entry.account, machine.id, machine.node, machine.type, where, machine.raw_state, price)
+        cells = (machine.account, machine.id, machine.node, machine.type, where, machine.raw_state, price)
         table.add_row(*map(escape_text, cells))
     console.print(table)
 

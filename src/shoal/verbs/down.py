@@ -67,7 +67,7 @@ async def _release_rented(
     except BaseException:  # also Ctrl-C: the service must go on releasing what is rented
         await run_to_completion(_control_service(context, "start"))
         raise
-    gone = tuple(f"{listed.instance.node} ({listed})" for listed in result.gone)
+    gone = tuple(f"{instance.node} ({instance})" for instance in result.gone)
     if result.clean:
         return gone, findings
     left = ", ".join(map(str, result.remaining)) or "not known"

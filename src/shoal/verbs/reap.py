@@ -1,9 +1,8 @@
 """`shoal reap`: delete every instance that carries the cluster's mark, from any machine that has the provider keys.
 
-It needs neither the controller nor its ledger, so it works when they are gone: it lists instances, deletes them, and
-repeats until no list shows one. A list may lag behind an order, so an empty one counts only when the ledger has no
-recent order, or after the time that this provider's lists may lag. An instance that is in the ledger and was never
-listed does not count as gone: the key at hand may be another team's.
+It needs neither the controller nor its ledger. A list may lag behind an order, so an empty one counts only when the
+ledger has no recent order, or after the time that this provider's lists may lag. An instance that is in the ledger and
+was never listed does not count as gone: the key at hand may be another team's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalProvider, RentedInstance
@@ -20,7 +19,7 @@ from shoal.roles.orphaned_rentals import orphan_finding
 from shoal.spec.finding import Finding
 from shoal.spec.members import provider_accounts as accounts_of
 from shoal.verbs.context import Context, note_at_exit
-from shoal.verbs.provider_accounts import Open, OpenAccounts, ask_all, open_accounts
+from shoal.verbs.provider_accounts import Open, ask_all, open_accounts
 from shoal.verbs.rentals import LedgerRental, ledger_rentals, record_ended
 
 CLEAN_LISTS = 2
@@ -47,24 +46,13 @@ POLLING = Polling()
 
 
 @dataclass(frozen=True)
-class ListedInstance:
-    """An instance at a provider account that carries the cluster's mark."""
-
-    account: str
-    instance: RentedInstance
-
-    def __str__(self) -> str:
-        return f"{self.account} {self.instance.id}"
-
-
-@dataclass(frozen=True)
 class ReapPreview:
     """What providers have of a cluster, and which of them did not answer."""
 
     cluster: str
-    found: tuple[ListedInstance, ...]
+    found: tuple[RentedInstance, ...]
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
-    unlisted: tuple[ListedInstance, ...] = ()
+    unlisted: tuple[RentedInstance, ...] = ()
     """Instances in the ledger that no list shows; set only where all lists are empty."""
     findings: tuple[Finding, ...] = ()
     """Instances of provider accounts that the file lacks; set only where all lists are empty."""
@@ -73,8 +61,8 @@ class ReapPreview:
 @dataclass(frozen=True)
 class ReapResult:
     cluster: str
-    gone: tuple[ListedInstance, ...] = ()
-    remaining: tuple[ListedInstance, ...] = ()
+    gone: tuple[RentedInstance, ...] = ()
+    remaining: tuple[RentedInstance, ...] = ()
     """Instances that exist, or may: the provider did not answer again, or only the ledger has them."""
     failures: Mapping[str, ShoalError] = field(default_factory=dict)
     """By provider account: why it could not be asked, did not delete, or cannot be trusted."""
@@ -91,12 +79,11 @@ async def preview(context: Context, opened: Open = rental_provider, polling: Pol
     """What `reap` would delete. Reports "nothing" only once the lists can be trusted."""
 
     async def list_marked(account: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
-        return _of_cluster(context.cluster, await provider.instances(context.cluster))
+        return await _marked_instances(context.cluster, account.name, provider)
 
     answers, failures = await ask_all(open_accounts(context.spec), list_marked, opened)
-    found = _listed(answers.items())
-    if found:
-        return ReapPreview(context.cluster, found, failures)
+    if listed := tuple(instance for instances in answers.values() for instance in instances):
+        return ReapPreview(context.cluster, listed, failures)
     swept = await _sweep(context, opened, polling, delete=False)
     return ReapPreview(
         context.cluster, swept.left(), {**swept.failures, **swept.doubts()}, swept.unlisted(), swept.orphans
@@ -128,29 +115,33 @@ async def _sweep(context: Context, opened: Open, polling: Polling | None, *, del
     sweeps = {
         account.name: _AccountSweep(
             context.cluster,
+            account.name,
             polling or POLLING,
             delete,
             None if rentals is None else [rental for rental in rentals if rental.account == account.name],
         )
         for account in accounts.usable
     }
-    with note_at_exit(lambda: _possibly_remaining_text(sweeps)):
-        title = "providers cleared" if delete else "providers asked"
-        failures = await _run_sweeps(context, accounts, sweeps, opened, title)
+    title = "providers cleared" if delete else "providers asked"
+    with (
+        note_at_exit(lambda: _possibly_remaining_text(sweeps)),
+        context.progress.phase(title, len(sweeps)) as phase,
+    ):
+
+        async def run(account: ProviderLogin, provider: RentalProvider) -> None:
+            await sweeps[account.name].run(provider, lambda text: phase.update(account.name, text))
+            phase.done(account.name)
+
+        _, failures = await ask_all(accounts, run, opened, SWEEP_TIMEOUT_S)
     return _SweepResults(context.cluster, sweeps, failures, _orphans(context, rentals or ()))
 
 
 def _possibly_remaining_text(sweeps: Mapping[str, _AccountSweep]) -> str:
     """What may still exist, for an operator who interrupts."""
-    listed = _listed((name, sweep.left.values()) for name, sweep in sweeps.items())
-    names = [f"{one.instance.node} ({one})" for one in listed]
-    ids = {instance.id for sweep in sweeps.values() for instance in sweep.seen.values()}
-    names += [
-        str(rental)
-        for sweep in sweeps.values()
-        for rental in sweep.rentals or ()
-        if rental.live and rental.id not in ids
-    ]
+    names = [f"{instance.node} ({instance})" for sweep in sweeps.values() for instance in sweep.left.values()]
+    ids = {id for sweep in sweeps.values() for id in sweep.seen}
+    rentals = [rental for sweep in sweeps.values() for rental in sweep.rentals or ()]
+    names += [str(rental) for rental in rentals if rental.live and rental.id not in ids]
     left = ", ".join(names) or "no list has shown an instance so far"
     return f"not proved gone: {left}; run `shoal reap` again until all are"
 
@@ -162,19 +153,6 @@ def _orphans(context: Context, rentals: Iterable[LedgerRental]) -> tuple[Finding
     return (orphan_finding(context.spec, orphans, context.controller.name),) if orphans else ()
 
 
-async def _run_sweeps(
-    context: Context, accounts: OpenAccounts, sweeps: Mapping[str, _AccountSweep], opened: Open, title: str
-) -> dict[str, ShoalError]:
-    with context.progress.phase(title, len(sweeps)) as phase:
-
-        async def run(account: ProviderLogin, provider: RentalProvider) -> None:
-            await sweeps[account.name].run(provider, lambda text: phase.update(account.name, text))
-            phase.done(account.name)
-
-        _, failures = await ask_all(accounts, run, opened, SWEEP_TIMEOUT_S)
-    return failures
-
-
 @dataclass(frozen=True)
 class _SweepResults:
     """The sweeps of all provider accounts, ended."""
@@ -184,26 +162,19 @@ class _SweepResults:
     failures: Mapping[str, ShoalError]
     orphans: tuple[Finding, ...]
 
-    def left(self) -> tuple[ListedInstance, ...]:
-        return _listed((name, sweep.left.values()) for name, sweep in self.sweeps.items())
+    def left(self) -> tuple[RentedInstance, ...]:
+        return tuple(instance for sweep in self.sweeps.values() for instance in sweep.left.values())
 
-    def gone(self) -> tuple[ListedInstance, ...]:
-        return _listed(
-            (name, [instance for instance in sweep.seen.values() if instance.id not in sweep.left])
-            for name, sweep in self.sweeps.items()
-        )
+    def gone(self) -> tuple[RentedInstance, ...]:
+        seen = [(sweep, instance) for sweep in self.sweeps.values() for instance in sweep.seen.values()]
+        return tuple(instance for sweep, instance in seen if instance.id not in sweep.left)
 
-    def unlisted(self) -> tuple[ListedInstance, ...]:
+    def unlisted(self) -> tuple[RentedInstance, ...]:
         """Instances in the ledger that a clean provider account never listed."""
-        return _listed(
-            (
-                name,
-                [
-                    RentedInstance(one.id, self.cluster, one.node, one.token, "error", "not listed")
-                    for one in sweep.unlisted
-                ],
-            )
+        return tuple(
+            RentedInstance(one.id, self.cluster, one.node, one.token, "error", "not listed", account=name)
             for name, sweep in self._clean().items()
+            for one in sweep.unlisted
         )
 
     def doubts(self) -> dict[str, ShoalError]:
@@ -233,13 +204,10 @@ class _SweepResults:
         return {name: sweep for name, sweep in self.sweeps.items() if name not in self.failures and not sweep.left}
 
 
-def _of_cluster(cluster: str, instances: Iterable[RentedInstance]) -> list[RentedInstance]:
+async def _marked_instances(cluster: str, account: str, provider: RentalProvider) -> list[RentedInstance]:
     """The cluster's own. A client may list more, and those are another cluster's."""
-    return [instance for instance in instances if instance.cluster == cluster]
-
-
-def _listed(instances: Iterable[tuple[str, Iterable[RentedInstance]]]) -> tuple[ListedInstance, ...]:
-    return tuple(ListedInstance(name, instance) for name, some in instances for instance in some)
+    listed = await provider.instances(cluster)
+    return [replace(instance, account=account) for instance in listed if instance.cluster == cluster]
 
 
 @dataclass
@@ -247,6 +215,7 @@ class _AccountSweep:
     """The instances of one provider account while they go. Its last list counts when it stops answering."""
 
     cluster: str
+    account: str
     polling: Polling
     delete: bool
     """Whether to delete what is listed; else the first instance ends the sweep."""
@@ -263,7 +232,7 @@ class _AccountSweep:
         error_text = ""
         while True:
             try:
-                self._note(_of_cluster(self.cluster, await provider.instances(self.cluster)))
+                self._note(await _marked_instances(self.cluster, self.account, provider))
             except ProviderError as error:
                 failures += 1
                 if failures >= MAX_FAILURES:

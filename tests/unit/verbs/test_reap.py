@@ -15,7 +15,7 @@ from tests.unit.verbs.fake_renters import RENTING, FakeRenter, NoSleep, context,
 from shoal.cli.rental_commands import show_preview, show_reap
 from shoal.cloud.providers.api import Abilities, FailureKind, RentedInstance
 from shoal.plan.progress import NoProgress, Phase
-from shoal.verbs.reap import MAX_LISTS, ListedInstance, Polling, ReapPreview, ReapResult, preview, reap
+from shoal.verbs.reap import MAX_LISTS, Polling, ReapPreview, ReapResult, preview, reap
 from shoal.verbs.rentals import LedgerRental
 from shoal_simulators.fake_host import FakeHost
 
@@ -23,8 +23,8 @@ GRACE = Abilities(grace_seconds=300)
 ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(", {provider: cloud, type: g2-standard-4}", "")
 
 
-def ids(found: tuple[ListedInstance, ...]) -> list[tuple[str, str]]:
-    return [(one.account, one.instance.id) for one in found]
+def ids(found: tuple[RentedInstance, ...]) -> list[tuple[str, str]]:
+    return [(one.account, one.id) for one in found]
 
 
 async def reaped(**renters: FakeRenter) -> ReapResult:
@@ -312,11 +312,11 @@ def shown(show: object, value: object) -> str:
     ("result", "said"),
     [
         (
-            ReapResult("reef", (ListedInstance("lambda", machine("a")),)),
+            ReapResult("reef", (replace(machine("a"), account="lambda"),)),
             "1 machine released; no provider lists any more",
         ),
         (
-            ReapResult("reef", (), (ListedInstance("lambda", machine("a")),)),
+            ReapResult("reef", (), (replace(machine("a"), account="lambda"),)),
             "0 machines released; run `shoal reap` again",
         ),
     ],
@@ -326,6 +326,6 @@ def test_the_last_line_says_whether_it_is_done(result: ReapResult, said: str) ->
 
 
 def test_a_person_sees_what_is_about_to_go() -> None:
-    text = shown(show_preview, ReapPreview("reef", (ListedInstance("lambda", machine("i-1", zone="")),)))
+    text = shown(show_preview, ReapPreview("reef", (replace(machine("i-1", zone=""), account="lambda"),)))
     assert text.splitlines()[1].split() == ["lambda", "i-1", "burst1", "gpu_1x_a10", "us-west-1", "active", "$1.29"]
     assert shown(show_preview, ReapPreview("reef", ())) == "reef: no provider lists a machine of this cluster\n"

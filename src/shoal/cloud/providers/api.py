@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Market = Literal["on-demand", "spot"]
 InstanceState = Literal["pending", "up", "stopping", "stopped", "error"]
@@ -191,6 +191,16 @@ class RequestOutcome:
         return self.failure is None
 
 
+Marks = tuple[str, str, str]
+"""Cluster, node and token of a machine; empty for one that is not ours."""
+
+
+def marks_in_name(name: str) -> Marks:
+    """The marks in a name `cluster--node--token`."""
+    cluster, node, token = name.split("--") if name.count("--") == 2 else ("", "", "")
+    return cluster, node, token
+
+
 @dataclass(frozen=True)
 class RentedInstance:
     """A machine as its provider lists it, in any state."""
@@ -216,6 +226,18 @@ class RentedInstance:
     """Seconds since 1970, where the provider tells."""
     ending: bool = False
     """The provider has given notice that it will take this machine away."""
+    account: str = ""
+    """The provider account, where the machines of several are listed together."""
+
+    @classmethod
+    def listed(
+        cls, id: str, marks: Marks, raw_state: str, states: Mapping[str, InstanceState], **more: Any
+    ) -> RentedInstance:
+        """A machine as an API lists it. An unknown state counts as pending: it is no reason to delete a machine."""
+        return cls(id, *marks, states.get(raw_state, "pending"), raw_state, **more)
+
+    def __str__(self) -> str:
+        return f"{self.account} {self.id}"
 
 
 @dataclass(frozen=True)

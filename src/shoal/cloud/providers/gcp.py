@@ -12,21 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.cloud.providers import api
+from shoal.cloud.providers import api, responses
 from shoal.cloud.providers.api import FailureKind
 from shoal.cloud.providers.google_auth import GoogleTokens
 from shoal.cloud.providers.http import ApiClient, HttpProvider, map_concurrently, seconds_to_next_minute
 from shoal.cloud.providers.prices import gpu_model, prices
-from shoal.cloud.providers.responses import (
-    ApiError,
-    Body,
-    CodedError,
-    Refusal,
-    ambiguous_on_error,
-    drop_none,
-    refusal_by_code,
-    refusal_by_message,
-)
+from shoal.cloud.providers.responses import ApiError, Body, CodedError, Refusal, ambiguous_on_error
 
 BASE = "https://compute.googleapis.com/compute/v1"
 PAGE, NO_RESULTS = 500, "NO_RESULTS_ON_PAGE"
@@ -46,7 +37,6 @@ STATES: dict[str, api.InstanceState] = {
     **dict.fromkeys(("PENDING_STOP", "STOPPING", "DEPROVISIONING", "SUSPENDING"), "stopping"),
     **dict.fromkeys(("SUSPENDED", "TERMINATED"), "stopped"),
 }
-"""All other states, unknown ones too, count as pending: no reason to delete a machine."""
 CODES = {
     "ZONE_RESOURCE_POOL_EXHAUSTED ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS STOCKOUT": Refusal(FailureKind.CAPACITY),
     "RESOURCE_NOT_FOUND insufficientCapacity": Refusal(FailureKind.CAPACITY),
@@ -108,9 +98,8 @@ class GoogleProvider(HttpProvider):
             return [error.outcome() for _ in orders]
         failed = outcome_of(errors)
         if made > (there := len(listed.intersection(names))):
-            failed = api.RequestOutcome(
-                failure=FailureKind.AMBIGUOUS, message=f"{made} machines were made, {there} are listed"
-            )
+            message = f"{made} machines were made, {there} are listed"
+            failed = api.RequestOutcome(failure=FailureKind.AMBIGUOUS, message=message)
         return [api.RequestOutcome(name) if name in listed else failed for name in names]
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
@@ -195,7 +184,7 @@ def bulk_insert(names: Sequence[str], order: api.RentalOrder, settings: Mapping[
         "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items() if value]},
     }
     request = {"count": str(len(names)), "minCount": "1", "perInstanceProperties": {name: {} for name in names}}
-    return drop_none({**request, "instanceProperties": properties})
+    return responses.drop_none({**request, "instanceProperties": properties})
 
 
 def split_type(name: str) -> tuple[str, str, int]:
@@ -229,27 +218,24 @@ def instance_of(instance: Body) -> api.RentedInstance:
     name, status, zone = instance.text("name"), instance.text("status"), instance.last_part("zone")
     node, marked, token = name.rpartition("--")
     cluster = instance.object_or_empty("labels").text(CLUSTER, "") if marked else ""
-    type_, state = instance.last_part("machineType"), STATES.get(status, "pending")
+    type_ = instance.last_part("machineType")
     interface, attached = instance.first("networkInterfaces"), instance.first("guestAccelerators")
     if type_.startswith("n1-") and attached.has("acceleratorType"):
         type_ += f"+{attached.last_part('acceleratorType')}:{int(attached.number('acceleratorCount'))}"
-    return api.RentedInstance(
-        id=name,
-        cluster=cluster,
-        node=node if cluster else "",
-        token=token if cluster else "",
-        state=state,
-        raw_state=status,
+    model = instance.object_or_empty("scheduling").text("provisioningModel", "")
+    return api.RentedInstance.listed(
+        name,
+        (cluster, node, token) if cluster else ("", "", ""),
+        status,
+        STATES,
         host=interface.first("accessConfigs").text("natIP", "") or interface.text("networkIP", ""),
         user=USER,
         type=type_,
         region=zone.rpartition("-")[0],
         zone=zone,
-        market="spot"
-        if instance.object_or_empty("scheduling").text("provisioningModel", "") == "SPOT"
-        else "on-demand",
+        market="spot" if model == "SPOT" else "on-demand",
         created=instance.time("creationTimestamp"),
-        ending=state == "stopping",
+        ending=STATES.get(status) == "stopping",
     )
 
 
@@ -263,17 +249,14 @@ def read_error(status: int, answer: Body) -> Refusal | None:
     """What an error answer means; a 403 of Google has four meanings."""
     error = answer.object("error")
     message = error.text("message", "")
-    reasons = [one.text("reason", "") for part in ("details", "errors") for one in error.rows_or_empty(part)]
-    return refusal_by_message(GLOBAL_QUOTAS, message) or refusal_by_code(
-        CODES, [(reason, message) for reason in reasons]
-    )
+    parts = [part for name in ("details", "errors") for part in error.rows_or_empty(name)]
+    errors = [(part.text("reason", ""), message) for part in parts]
+    return responses.refusal_by_message(GLOBAL_QUOTAS, message) or responses.refusal_by_code(CODES, errors)
 
 
 def outcome_of(errors: Sequence[CodedError]) -> api.RequestOutcome:
     """The outcome of an order that made nothing. An unknown code leaves open whether it did."""
-    text = (
-        "; ".join(f"{code}: {words}" for code, words in errors)
-        or "the order is still running, or ended without an error"
-    )
-    known = refusal_by_message(GLOBAL_QUOTAS, text) or refusal_by_code(CODES, errors)
-    return (known or Refusal(FailureKind.AMBIGUOUS, message=text)).outcome()
+    text = "; ".join(f"{code}: {words}" for code, words in errors)
+    text = text or "the order is still running, or ended without an error"
+    refusal = responses.refusal_by_message(GLOBAL_QUOTAS, text) or responses.refusal_by_code(CODES, errors)
+    return (refusal or Refusal(FailureKind.AMBIGUOUS, message=text)).outcome()

@@ -1,8 +1,4 @@
-"""Bearer tokens for Google: signed with a service account's key, or from the metadata server of a Google VM.
-
-A service account's JSON signs its own tokens, without a request. Without a secret, the machine's metadata server is
-asked, which works on a Google VM that has a service account.
-"""
+"""Bearer tokens for Google: signed with a service account's key, or from the metadata server of a Google VM."""
 
 from __future__ import annotations
 
@@ -23,12 +19,9 @@ class GoogleTokens:
     """Bearer tokens of one provider account, renewed before they expire."""
 
     def __init__(self, account: ProviderLogin, metadata: str = METADATA) -> None:
-        self._name = account.name
-        self._metadata = metadata
-        self._static = ""
+        self._name, self._metadata = account.name, metadata
         self._signer: Any = None
-        self._token = ""
-        self._expires = 0.0
+        self._token, self._expires = "", 0.0
         self.project = account.settings.get("project", "")
         secret = account.secret.strip()
         if secret.startswith("{"):
@@ -36,7 +29,7 @@ class GoogleTokens:
             self._signer = _signer(account.name, key)
             self.project = self.project or str(key.get("project_id", ""))
         elif account.url:
-            self._static = secret or "anybody"
+            self._token, self._expires = secret or "anybody", float("inf")
         elif secret:
             raise ProviderError(
                 f"the key of {account.name} is not the JSON of a service account",
@@ -50,8 +43,6 @@ class GoogleTokens:
 
     async def bearer(self) -> str:
         """A token that is valid for at least a minute."""
-        if self._static:
-            return self._static
         if self._signer is not None:
             if not self._signer.valid:
                 self._signer.refresh(None)  # signs locally

@@ -10,24 +10,18 @@ import asyncio
 import json as json_module
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
+from shoal.cloud.providers import responses
 from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalOrder, RequestOutcome, Scope
-from shoal.cloud.providers.responses import (
-    ApiError,
-    Body,
-    ReadError,
-    ambiguous_on_error,
-    read_refusal,
-    refusal_by_status,
-)
+from shoal.cloud.providers.responses import ApiError, Body, ReadError, ambiguous_on_error
 
-__all__ = ["ApiClient", "ApiError", "HttpProvider", "map_concurrently", "seconds_to_next_minute"]
+__all__ = ["ApiClient", "ApiError", "HttpProvider", "gather_all", "map_concurrently", "seconds_to_next_minute"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -157,8 +151,8 @@ class ApiClient:
 
     def _refusal_error(self, where: str, response: httpx.Response, data: Any, unknown: FailureKind) -> ApiError:
         status = response.status_code
-        own = read_refusal(self._read_error, status, data)
-        refusal = own if own.failure else refusal_by_status(status, unknown)
+        own = responses.read_refusal(self._read_error, status, data)
+        refusal = own if own.failure else responses.refusal_by_status(status, unknown)
         failure = refusal.failure or unknown
         message = own.message or _excerpt(self._redact(response.text)) or response.reason_phrase
         error = self._error(f"{where}: {status}: {message}", failure, refusal.scope, status)
@@ -209,7 +203,12 @@ async def map_concurrently(work: Callable[[T], Awaitable[R]], items: Iterable[T]
         async with room:
             return await work(item)
 
-    done = await asyncio.gather(*(one(item) for item in items), return_exceptions=True)
+    return await gather_all(one(item) for item in items)
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Await all and return their results. Raises the first error, after all have ended."""
+    done = await asyncio.gather(*work, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):
             raise result

@@ -174,16 +174,12 @@ def _instance(one: Body) -> api.RentedInstance:
     status, tags = one.text("status"), {tag.text("key"): tag.text("value") for tag in one.rows_or_empty("tags")}
     kind, epoch = one.object_or_empty("instance_type"), tags.get(EPOCH, "")
     cents = kind.number_or_none("price_cents_per_hour")
-    cluster, node, token = (tags.get(key, "") for key in (CLUSTER, NODE, TOKEN))
-    if not token and one.text("name", "").count("--") == 2:
-        cluster, node, token = one.text("name").split("--")
-    return api.RentedInstance(
-        id=one.text("id"),
-        cluster=cluster,
-        node=node,
-        token=token,
-        state=STATES.get(status, "pending"),  # an unknown state is no reason to delete a machine
-        raw_state=status,
+    marks = tags.get(CLUSTER, ""), tags.get(NODE, ""), tags.get(TOKEN, "")
+    return api.RentedInstance.listed(
+        one.text("id"),
+        marks if marks[2] else api.marks_in_name(one.text("name", "")),
+        status,
+        STATES,
         host=one.text("ip", ""),
         user=LambdaProvider.abilities.user,
         type=kind.text("name", ""),

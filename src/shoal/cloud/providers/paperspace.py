@@ -38,7 +38,6 @@ TEMPLATES = {"H100x8": "t7vp562h", "H100": "tilqt47t", "A100-80Gx8": "tvimtol9",
 """Ubuntu with the driver, by GPU family."""
 GPU_TEMPLATE, CPU_TEMPLATE = "twnlo3zj", "t0nspur5"
 STATES: dict[str, api.InstanceState] = {"serviceready": "up", "ready": "up", "stopping": "stopping", "off": "stopped"}
-"""All other states, unknown ones too, count as pending: no reason to delete a machine."""
 WORDS = {
     r"out of capacity": Refusal(FailureKind.CAPACITY),
     r"quota|(machine|account|team)\b.*\blimit|limit\b.*\b(reached|exceeded)": Refusal(
@@ -225,15 +224,12 @@ def _next_page(page: Body) -> str:
 
 
 def _instance(one: Body) -> api.RentedInstance:
-    state = one.text("state")
     cluster, node, token, created = read_name(one.text("name"))
-    return api.RentedInstance(
-        id=one.text("id"),
-        cluster=cluster,
-        node=node,
-        token=token,
-        state=STATES.get(state, "pending"),
-        raw_state=state,
+    return api.RentedInstance.listed(
+        one.text("id"),
+        (cluster, node, token),
+        one.text("state"),
+        STATES,
         host=one.text("publicIp", ""),
         user=USER,
         type=one.text("machineType", ""),

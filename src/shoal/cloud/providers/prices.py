@@ -7,9 +7,8 @@ table; of two prices for the same thing, the newer one counts.
 from __future__ import annotations
 
 import csv
-import os
+import io
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shoal.cloud.providers.api import Market, Offer
-from shoal.sandbox.layout import cache_dir
+from shoal.sandbox.layout import cache_dir, write_atomic
 
 MEMORY_GB = {
     "P4": 8,
@@ -44,9 +43,9 @@ def gpu_model(name: str) -> tuple[str, int]:
     An unknown GPU keeps its name; its memory is 0 if the name does not include it.
     """
     words = " ".join(re.findall(r"[A-Z0-9]+", name.upper()))
-    known = next((model for model in MEMORY_GB if re.search(rf"\b{model}\b", words)), "")
+    model = next((model for model in MEMORY_GB if re.search(rf"\b{model}\b", words)), "")
     memory = re.search(r"\b(\d+) ?GB\b", words)
-    return known or name.partition(" (")[0], int(memory[1]) if memory else MEMORY_GB.get(known, 0)
+    return model or name.partition(" (")[0], int(memory[1]) if memory else MEMORY_GB.get(model, 0)
 
 
 COLUMNS = (
@@ -104,14 +103,13 @@ class Prices:
 
     def fill(self, kind: str, offers: Iterable[Offer]) -> list[Offer]:
         """Add what the provider did not tell to offers: the price, with its date, and the shape."""
-        return [self._filled(kind, offer) for offer in offers]
-
-    def _filled(self, kind: str, offer: Offer) -> Offer:
-        row = self._shapes.get((kind, offer.type))
-        if row is not None:
+        filled: list[Offer] = []
+        for offer in offers:
+            row = self._shapes.get((kind, offer.type), offer)
             offer = replace(offer, **{name: getattr(offer, name) or getattr(row, name) for name in ("gpu", *_NUMBERS)})
-        price = self.find(kind, offer.type, offer.region, offer.market) if offer.usd_hour is None else None
-        return replace(offer, usd_hour=price.usd_hour, as_of=price.as_of) if price else offer
+            price = self.find(kind, offer.type, offer.region, offer.market) if offer.usd_hour is None else None
+            filled.append(replace(offer, usd_hour=price.usd_hour, as_of=price.as_of) if price else offer)
+        return filled
 
 
 def prices(directory: Path | None = None) -> Prices:
@@ -143,16 +141,12 @@ def store_prices(kind: str, offers: Iterable[Offer], today: str, directory: Path
     ]
     if not fresh:
         return 0
-    path = _path(directory)
     rows = {(row.provider, row.type, row.region, row.market): row for row in (*_cached(directory), *fresh)}
+    text = io.StringIO()
+    csv.writer(text).writerows([COLUMNS, *(_cells(row) for row in rows.values())])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(_cells(row) for row in rows.values())
-        Path(beside).replace(path)
+        _path(directory).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_path(directory), text.getvalue(), 0o600)
     except OSError:
         return 0
     return len(fresh)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, overload
+from typing import Any
 
 from shoal.cloud.providers.api import FailureKind, RequestOutcome, Scope
 from shoal.errors import ProviderError
@@ -76,11 +76,7 @@ class Body:
         """Whether the field is there and not null."""
         return isinstance(self.value, dict) and self.value.get(name) is not None
 
-    @overload
-    def text(self, name: str) -> str: ...
-    @overload
-    def text(self, name: str, otherwise: str) -> str: ...
-    def text(self, name: str, otherwise: Any = _REQUIRED) -> str:
+    def text(self, name: str, otherwise: str = _REQUIRED) -> str:
         return str(self._field(name, (str,), "text", otherwise))
 
     def last_part(self, name: str) -> str:
@@ -112,11 +108,11 @@ class Body:
 
     def rows(self, name: str = "") -> list[Body]:
         """The items of a list: of a field, or of the answer itself."""
-        found = self._field(name, (list,), "a list", _REQUIRED) if name else self.value
-        if not isinstance(found, list):
+        values = self._field(name, (list,), "a list", _REQUIRED) if name else self.value
+        if not isinstance(values, list):
             raise self.error(f"{self.path or 'the answer'} is not a list")
         path = self._named(name) if name else self.path
-        return [Body(one, self.where, self.failure, f"{path}[{count}]") for count, one in enumerate(found)]
+        return [Body(value, self.where, self.failure, f"{path}[{count}]") for count, value in enumerate(values)]
 
     def rows_or_empty(self, name: str) -> list[Body]:
         return self.rows(name) if self.has(name) else []
@@ -127,21 +123,22 @@ class Body:
 
     def items(self) -> list[tuple[str, Body]]:
         """The fields of an object whose names are data."""
-        if not isinstance(self.value, dict):
-            raise self.error(f"{self.path or 'the answer'} is not an object")
-        return [(name, self._at(name, value)) for name, value in self.value.items()]
+        return [(name, self._at(name, value)) for name, value in self._fields().items()]
 
     def _field(self, name: str, kinds: tuple[type, ...], type_name: str, otherwise: Any) -> Any:
-        if not isinstance(self.value, dict):
-            raise self.error(f"{self.path or 'the answer'} is not an object")
-        found = self.value.get(name)
-        if found is None:
+        value = self._fields().get(name)
+        if value is None:
             if otherwise is _REQUIRED:
                 raise self.error(f"the answer lacks {self._named(name)}")
             return otherwise
-        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise self.error(f"{self._named(name)} is not {type_name}")
-        return found
+        return value
+
+    def _fields(self) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            raise self.error(f"{self.path or 'the answer'} is not an object")
+        return self.value
 
     def _at(self, name: str, value: Any) -> Body:
         return Body(value, self.where, self.failure, self._named(name))
@@ -200,16 +197,16 @@ def read_refusal(read_error: ReadError, status: int, data: Any) -> Refusal:
         return Refusal()
 
 
+REFUSALS_BY_STATUS = {
+    **dict.fromkeys(
+        (401, 403), Refusal(FailureKind.AUTH, "provider", hint="check that the key is valid and may do this")
+    ),
+    402: Refusal(FailureKind.BALANCE, "provider"),
+    409: Refusal(FailureKind.CONFLICT),
+    429: Refusal(FailureKind.RATE, "provider"),
+}
+
+
 def refusal_by_status(status: int, unknown: FailureKind) -> Refusal:
     """What the HTTP status means, where the body is not understood."""
-    if status in (401, 403):
-        return Refusal(FailureKind.AUTH, "provider", hint="check that the key is valid and may do this")
-    if status == 402:
-        return Refusal(FailureKind.BALANCE, "provider")
-    if status == 409:
-        return Refusal(FailureKind.CONFLICT)
-    if status == 429:
-        return Refusal(FailureKind.RATE, "provider")
-    if status == 408 or status >= 500:
-        return Refusal(unknown)
-    return Refusal(FailureKind.INVALID)
+    return REFUSALS_BY_STATUS.get(status, Refusal(unknown if status == 408 or status >= 500 else FailureKind.INVALID))

@@ -193,22 +193,15 @@ def _next_page(page: Body) -> str:
 
 def _instance(pod: Body) -> api.RentedInstance:
     status, env, gpu = pod.text("status"), pod.object_or_empty("env"), pod.object_or_empty("gpu")
-    cluster, node, token = (env.text(name, "") for name in (CLUSTER, NODE, TOKEN))
-    if not token and pod.text("name", "").count("--") == 2:
-        cluster, node, token = pod.text("name").split("--")
+    marks = env.text(CLUSTER, ""), env.text(NODE, ""), env.text(TOKEN, "")
     host, port = _ssh_address(pod)
-    state = STATES.get(status, "pending")  # an unknown state is no reason to delete a machine
-    return api.RentedInstance(
-        id=pod.text("id"),
-        cluster=cluster,
-        node=node,
-        token=token,
-        # RUNNING is reported before SSH has an address
-        state="pending" if state == "up" and not host else state,
-        raw_state=status,
+    return api.RentedInstance.listed(
+        pod.text("id"),
+        marks if marks[2] else api.marks_in_name(pod.text("name", "")),
+        status,
+        STATES if host else {**STATES, "RUNNING": "pending"},  # RUNNING is reported before SSH has an address
         host=host,
         port=port,
-        user="root",
         type=joined_type(gpu.text("id", ""), int(gpu.number("count", 1))) if gpu.has("id") else "",
         region=pod.text("dataCenterId", ANYWHERE),
         usd_hour=pod.number_or_none("cost") or None,  # a stopped pod reports 0

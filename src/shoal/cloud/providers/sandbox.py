@@ -135,14 +135,12 @@ def _outcome(one: Body) -> api.RequestOutcome:
 
 
 def _instance(one: Body) -> api.RentedInstance:
-    labels, state = one.object_or_empty("labels"), one.text("state")
-    return api.RentedInstance(
-        id=one.text("id"),
-        cluster=labels.text("cluster", ""),
-        node=labels.text("node", ""),
-        token=one.text("token", ""),
-        state=STATES.get(state, "pending"),
-        raw_state=state,
+    labels = one.object_or_empty("labels")
+    return api.RentedInstance.listed(
+        one.text("id"),
+        (labels.text("cluster", ""), labels.text("node", ""), one.text("token", "")),
+        one.text("state"),
+        STATES,
         host=one.text("address", ""),
         port=int(one.number("port", 22)),
         user=one.text("user", "root"),
