@@ -75,11 +75,6 @@ def _provider(account: ProviderLogin) -> RentalProvider:
 
 
 async def run() -> None:
-    with single_instance(LEDGER.with_suffix(".lock")):
-        await _run()
-
-
-async def _run() -> None:
     ledger = Ledger.open()
     settings, here = read_settings(), LocalHost(Target("controller"))
     running = make_service(settings, ledger)
@@ -121,7 +116,8 @@ def main() -> int:
     for name in ("asyncssh", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        asyncio.run(run())
+        with single_instance(LEDGER.with_suffix(".lock")):
+            asyncio.run(run())
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code

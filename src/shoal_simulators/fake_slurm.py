@@ -1,9 +1,7 @@
 """A clock, a Slurm and a joiner in memory, for tests and benches of the rental service.
 
-`FakeSlurm` plays power saving as slurmctld 22.05 does it: a job wakes nodes, waits until all of them have registered,
-runs, and leaves them idle; what is idle for long goes to sleep; a node that is taken out sends its job back into the
-queue. `tick` lets it do what is due. With a path it keeps its state there, as slurmctld does, and another process goes
-on from it.
+`FakeSlurm` plays power saving as slurmctld 22.05 does it; `tick` lets it do what is due. With a path it keeps its state
+there, as slurmctld does, and another process goes on from it.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from shoal.cloud.service.scheduling import Clock
 from shoal.cloud.service.slurm import QueuedJob
 from shoal.cloud.service.slurm_requests import PowerRequest
 from shoal.errors import SlurmError
+from shoal.sandbox.layout import write_atomic
 from shoal.slurm.state import ACTIVE_STATES, NodeState
 
 
@@ -106,10 +105,10 @@ class FakeSlurm:
 
     def register(self, node: str) -> None:
         """Its slurmd has come up."""
-        known = self.node_by_name[node]
-        if "POWERING_UP" in known.flags:
-            known.flags.remove("POWERING_UP")
-            known.since = self._clock.now()
+        starting = self.node_by_name[node]
+        if "POWERING_UP" in starting.flags:
+            starting.flags.remove("POWERING_UP")
+            starting.since = self._clock.now()
         self._save()
 
     def lose(self, node: str) -> None:
@@ -127,8 +126,7 @@ class FakeSlurm:
         self._save()
 
     def state(self, node: str) -> set[str]:
-        known = self.node_by_name[node]
-        return {known.base, *known.flags}
+        return {self.node_by_name[node].base, *self.node_by_name[node].flags}
 
     @property
     def settled(self) -> bool:
@@ -159,7 +157,7 @@ class FakeSlurm:
     async def drain(self, nodes: Sequence[str], reason: str) -> None:
         self._answer()
         for node in map(self.node_by_name.__getitem__, nodes):
-            self._flag(node, "DRAIN")
+            node.flags += [] if "DRAIN" in node.flags else ["DRAIN"]
             node.reason, node.reason_by = reason, "root"
             node.reasons.append(reason)
         self._save()
@@ -182,10 +180,9 @@ class FakeSlurm:
 
     async def requeue(self, job: str) -> None:
         self._answer()
-        known = self.job_by_id[job]
-        if known.state not in ACTIVE_STATES:
+        if self.job_by_id[job].state not in ACTIVE_STATES:
             raise SlurmError("scontrol requeue: Job is pending execution")
-        self._requeue(known)
+        self._requeue(self.job_by_id[job])
         self._save()
 
     async def warn(self, job: str) -> None:
@@ -279,11 +276,6 @@ class FakeSlurm:
                     node.since = self._clock.now()
         job.nodes, job.state = [], state
 
-    @staticmethod
-    def _flag(node: FakeNode, flag: str) -> None:
-        if flag not in node.flags:
-            node.flags.append(flag)
-
     def _save(self) -> None:
         if self._path is None:
             return
@@ -291,9 +283,7 @@ class FakeSlurm:
             "nodes": [asdict(node) for node in self.node_by_name.values()],
             "jobs": [asdict(job) for job in self.job_by_id.values()],
         }
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps(state))
-        temporary.replace(self._path)
+        write_atomic(self._path, json.dumps(state))
 
 
 class FakeJoiner:

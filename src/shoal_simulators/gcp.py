@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from shoal.cloud.providers.api import Billing
 from shoal_simulators.gcp_requests import API, TYPES, check, filtered, page_of, read_order, shown_type
 from shoal_simulators.instances import Profile, SimulatedInstance
-from shoal_simulators.market import ApiRejection, Market
+from shoal_simulators.market import SERVER_ERRORS, ApiRejection, Market
 from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
 
 POLLS_UNTIL_DONE = 2
@@ -28,9 +28,7 @@ ERRORS = {
     "auth": (401, "authError", "Request had invalid authentication credentials."),
     "rate": (403, "rateLimitExceeded", "Quota exceeded for quota group 'default' and limit 'Queries per minute'."),
     "balance": (403, "BILLING_DISABLED", "This API method requires billing to be enabled."),
-    "error-before-create": (503, "backendError", "Backend Error"),
-    "error-after-create": (503, "backendError", "Backend Error"),
-    "list-fails": (503, "backendError", "Backend Error"),
+    **dict.fromkeys(SERVER_ERRORS, (503, "backendError", "Backend Error")),
     "duplicate-name": (409, "alreadyExists", "The resource '{}' already exists"),
     "invalid": (400, "invalid", "{}"),
     "not-found": (404, "notFound", "The resource '{}' was not found"),

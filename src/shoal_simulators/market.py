@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cloud.providers.api import Market as PricingModel
+from shoal.sandbox.layout import write_atomic
 from shoal_simulators.backend import HostBackend
 from shoal_simulators.instances import Fault, InstanceOrder, MachineType, Profile, SimulatedInstance
 
-REJECTIONS = (
-    "stockout", "quota", "balance", "auth", "rate", "error-before-create", "error-after-create", "list-fails",
-    "duplicate-name", "invalid", "not-found",
-)  # fmt: skip
+SERVER_ERRORS = ("error-before-create", "error-after-create", "list-fails")
+REJECTIONS = ("stockout", "quota", "balance", "auth", "rate", *SERVER_ERRORS, "duplicate-name", "invalid", "not-found")
 """The reasons for which a Simulator renders an error."""
 PRICE_CHANGE_FACTOR = 2.0
 """The fault `price-change` multiplies the offered price by this."""
@@ -173,10 +172,7 @@ class Market:
         text = json.dumps({"machines": machines, "notes": self.notes})
         if text != self._saved:
             self._store.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._store.with_suffix(".new")
-            beside.touch(mode=0o600)  # orders may hold secrets
-            beside.write_text(text)
-            beside.rename(self._store)
+            write_atomic(self._store, text, 0o600)  # orders may hold secrets
             self._saved = text
 
     def _load(self) -> None:

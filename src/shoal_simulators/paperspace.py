@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from shoal.cloud.providers.api import Billing
 from shoal.cloud.providers.prices import shipped
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
-from shoal_simulators.market import ApiRejection
+from shoal_simulators.market import SERVER_ERRORS, ApiRejection
 from shoal_simulators.server import Simulator, iso_time, read_json
 
 REGIONS = ("East Coast (NY2)", "West Coast (CA1)", "Europe (AMS1)")
@@ -26,9 +26,7 @@ ERRORS = {
     "auth": (401, "UNAUTHORIZED", "Not authenticated"),
     "rate": (429, "TOO_MANY_REQUESTS", "Too many requests"),
     "balance": (412, "PRECONDITION_FAILED", "A valid payment method is required."),
-    "error-before-create": (500, "INTERNAL_SERVER_ERROR", "Internal server error"),
-    "error-after-create": (500, "INTERNAL_SERVER_ERROR", "Internal server error"),
-    "list-fails": (500, "INTERNAL_SERVER_ERROR", "Internal server error"),
+    **dict.fromkeys(SERVER_ERRORS, (500, "INTERNAL_SERVER_ERROR", "Internal server error")),
     "duplicate-name": (409, "CONFLICT", "There is one of that name."),
     "invalid": (400, "BAD_REQUEST", "Input validation failed"),
     "not-found": (404, "NOT_FOUND", "Not found"),

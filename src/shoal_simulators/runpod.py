@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
-from shoal_simulators.market import ApiRejection
+from shoal_simulators.market import SERVER_ERRORS, ApiRejection
 from shoal_simulators.server import RateLimit, Simulator, iso_time, read_json
 
 GPUS = (
@@ -49,9 +49,7 @@ ERRORS = {
     "balance": (402, "Your account balance is too low to rent a pod"),
     "auth": (401, "missing bearer token"),
     "rate": (429, "rate limit exceeded for the minute window"),
-    "error-before-create": (500, "internal server error"),
-    "error-after-create": (500, "internal server error"),
-    "list-fails": (500, "internal server error"),
+    **dict.fromkeys(SERVER_ERRORS, (500, "internal server error")),
     "duplicate-name": (409, "pod name is already in use"),
     "invalid": (400, "request could not be processed"),
     "not-found": (404, "pod not found"),

@@ -1,13 +1,10 @@
 """The sandbox as a cloud: a small API of Shoal's own, with features that no provider has all of.
 
-Orders are idempotent by token, many machines are ordered in one call, spot machines get a notice, and the
-cloud ends a machine at its lifetime.
-
-    GET  /v1/types                        types, zones and prices
-    POST /v1/machines                     {"machines": [{token, name, type, zone, ...}]} -> one id or error for each
-    GET  /v1/machines?after=ID            500 at a time; `next` is the next `after`
-    POST /v1/machines/delete              {"ids": [...]} -> {"deleted": [...], "unknown": [...]}
-    GET  http://169.254.169.254/notice    for a machine: {"seconds": 30} before a preemption, else 404
+GET  /v1/types                        types, zones and prices
+POST /v1/machines                     {"machines": [{token, name, type, zone, ...}]} -> one id or error for each
+GET  /v1/machines?after=ID            500 at a time; `next` is the next `after`
+POST /v1/machines/delete              {"ids": [...]} -> {"deleted": [...], "unknown": [...]}
+GET  http://169.254.169.254/notice    for a machine: {"seconds": 30} before a preemption, else 404
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile, SimulatedInstance
-from shoal_simulators.market import ApiRejection, Market
+from shoal_simulators.market import SERVER_ERRORS, ApiRejection, Market
 from shoal_simulators.server import RateLimit, Simulator, read_json
 
 REGION = "sandbox"
@@ -34,15 +31,14 @@ ERRORS = {
     "balance": (402, "balance", "your account has no money left"),
     "auth": (401, "auth", "that key is not known here"),
     "rate": (429, "rate", "slow down"),
-    "error-before-create": (500, "internal", "something broke"),
-    "error-after-create": (500, "internal", "something broke"),
-    "list-fails": (500, "internal", "something broke"),
+    **dict.fromkeys(SERVER_ERRORS, (500, "internal", "something broke")),
     "duplicate-name": (409, "conflict", "there is a machine of that name"),
     "invalid": (422, "invalid", "that order makes no sense"),
     "not-found": (404, "not-found", "there is no such machine"),
 }
 SINGLE = ("stockout", "quota", "duplicate-name", "invalid")
 """Errors of one machine of an order; any other rejects the request."""
+TYPE_FIELDS = ("name", "gpu", "gpus", "gpu_memory_gb", "cpus", "memory_gb")
 STATES = {"pending": "booting", "up": "running", "error": "failed", "stopping": "stopping", "gone": "gone"}
 
 
@@ -97,12 +93,7 @@ class SandboxSimulator(Simulator):
     async def offered(self, request: Request) -> Response:
         shown = [
             {
-                "name": type.name,
-                "gpu": type.gpu,
-                "gpus": type.gpus,
-                "gpu_memory_gb": type.gpu_memory_gb,
-                "cpus": type.cpus,
-                "memory_gb": type.memory_gb,
+                **{name: getattr(type, name) for name in TYPE_FIELDS},
                 "usd_hour": {"on-demand": type.usd_hour, "spot": type.spot_usd_hour},
                 "zones": [{"name": zone, "free": self.market.free(type.name, zone)} for zone in type.places],
             }
@@ -155,21 +146,14 @@ class SandboxSimulator(Simulator):
         order = machine.order
         ends = [order.lifetime and machine.ordered + order.lifetime, machine.takes_away]
         return {
-            "id": machine.id,
-            "name": order.name,
-            "token": order.marks["token"],
-            "labels": order.marks["labels"],
-            "type": order.type,
-            "zone": order.zone,
-            "market": order.market,
+            **{name: getattr(machine, name) for name in ("id", "port", "usd_hour", "preempted")},
+            **{name: getattr(order, name) for name in ("name", "type", "zone", "market")},
+            **order.marks,
             "state": STATES[machine.phase],
             "address": machine.host or None,
-            "port": machine.port,
             "user": self.market.profile.user,
-            "usd_hour": machine.usd_hour,
             "created": machine.ordered,
             "ends": min((end for end in ends if end), default=None),
-            "preempted": machine.preempted,
         }
 
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from shoal.cloud.providers.api import Billing, Market, Offer
 from shoal.remote.ledger_rows import LIVE_STATES
@@ -39,8 +39,6 @@ TRANSITIONS: dict[RentalState, tuple[RentalState, ...]] = {
 
 BY_THE_SECOND = Billing()
 UNKNOWN_OFFER = Offer("", "", "")
-
-T = TypeVar("T", Offer, Billing)
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,10 @@ def from_row(row: Mapping[str, Any]) -> Rental:
     """A rental from the columns of the ledger's table."""
     return Rental(
         **{name: row[name] for name in (*_UNCONVERTED_FIELDS, *_TIMES)},
-        offer=_offer(row["offer"]),
+        offer=_from_json(Offer, row["offer"]),
         jobs=tuple(json.loads(row["jobs"])),
         usd_hour=None if row["micros_hour"] is None else dollars(row["micros_hour"]),
-        billing=_billing(row["billing"]),
+        billing=_from_json(Billing, row["billing"]),
         prices=tuple((since, dollars(amount)) for since, amount in json.loads(row.get("prices", "[]"))),
     )
 
@@ -154,20 +152,15 @@ def prices_text(prices: Iterable[tuple[float, float]]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _offer(text: str) -> Offer:
-    """An offer from its JSON. Cached, as many rows share an offer."""
-    return _from_json(Offer, text)
+def _from_json(kind: type[Any], text: str) -> Any:
+    """A value from its JSON. Cached, as many rows share an offer."""
+    return kind(**known_fields(kind, json.loads(text)))
 
 
-@lru_cache(maxsize=64)
-def _billing(text: str) -> Billing:
-    return _from_json(Billing, text)
-
-
-def _from_json(kind: type[T], text: str) -> T:
-    """A value from its JSON. Unknown fields of a later version are ignored."""
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in json.loads(text).items() if name in known})
+def known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass in stored data, without those that only a later version has."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
 
 
 MILLION = 1_000_000

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cloud.providers.api import Offer
-from shoal.cloud.rental import Rental
+from shoal.cloud.rental import Rental, known_fields
+from shoal.sandbox.layout import write_atomic
 
 STATUS = Path("/var/lib/shoal/elastic/status.json")
 
@@ -47,32 +48,23 @@ class ServiceStatus:
 
 def write_status(path: Path, status: ServiceStatus) -> None:
     """Replace the file. It has no secrets; only root and Slurm's user can read its directory."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(status)))
-    temporary.replace(path)
+    write_atomic(path, json.dumps(asdict(status)))
 
 
 def read_status(text: str) -> ServiceStatus:
-    """Parse the file. Unknown fields of a later version are ignored. Raises ValueError."""
+    """Parse the file. Raises ValueError."""
     content = json.loads(text)
     if not isinstance(content, dict) or not isinstance(content.get("at"), int | float):
         raise ValueError("this is not a status of shoal-elastic.service")
-    known = ServiceStatus.__dataclass_fields__
-    return ServiceStatus(**{name: value for name, value in content.items() if name in known})
+    return ServiceStatus(**known_fields(ServiceStatus, content))
 
 
 def machine_entry(rental: Rental) -> dict[str, Any]:
     """A rental as the status file has it."""
     return {
-        "node": rental.node,
-        "state": rental.state,
-        "account": rental.account,
-        "type": rental.offer.type,
-        "place": rental.offer.place,
-        "market": rental.offer.market,
-        "id": rental.id,
-        "usd_hour": rental.usd_hour,
-        "since": rental.intended_at,
+        **{name: getattr(rental, name) for name in ("node", "state", "account")},
+        **{name: getattr(rental.offer, name) for name in ("type", "place", "market")},
+        **{"id": rental.id, "usd_hour": rental.usd_hour, "since": rental.intended_at},
     }
 
 

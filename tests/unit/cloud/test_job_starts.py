@@ -94,11 +94,11 @@ async def test_nobody_goes_on_while_slurmctld_cannot_be_asked(tmp_path: Path) ->
     slurm = Slurm("")
     slurm.waiting = Result(1, stderr=b"Unable to contact slurm controller\n")
     with pipe(tmp_path, "7.100") as seven:
-        with pytest.raises(SlurmError, match="squeue: Unable to contact slurm controller"):
+        with pytest.raises(SlurmError, match="squeue -h: Unable to contact slurm controller"):
             await JobStarter(slurm.host, tmp_path).step()
         assert not told(seven)
         slurm.waiting, slurm.nodes = Result(0, b"7 cloud1\n"), Result(1)
-        with pytest.raises(SlurmError, match="sinfo: exit status 1"):
+        with pytest.raises(SlurmError, match="sinfo -h: exit status 1"):
             await JobStarter(slurm.host, tmp_path).step()
         assert not told(seven)
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tests.unit.cloud.rentals import A100, H100, rental
 
 from shoal.cloud.providers.api import Billing, FailureKind
-from shoal.cloud.service.ledger import LIVE, SCHEMA, TRANSITIONS, Ledger, OrderBlock
+from shoal.cloud.rental import LIVE, TRANSITIONS, OrderBlock
+from shoal.cloud.service.ledger import SCHEMA, Ledger
 from shoal.errors import LedgerError
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.unit.cloud.rentals import rental
 
 from shoal.cloud.providers.api import FailureKind
-from shoal.cloud.service.ledger import LIVE, Ledger
+from shoal.cloud.rental import LIVE
+from shoal.cloud.service.ledger import Ledger
 from shoal.cloud.status_file import ServiceStatus, read_status, write_status
 from shoal.remote import ledger_rows as program
 

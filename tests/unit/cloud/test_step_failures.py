@@ -13,8 +13,8 @@ import pytest
 from tests.unit.cloud.scene import CASES, Scene, choice, rented_set, scene
 
 from shoal.cloud.providers.api import RequestOutcome
+from shoal.cloud.providers.http import gather_all
 from shoal.cloud.service.account import LOST_ORDER_SEARCH_S
-from shoal.cloud.service.context import gather_all
 from shoal.cloud.service.service import RentalService
 from shoal.cloud.service.slurm_requests import RequestQueue
 from shoal.cloud.status_file import read_status

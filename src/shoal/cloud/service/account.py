@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.cloud.providers.api import (
     Abilities,
     FailureKind,
-    Offer,
-    Query,
     RentalOrder,
     RentalProvider,
     RentedInstance,
@@ -223,20 +222,13 @@ class UnavailableProvider:
         self.abilities = Abilities()
         self._error = error
 
-    async def offers(self, query: Query) -> list[Offer]:
-        raise self._error
-
     async def create(self, orders: Sequence[RentalOrder]) -> list[RequestOutcome]:
         return [RequestOutcome(failure=FailureKind.AUTH, scope="provider", message=self._error.message) for _ in orders]
 
-    async def instances(self, cluster: str) -> list[RentedInstance]:
-        raise self._error
-
-    async def delete(self, instances: Sequence[RentedInstance]) -> list[RequestOutcome]:
-        raise self._error
-
-    async def ensure_key(self, cluster: str, public_key: str) -> str:
-        raise self._error
-
     async def close(self) -> None:
         pass
+
+    async def _fail(self, *_: Any, **__: Any) -> Any:
+        raise self._error
+
+    offers = instances = delete = ensure_key = _fail

@@ -137,28 +137,29 @@ class NodeBooter:
         account = self.context.accounts.get(rental.account)
         if account is None or now < rental.intended_at + account.abilities.boot_seconds:
             return False
-        said = self._errors.get(rental.token) or ("the machine is not up" if self._up(rental) is None else "not joined")
-        why = f"{rental.id} of {rental.account} is not a node after {account.abilities.boot_seconds} s: {said}"
-        self.context.reject(rental, why)
+        cause = self._errors.get(rental.token) or (
+            "the machine is not up" if self._up(rental) is None else "not joined"
+        )
+        seconds = account.abilities.boot_seconds
+        self.context.reject(rental, f"{rental.id} of {rental.account} is not a node after {seconds} s: {cause}")
         return True
 
     def _collect(self, booting: Mapping[str, Rental]) -> None:
         now = self.context.clock.now()
         for task in [task for task in self._joins if task.done()]:
             tokens = self._joins.pop(task)
-            said = task.result()
+            errors = task.result()
             for node, token in tokens.items():
                 rental = booting.get(token)
                 if rental is None:
                     continue  # it was released meanwhile
-                problem = said.get(node, "the joiner returned no result")
+                problem = errors.get(node, "the joiner returned no result")
                 if not problem:
                     log.info("%s: %s of %s takes jobs", node, rental.id, rental.account)
                     self.context.ledger.joined(token, now)
                 elif problem.startswith(UNFIT_PREFIX):
-                    self.context.reject(
-                        rental, f"{rental.id} of {rental.account}: {problem.removeprefix(UNFIT_PREFIX)}"
-                    )
+                    cause = problem.removeprefix(UNFIT_PREFIX)
+                    self.context.reject(rental, f"{rental.id} of {rental.account}: {cause}")
                 else:
                     log.info("%s: %s has not joined yet: %s", node, rental.id, problem)
                     self._errors[token], self._retry_at[token] = problem, now + JOIN_RETRY_S

@@ -16,7 +16,6 @@ from shoal.cloud.rental import (
     BY_THE_SECOND,
     HOUR,
     Rental,
-    cost,
     cost_between,
     cost_of_time,
     day_of,
@@ -57,15 +56,16 @@ def refusal(
 
     `whole` is the cluster's budget and `own` what nodesets have of their own; `rentals` are all since `since(now)`.
     """
-    limits = [("", whole, rentals)]
-    limits.append(
-        (purchase.nodeset, own.get(purchase.nodeset), [one for one in rentals if one.nodeset == purchase.nodeset])
-    )
+    offer, own_rentals = purchase.offer, [one for one in rentals if one.nodeset == purchase.nodeset]
+    limits = (("", whole, rentals), (purchase.nodeset, own.get(purchase.nodeset), own_rentals))
     for nodeset, budget, counted in limits:
-        if budget is None or not _limited(budget):
+        if budget is None or (budget.per_hour, budget.per_day, budget.per_month) == (None, None, None):
             continue
-        if purchase.offer.usd_hour is None:
-            return _unpriced(purchase)
+        if offer.usd_hour is None:
+            return (
+                f"the price of {offer.type} at {offer.provider} {offer.place} is unknown, so no budget can cover it"
+                " (rent a type that has a price in `shoal offers`, or remove the budget)"
+            )
         if why := _refusal(purchase, budget, nodeset, counted, now):
             return why
     return None
@@ -104,16 +104,11 @@ def _refusal(purchase: Purchase, budget: Budget, nodeset: str, rentals: Sequence
     for limit, period in _periods(budget, now):
         ahead = min(HOUR, period.end - now)
         used = _used(rentals, period, now)
-        # released machines cost only a few seconds more
-        running = sum(
-            cost(rental, now + ahead, whole=True) - cost(rental, now, whole=True) for rental in _staying(rentals)
-        )
-        wanted = purchase.count * cost_of_time(price, purchase.billing.seconds(ahead))
-        if used + running + wanted > limit:
+        hour = _coming(rentals, now, ahead) + purchase.count * cost_of_time(price, purchase.billing.seconds(ahead))
+        if used + hour > limit:
             return (
                 f"{_named(nodeset)} of {format_dollars(limit)} a {period.word}: {format_dollars(used)} is spent, and an"
-                f" hour of what runs and of {machines} costs {format_dollars(running + wanted)}"
-                f" ({FIX} until {period.next})"
+                f" hour of what runs and of {machines} costs {format_dollars(hour)} ({FIX} until {period.next})"
             )
     return None
 
@@ -123,7 +118,7 @@ def _used_up(budget: Budget, nodeset: str, rentals: Sequence[Rental], now: float
     for limit, period in _periods(budget, now):
         at = _used(rentals, period, min(now, now + ahead))
         if ahead > 0:
-            at += sum(cost(one, now + ahead, whole=True) - cost(one, now, whole=True) for one in _staying(rentals))
+            at += _coming(rentals, now, ahead)
         if at >= limit:
             used, late = format_dollars(_used(rentals, period, now)), f" for {budget.after}" if budget.after else ""
             return f"{_named(nodeset)} of {format_dollars(limit)} a {period.word} is used up{late}: {used} is spent"
@@ -153,24 +148,14 @@ def _used(rentals: Iterable[Rental], period: _Period, now: float) -> int:
     return sum(cost_between(rental, period.begin, now, whole=True) for rental in rentals)
 
 
-def _staying(rentals: Iterable[Rental]) -> Iterable[Rental]:
-    return (rental for rental in rentals if rental.live and rental.state != "releasing")
-
-
-def _limited(budget: Budget) -> bool:
-    return any(limit is not None for limit in (budget.per_hour, budget.per_day, budget.per_month))
+def _coming(rentals: Iterable[Rental], now: float, ahead: float) -> int:
+    """The cost of the next `ahead` seconds. Released machines cost only a few seconds more, and do not count."""
+    staying = (rental for rental in rentals if rental.live and rental.state != "releasing")
+    return sum(cost_between(rental, now, now + ahead, whole=True) for rental in staying)
 
 
 def _named(nodeset: str) -> str:
     return f"the budget of nodeset {nodeset}" if nodeset else "the budget"
-
-
-def _unpriced(purchase: Purchase) -> str:
-    offer = purchase.offer
-    return (
-        f"the price of {offer.type} at {offer.provider} {offer.place} is unknown, so no budget can cover it"
-        " (rent a type that has a price in `shoal offers`, or remove the budget)"
-    )
 
 
 class BudgetGuard:

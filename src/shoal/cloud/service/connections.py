@@ -41,24 +41,20 @@ class MachineConnector:
 
     def fleet(self, machines: Mapping[str, RentedInstance]) -> Fleet:
         """The controller and these machines, not yet connected."""
+        self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
         targets = {self._controller: Target(self._controller)}
-        targets |= {name: self._target(name, machine) for name, machine in machines.items()}
-        ways = {name: self._connector(machine) for name, machine in machines.items()}
-        return Fleet(targets, _ByName({self._controller: self._here, **ways}))
+        connectors = {self._controller: self._here}
+        for name, machine in machines.items():
+            targets[name] = Target(name, machine.host, machine.port, machine.user, self._identity)
+            connectors[name] = self._there(self._known_hosts / _file_name(machine.id))
+        return Fleet(targets, _ByName(connectors))
 
     def forget_others(self, machines: Iterable[RentedInstance]) -> None:
         """Remove the host keys of all other machines."""
         kept = {_file_name(machine.id) for machine in machines}
-        for path in self._known_hosts.glob("*") if self._known_hosts.is_dir() else ():
+        for path in self._known_hosts.glob("*"):
             if path.name.partition(".")[0] not in kept and path.name not in kept:
                 path.unlink(missing_ok=True)
-
-    def _target(self, name: str, machine: RentedInstance) -> Target:
-        return Target(name, machine.host, machine.port, machine.user, self._identity)
-
-    def _connector(self, machine: RentedInstance) -> Connector:
-        self._known_hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self._there(self._known_hosts / _file_name(machine.id))
 
 
 async def connect_to(fleet: Fleet, name: str) -> None:

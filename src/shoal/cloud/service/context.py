@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Awaitable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from shoal.cloud.providers.api import RentedInstance
 from shoal.cloud.rental import Rental
@@ -23,7 +21,6 @@ from shoal.slurm.state import NodeState
 from shoal.spec.rental import Budget, RentedSet
 
 log = logging.getLogger("shoal.elastic")
-T = TypeVar("T")
 
 REJECTED_OFFER_BLOCK_S = 600.0
 """How long an offer is blocked after one of its machines did not become a working node."""
@@ -44,15 +41,6 @@ class Joiner(Protocol):
 
         It takes seconds at most and never fails: an unreachable machine is deleted all the same.
         """
-
-
-async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all and return their results. Raises the first error, after all have ended."""
-    done = await asyncio.gather(*work, return_exceptions=True)
-    for one in done:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in done if not isinstance(one, BaseException)]
 
 
 UNFIT_PREFIX = "unfit: "
@@ -153,12 +141,9 @@ class ClusterSnapshot:
         busy: frozenset[Hashable] = frozenset(),
     ) -> ClusterSnapshot:
         snapshot = cls(now, {node.name: node for node in nodes if node.name in context.set_by_node}, jobs, busy=busy)
-        on: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in jobs:
-            if job.active:
-                for node in job.nodes:
-                    on[node].append(job)
-        snapshot._jobs_by_node = dict(on)
+            for node in job.nodes if job.active else ():
+                snapshot._jobs_by_node.setdefault(node, []).append(job)
         snapshot.refresh(context.ledger)
         return snapshot
 
@@ -167,11 +152,10 @@ class ClusterSnapshot:
         if self._version == ledger.version:
             return
         self._version, self.rentals = ledger.version, ledger.live()
-        by_node: dict[str, list[Rental]] = defaultdict(list)
+        self._by_node = {}
         for rental in self.rentals:
             if rental.state != "releasing":
-                by_node[rental.node].append(rental)
-        self._by_node = dict(by_node)
+                self._by_node.setdefault(rental.node, []).append(rental)
 
     def rentals_of(self, node: str) -> Sequence[Rental]:
         """The rentals of a node, without those that are being released."""

@@ -1,26 +1,25 @@
 """What rented machines cost: now, today and in a month, by nodeset, user and job.
 
-Pure but for `main`, which `shoal cost` runs on the controller, where the ledger and Slurm's records are. Money is whole
-millionths of a dollar. The cost of a machine is divided by time among the jobs on it, equally where there are several;
-the rest is `starting` until its node takes jobs, and `idle` after that. So everything adds up.
+Pure but for `main`, which `shoal cost` runs on the controller. The cost of a machine is divided by time among the jobs
+on it, equally where there are several; the rest is `starting` until its node takes jobs, and `idle` after that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from shoal.cloud.rental import Rental, cost_between, day_of, hourly_rate, month_of, presence
+from shoal.cloud.rental import Rental, cost_between, day_of, hourly_rate, known_fields, month_of, presence
 from shoal.cloud.service.ledger import LEDGER, Ledger
 from shoal.errors import LedgerError, ShoalError, SlurmError
 from shoal.hostlist import HostlistError, expand
@@ -87,24 +86,21 @@ def summary(
     begin, end = month_of(_first_of(month)) if month else month_of(now)
     until = min(now, end)
     day = day_of(now)[0]
-    by_node: dict[str, list[NodeUse]] = {}
+    by_node: defaultdict[str, list[NodeUse]] = defaultdict(list)
     for use in uses:
-        by_node.setdefault(use.node, []).append(use)
+        by_node[use.node].append(use)
     nodesets: Counter[str] = Counter()
     shares: Counter[tuple[str, str]] = Counter()
-    data: dict[tuple[str, str], NodeUse] = {}
+    names: dict[tuple[str, str], str] = {}
+    users: Counter[str] = Counter()
     for rental in rentals:
         spent = cost_between(rental, begin, until)
         nodesets[rental.nodeset] += spent
-        for use, part in _divided(rental, spent, by_node.get(rental.node, ()), begin, until):
-            key = (use.job, use.user)
-            shares[key] += part
-            data[key] = use
-    users: Counter[str] = Counter()
-    for (job, user), part in shares.items():
-        if job:
-            users[user] += part
-    jobs = [JobCost(job, user, data[job, user].name, part) for (job, user), part in shares.items() if job and part]
+        for use, part in _divided(rental, spent, by_node[rental.node], begin, until):
+            shares[use.job, use.user] += part
+            names[use.job, use.user] = use.name
+            users[use.user] += part if use.job else 0
+    jobs = [JobCost(job, user, names[job, user], part) for (job, user), part in shares.items() if job and part]
     return CostReport(
         at=now,
         month=f"{datetime.fromtimestamp(begin, UTC):%Y-%m}",
@@ -124,20 +120,17 @@ def summary(
 
 def uses_of(records: Iterable[JobRecord], now: float) -> list[NodeUse]:
     """Where and when jobs ran. Slurm's times are in the controller's time zone, so this is right only there."""
-    found: dict[tuple[str, str, str], NodeUse] = {}
+    uses: dict[tuple[str, str, str], NodeUse] = {}
     for record in records:
         start, end = _time(record.start), _time(record.end)
         if start is None or start > now or not record.nodes or record.state == "CONFIGURING":
             continue  # it has not started while its nodes are resumed
         # the end of a running job is its time limit
         last = now if record.active or end is None else min(end, now)
-        try:
-            nodes = expand(record.nodes)
-        except HostlistError:
-            continue
-        for node in nodes:
-            found[record.id, record.start, node] = NodeUse(record.id, record.user, record.name, node, start, last)
-    return list(found.values())
+        with contextlib.suppress(HostlistError):
+            for node in expand(record.nodes):
+                uses[record.id, record.start, node] = NodeUse(record.id, record.user, record.name, node, start, last)
+    return list(uses.values())
 
 
 def encode(costs: CostReport) -> str:
@@ -146,15 +139,13 @@ def encode(costs: CostReport) -> str:
 
 
 def decode(text: str) -> CostReport:
-    """The report from JSON. Unknown fields of a later version are ignored. Raises ValueError."""
+    """The report from JSON. Raises ValueError."""
     data = json.loads(text)
     if not isinstance(data, dict) or "per_hour" not in data:
         raise ValueError("this is not a cost report")
-    known: dict[str, Any] = {name: value for name, value in data.items() if name in CostReport.__dataclass_fields__}
-    names = JobCost.__dataclass_fields__
-    jobs = [{name: value for name, value in job.items() if name in names} for job in known.get("jobs", ())]
-    unpriced = tuple(known.get("unpriced", ()))
-    return CostReport(**{**known, "jobs": tuple(JobCost(**job) for job in jobs), "unpriced": unpriced})
+    jobs = tuple(JobCost(**known_fields(JobCost, job)) for job in data.get("jobs", ()))
+    unpriced = tuple(data.get("unpriced", ()))
+    return CostReport(**{**known_fields(CostReport, data), "jobs": jobs, "unpriced": unpriced})
 
 
 _STARTING = NodeUse("", "starting", "", "", 0.0, 0.0)
@@ -232,11 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _ended_jobs() -> list[JobRecord]:
     """Every ended run of every job, from slurmctld's file: a requeued job has several."""
-    found: list[JobRecord] = []
-    for path in (Path(f"{JOBCOMP}.1"), Path(JOBCOMP)):
-        if path.exists():
-            found += parse_runs(path.read_text(encoding="utf-8", errors="replace"))
-    return found
+    paths = [path for path in (Path(f"{JOBCOMP}.1"), Path(JOBCOMP)) if path.exists()]
+    return [run for path in paths for run in parse_runs(path.read_text(encoding="utf-8", errors="replace"))]
 
 
 def _current_jobs() -> list[JobRecord]:

@@ -1,9 +1,8 @@
 """The files of jobs on rented containers: sent there when a job starts, fetched while it runs.
 
-Every second squeue lists those jobs. Each has a pair of `remote/job_file_transfer.py`, one here and one in the
-container, both as the job's user, joined by ssh. The controller alone decides what is copied where: a container can
-request nothing. An interrupted copy resumes with what is missing, and nothing is stored here, so a restarted service
-carries on. `shoal.jobs.staging` shows how a job waits for its files, and its end for theirs.
+Each job has a pair of `remote/job_file_transfer.py`, one here and one in the container, both as the job's user, joined
+by ssh. The controller alone decides what is copied where. An interrupted copy resumes with what is missing, and nothing
+is stored here. `shoal.jobs.staging` shows how a job waits for its files, and its end for theirs.
 """
 
 from __future__ import annotations

@@ -19,14 +19,8 @@ from pathlib import Path
 
 from shoal.agent.document import Command, Document, File
 from shoal.cloud.providers.api import RentedInstance
+from shoal.cloud.service import join_checks as checks
 from shoal.cloud.service.connections import MachineConnector, connect_to
-from shoal.cloud.service.join_checks import (
-    broken_gpus,
-    cluster_with_rented_nodes,
-    excluded_machines,
-    incompatible_versions,
-    unregistered,
-)
 from shoal.cloud.service.settings import KNOWN_HOSTS, ServiceSettings
 from shoal.errors import HostError, ShoalError
 from shoal.hosts.api import Connector
@@ -230,11 +224,11 @@ class LiveJoiner:
         if await prepare(self._spec, observed.facts, fleet, NoProgress()):
             observed = await observe(fleet, self._spec)
             fleet.require(self._controller.name)
-        cluster = cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
-        refused = incompatible_versions(cluster, new)
+        cluster = checks.cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
+        refused = checks.incompatible_versions(cluster, new)
         there = [member for member in cluster.members if member.name in new and member.name in fleet.live]
-        wanted = {member.name: installation(cluster, member) for member in there if member.name not in refused}
-        await self._converge(fleet, wanted)
+        due = [member for member in there if member.name not in refused]
+        await self._converge(fleet, {member.name: installation(cluster, member) for member in due})
         return {name: fleet.failures[name].cause for name in new if name in fleet.failures} | refused
 
     async def _change_membership(self, fleet: Fleet, new: list[str]) -> tuple[Cluster, dict[str, str]]:
@@ -242,8 +236,8 @@ class LiveJoiner:
         controller = self._controller.name
         observed = await observe(fleet, self._spec)
         fleet.require(controller)
-        cluster = cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
-        refused = excluded_machines(cluster, new)
+        cluster = checks.cluster_with_rented_nodes(self._spec, fleet, observed.facts, self._known())
+        refused = checks.excluded_machines(cluster, new)
         by_name = {member.name: member for member in cluster.members}
         due = [name for name in fleet.live if name not in refused]
         stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
@@ -256,7 +250,7 @@ class LiveJoiner:
 
     async def _start(self, fleet: Fleet, cluster: Cluster, new: Mapping[str, RentedInstance]) -> dict[str, str]:
         """Check the GPUs, start slurmd, and wait for its registration."""
-        unfit = await broken_gpus(self._spec, fleet, new)
+        unfit = await checks.broken_gpus(self._spec, fleet, new)
         last = {
             member.name: (
                 *documents(cluster, member).get(Stage.NODES, ()),
@@ -267,36 +261,29 @@ class LiveJoiner:
         }
         await self._converge(fleet, last)
         started = [name for name in last if name not in fleet.failures]
-        unheard = await unregistered(await fleet.host(self._controller.name), started)
+        unheard = await checks.unregistered(await fleet.host(self._controller.name), started)
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
         return dict.fromkeys(new, "") | unheard | failed | unfit
 
     async def _name(self, fleet: Fleet, new: Iterable[str]) -> None:
         """Set host names to the nodes' names, which Slurm and training jobs use."""
 
-        async def rename(name: str) -> None:
-            document: Document = (
-                File("/etc/hostname", f"{name}\n"),
-                # a container cannot, and does not need to
-                Command(
-                    "take the node's name",
-                    ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system"),
-                    unless=("sh", "-c", f'test "$(hostname)" = {name}'),
-                ),
-            )
-            with NoProgress().phase("", 1) as phase:
-                await fleet.converge(name, document, {}, phase)
+        def document(name: str) -> Document:
+            # a container cannot, and does not need to
+            rename = ("sh", "-c", f"hostname {name} || test ! -d /run/systemd/system")
+            unless = ("sh", "-c", f'test "$(hostname)" = {name}')
+            return File("/etc/hostname", f"{name}\n"), Command("take the node's name", rename, unless=unless)
 
-        await fleet.each(new, rename)
+        await self._converge(fleet, {name: document(name) for name in new})
 
-    async def _converge(self, fleet: Fleet, wanted: Mapping[str, Document]) -> None:
-        due = {name: document for name, document in wanted.items() if document and name not in fleet.failures}
+    async def _converge(self, fleet: Fleet, by_host: Mapping[str, Document]) -> None:
+        due = {name: document for name, document in by_host.items() if document and name not in fleet.failures}
         kept = {**munge_secret(self._controller.name), **shared_secrets(self._spec)}
         secrets = await fetch_secrets(due.values(), kept, {}, fleet)
 
         async def converge(name: str) -> None:
             with NoProgress().phase("", 1) as phase:
-                await fleet.converge(name, due[name], secrets, phase, "shoal up")
+                await fleet.converge(name, due[name], secrets, phase)
 
         await fleet.each(due, converge)
 

@@ -8,52 +8,41 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from shoal.cloud import rental as rows
 from shoal.cloud.providers.api import FailureKind
-from shoal.cloud.rental import (
-    LIVE,
-    TRANSITIONS,
-    OrderBlock,
-    Rental,
-    RentalState,
-    from_row,
-    price_of,
-    prices_text,
-    to_row,
-)
+from shoal.cloud.rental import LIVE, OrderBlock, Rental, RentalState, price_of, prices_text
 from shoal.cloud.service.scheduling import MAX_DELAY_S, is_due
 from shoal.errors import LedgerError
 from shoal.remote.ledger_rows import LOCK_TIMEOUT_S
-
-__all__ = ["LEDGER", "LIVE", "TRANSITIONS", "Ledger", "OrderBlock", "Rental", "RentalState"]
 
 LEDGER = Path("/var/lib/shoal/elastic/ledger.db")
 
 APPLICATION = 0x5348_4F4C  # "SHOL", in the header of the file
 SCHEMA = 2
 
-_TABLES = """
-CREATE TABLE rentals (
+_TABLES = (
+    """CREATE TABLE rentals (
     token TEXT PRIMARY KEY, node TEXT NOT NULL, nodeset TEXT NOT NULL, account TEXT NOT NULL, offer TEXT NOT NULL,
     state TEXT NOT NULL, id TEXT NOT NULL DEFAULT '', micros_hour INTEGER,
     intended_at REAL NOT NULL, made_at REAL, joined_at REAL, released_at REAL, gone_at REAL,
     billed_from REAL, billed_until REAL, billing TEXT NOT NULL,
     jobs TEXT NOT NULL, trouble TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '',
     prices TEXT NOT NULL DEFAULT '[]'
-);
-CREATE INDEX rentals_state ON rentals (state);
-CREATE INDEX rentals_node ON rentals (node);
-CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END;
-CREATE TABLE blocks (
+)""",
+    "CREATE INDEX rentals_state ON rentals (state)",
+    "CREATE INDEX rentals_node ON rentals (node)",
+    "CREATE TRIGGER rentals_stay BEFORE DELETE ON rentals BEGIN SELECT RAISE(ABORT, 'no row of the ledger goes'); END",
+    """CREATE TABLE blocks (
     account TEXT NOT NULL, type TEXT NOT NULL, place TEXT NOT NULL, market TEXT NOT NULL,
     until REAL, why TEXT NOT NULL, PRIMARY KEY (account, type, place, market)
-);
-CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL);
-"""
+)""",
+    "CREATE TABLE paces (account TEXT PRIMARY KEY, at REAL NOT NULL)",
+)
 _MIGRATIONS = {2: "ALTER TABLE rentals ADD COLUMN prices TEXT NOT NULL DEFAULT '[]'"}
 """By schema version: the statement that migrates from the version before."""
 
@@ -131,44 +120,35 @@ class Ledger:
             if before.id and before.live:
                 return
             price = before.usd_hour if usd_hour is None else usd_hour
-            known = {"id": id, "micros_hour": price_of(price), "made_at": at, "gone_at": None, "trouble": ""}
+            values = {"id": id, "micros_hour": price_of(price), "made_at": at, "gone_at": None, "trouble": ""}
             if usd_hour is not None:
-                known["prices"] = prices_text([(0.0, usd_hour)])
-            if before.state == "releasing":
-                self._set(token, **known)
-            else:
-                self._advance(before, "made", **known, reason="")
+                values["prices"] = prices_text([(0.0, usd_hour)])
+            if before.state != "releasing":
+                values |= {"state": _checked(before, "made"), "reason": ""}
+            self._set(token, **values)
 
     def joined(self, token: str, at: float) -> None:
         """The node takes jobs."""
-        with self._transaction():
-            self._advance(self._require(token), "joined", joined_at=at)
+        self._advance(token, "joined", joined_at=at)
 
     def releasing(self, token: str, why: str, at: float) -> None:
         """The machine must go. Call it before the delete. The first reason and time stay."""
-        with self._transaction():
-            self._advance(
-                self._require(token), "releasing", released_at=at, reason=why, gone_at=None, billed_until=None
-            )
+        self._advance(token, "releasing", released_at=at, reason=why, gone_at=None, billed_until=None)
 
     def gone(self, token: str, at: float) -> None:
         """The provider no longer lists it: it costs nothing more."""
-        with self._transaction():
-            self._advance(self._require(token), "gone", gone_at=at)
+        self._advance(token, "gone", gone_at=at)
 
     def failed(self, token: str, failure: FailureKind, message: str, at: float) -> None:
         """Nothing was made. A machine that was made and is defective is `releasing`."""
-        with self._transaction():
-            self._advance(self._require(token), "failed", gone_at=at, trouble=failure.value, reason=message)
+        self._advance(token, "failed", gone_at=at, trouble=failure.value, reason=message)
 
     def billed(self, token: str, *, since: float | None = None, until: float | None = None) -> None:
         """When billing starts or ends, as the provider tells. None leaves it unchanged."""
         times = {"billed_from": since, "billed_until": until}
         with self._transaction():
             self._require(token)
-            for name, value in times.items():
-                if value is not None:
-                    self._set(token, **{name: value})
+            self._set(token, **{name: value for name, value in times.items() if value is not None})
 
     def priced(self, token: str, usd_hour: float, at: float) -> None:
         """Record a price that the provider told: the first counts from the beginning, later ones from `at`."""
@@ -186,7 +166,7 @@ class Ledger:
         """Rentals whose machine exists, or may exist, oldest first. Cached until something is written."""
         version = self.version
         if self._live[0] != version:
-            self._live = (version, self._rentals(f"state IN ({', '.join('?' * len(LIVE))})", *LIVE))
+            self._live = (version, self._rentals(f"state IN ({_marks(LIVE)})", *LIVE))
         return list(self._live[1])
 
     @property
@@ -217,8 +197,8 @@ class Ledger:
     def blocks(self, now: float) -> list[OrderBlock]:
         """The blocks at that time, without those of a clock that was set back."""
         with self._mapped_errors():
-            found = [OrderBlock(*row) for row in self._execute("SELECT * FROM blocks")]
-        return [one for one in found if one.until is None or not is_due(one.until, now)]
+            blocks = [OrderBlock(*row) for row in self._execute("SELECT * FROM blocks")]
+        return [block for block in blocks if block.until is None or not is_due(block.until, now)]
 
     def unblock(self, account: str = "") -> None:
         """Remove the blocks of one account, or of all."""
@@ -244,19 +224,16 @@ class Ledger:
             self._execute("PRAGMA synchronous = FULL")
             with self._transaction():
                 if not self._pragma("schema_version"):
-                    self._make()
+                    for statement in _TABLES:
+                        self._execute(statement)
+                    self._execute(f"PRAGMA application_id = {APPLICATION}")
+                    self._execute(f"PRAGMA user_version = {SCHEMA}")
                 for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
                     self._execute(_MIGRATIONS[version])
                     self._execute(f"PRAGMA user_version = {version}")
-            found = self._execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise sqlite3.DatabaseError(found)
-
-    def _make(self) -> None:
-        for statement in _statements(_TABLES):
-            self._execute(statement)
-        self._execute(f"PRAGMA application_id = {APPLICATION}")
-        self._execute(f"PRAGMA user_version = {SCHEMA}")
+            damage = self._execute("PRAGMA quick_check(1)").fetchone()[0]
+            if damage != "ok":
+                raise sqlite3.DatabaseError(damage)
 
     def _check(self) -> None:
         """Raise LedgerError if this is no ledger, or one of a newer version."""
@@ -301,40 +278,40 @@ class Ledger:
                     self._execute("ROLLBACK")
                 raise
 
-    def _advance(self, before: Rental, to: RentalState, **values: object) -> None:
+    def _advance(self, token: str, to: RentalState, **values: object) -> None:
         """One transition of a rental. A repeated one changes nothing."""
-        if to == before.state:
-            return
-        if to not in TRANSITIONS[before.state]:
-            raise LedgerError(f"{before.node}: rental {before.token} is {before.state} and cannot become {to}")
-        self._set(before.token, state=to, **values)
+        with self._transaction():
+            before = self._require(token)
+            if to != before.state:
+                self._set(token, state=_checked(before, to), **values)
 
     def _require(self, token: str) -> Rental:
-        found = self.get(token)
-        if found is None:
+        rental = self.get(token)
+        if rental is None:
             raise LedgerError(f"the ledger has no rental {token}")
-        return found
+        return rental
 
     def _set(self, token: str, **values: object) -> None:
         names = ", ".join(f"{name} = ?" for name in values)
         self._execute(f"UPDATE rentals SET {names} WHERE token = ?", *values.values(), token)
 
     def _insert(self, rental: Rental) -> None:
-        row = to_row(rental)
-        self._execute(f"INSERT INTO rentals ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
+        row = rows.to_row(rental)
+        self._execute(f"INSERT INTO rentals ({', '.join(row)}) VALUES ({_marks(row)})", *row.values())
 
     def _rentals(self, where: str, *values: object) -> list[Rental]:
         with self._mapped_errors():
             cursor = self._execute(f"SELECT * FROM rentals WHERE {where} ORDER BY intended_at, rowid", *values)
             names = [column[0] for column in cursor.description]
-            return [from_row(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+            return [rows.from_row(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
 
 
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script, one by one: `executescript` would end the current transaction."""
-    statement = ""
-    for line in script.strip().splitlines():
-        statement += line + "\n"
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
+def _checked(before: Rental, to: RentalState) -> RentalState:
+    """The new state of a rental. Raises LedgerError where it cannot become that."""
+    if to not in rows.TRANSITIONS[before.state]:
+        raise LedgerError(f"{before.node}: rental {before.token} is {before.state} and cannot become {to}")
+    return to
+
+
+def _marks(values: Sized) -> str:
+    return ", ".join("?" * len(values))

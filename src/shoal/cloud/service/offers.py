@@ -60,7 +60,8 @@ def candidates(nodeset: RentedSet, listed: ListedOffers, blocks: Sequence[OrderB
 
 def block_for(offer: Offer, outcome: RequestOutcome, now: float) -> OrderBlock | None:
     """What to block after a failed order; None if the order can be repeated."""
-    account, place = offer.provider, _place(offer, outcome)
+    account = offer.provider
+    place = {"provider": "", "region": offer.region}.get(outcome.scope, offer.place)  # that the failure concerns
     match outcome.failure:
         case FailureKind.CAPACITY:
             why = f"{_at(account, place)} out of {offer.type}{_spot(offer)}"
@@ -70,17 +71,16 @@ def block_for(offer: Offer, outcome: RequestOutcome, now: float) -> OrderBlock |
                 account, until=now + QUOTA_RETRY_S, why=f"{account} has no more for us: our quota is used up"
             )
         case FailureKind.QUOTA:
-            region = offer.region
-            why = f"{_at(account, region)} has no more {offer.type} for us: our quota is used up"
-            return OrderBlock(account, offer.type, region, until=now + QUOTA_RETRY_S, why=why)
+            why = f"{_at(account, offer.region)} has no more {offer.type} for us: our quota is used up"
+            return OrderBlock(account, offer.type, offer.region, until=now + QUOTA_RETRY_S, why=why)
         case FailureKind.BALANCE:
             why = f"{account} has no money left of ours (top it up; it is tried again every hour)"
             return OrderBlock(account, until=now + BALANCE_RETRY_S, why=why)
         case FailureKind.AUTH:
             return OrderBlock(account, why=f"{account} does not accept our key (replace it, then run `shoal up`)")
         case FailureKind.INVALID | FailureKind.CONFLICT:
-            said = f": {outcome.message}" if outcome.message else ""
-            why = f"{_at(account, place)} does not take an order for {offer.type}{said}"
+            message = f": {outcome.message}" if outcome.message else ""
+            why = f"{_at(account, place)} does not take an order for {offer.type}{message}"
             return OrderBlock(account, offer.type, place, offer.market, now + QUOTA_RETRY_S, why)
         case _:
             return None
@@ -109,15 +109,9 @@ def why_none(
             reasons[_price_text(nodeset, choice, free)] = now + CAPACITY_RETRY_S
         elif free:
             reasons[f"{_line(choice)} has none left"] = now + CAPACITY_RETRY_S
-    times = [until for until in reasons.values() if until is not None]
-    again = min(times, default=None)
-    return _sentence(list(reasons), again), again
-
-
-def _sentence(reasons: Sequence[str], again: float | None) -> str:
-    named = "; ".join(reasons[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
-    when = "" if again is None else f"; next try at {datetime.fromtimestamp(again, UTC):%H:%M} UTC"
-    return named + when
+    again = min((until for until in reasons.values() if until is not None), default=None)
+    text = "; ".join([*reasons][:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    return text + ("" if again is None else f"; next try at {datetime.fromtimestamp(again, UTC):%H:%M} UTC"), again
 
 
 def _order(nodeset: RentedSet, line: int, offer: Offer) -> tuple[float, ...]:
@@ -137,10 +131,9 @@ def _too_expensive(nodeset: RentedSet, offer: Offer) -> bool:
 
 
 def _price_text(nodeset: RentedSet, choice: OfferChoice, offers: Iterable[Offer]) -> str:
-    known = [offer.usd_hour for offer in offers if offer.usd_hour is not None]
-    if not known:
-        return f"{_line(choice)} gives no price, and max_price is ${nodeset.max_price:.2f}"
-    return f"{_line(choice)} costs ${min(known):.2f} an hour, and max_price is ${nodeset.max_price:.2f}"
+    price = min((offer.usd_hour for offer in offers if offer.usd_hour is not None), default=None)
+    cost = "gives no price" if price is None else f"costs ${price:.2f} an hour"
+    return f"{_line(choice)} {cost}, and max_price is ${nodeset.max_price:.2f}"
 
 
 def _block_applies(one: OrderBlock, choice: OfferChoice) -> bool:
@@ -151,11 +144,6 @@ def _block_applies(one: OrderBlock, choice: OfferChoice) -> bool:
         and (one.place in ("", choice.zone, choice.region) or not (choice.zone or choice.region))
         and one.market in ("", choice.market)
     )
-
-
-def _place(offer: Offer, outcome: RequestOutcome) -> str:
-    """The place that a failure concerns; empty for the whole provider."""
-    return {"provider": "", "region": offer.region}.get(outcome.scope, offer.place)
 
 
 def _line(choice: OfferChoice) -> str:
@@ -176,7 +164,7 @@ RETRY_INTERVAL_S = 5.0
 
 @dataclass
 class OfferCatalog:
-    """The offers of all nodesets, each as old as KEPT_SECONDS at most while its provider answers."""
+    """The offers of all nodesets, each as old as MAX_AGE_S at most while its provider answers."""
 
     context: ServiceContext
     _known: dict[tuple[str, Query], tuple[float, tuple[Offer, ...]]] = field(default_factory=dict)
@@ -186,8 +174,8 @@ class OfferCatalog:
 
     async def offers(self, nodeset: RentedSet) -> tuple[tuple[OfferChoice, tuple[Offer, ...]], ...]:
         """The offers for each choice of the nodeset, in sequence. Empty for a provider that never answered."""
-        found = await asyncio.gather(*(self._of(choice) for choice in nodeset.offers))
-        return tuple(zip(nodeset.offers, found, strict=True))
+        offers = await asyncio.gather(*(self._of(choice) for choice in nodeset.offers))
+        return tuple(zip(nodeset.offers, offers, strict=True))
 
     def unsure(self, nodeset: RentedSet, blocks: Sequence[OrderBlock]) -> bool:
         """Whether some account did not answer just now, so that its offers are unknown."""
@@ -226,9 +214,7 @@ class OfferCatalog:
         if isinstance(error, ApiError) and error.scope == "provider":
             offer = Offer(account, choice.type or "", choice.region or "")
             # only failures of the whole account count here: nothing was ordered
-            block = block_for(
-                offer, RequestOutcome(failure=error.failure, scope="provider", message=error.message), now
-            )
+            block = block_for(offer, error.outcome(), now)
             if block is not None and not block.type:
                 self.context.ledger.block(account, "", "", "", block.until, block.why)
         if failures >= MAX_FAILURES:

@@ -1,12 +1,9 @@
 """Rents a machine for every node that Slurm resumes: all nodes of a job in one place, or none of them.
 
-A group is the nodes of one job in one nodeset. Its offers are tried in order, while Slurm waits: where one is out, what
-was already ordered there is given back and the next place is tried for the whole group. Before an order goes out, its
-price fits the budget and its row is in the ledger. A node gets no second order while the result of the first is
-unknown. When no offer is left, the nodes go down with the reason and the job goes back into the queue.
-
-Groups are served concurrently. A slow provider delays its group across several steps, so each order starts with a fresh
-look at what Slurm wants and what the ledger has.
+Where an offer is out, what was already ordered there is given back and the next place is tried for the whole group. A
+node gets no second order while the result of the first is unknown. When no offer is left, the nodes go down with the
+reason and the job goes back into the queue. A slow provider delays its group across several steps, so each order starts
+with a fresh look at what Slurm wants and what the ledger has.
 """
 
 from __future__ import annotations
@@ -16,12 +13,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.cloud.providers.api import FailureKind, Offer, RentalOrder, RequestOutcome
+from shoal.cloud.providers.http import gather_all
 from shoal.cloud.rental import Rental
 from shoal.cloud.service import offers as choose
 from shoal.cloud.service.account import MAX_FAILURES, UNREACHABLE_PAUSE_S, AccountClient, error_text
 from shoal.cloud.service.boot import boot_script
 from shoal.cloud.service.budget import BudgetGuard
-from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, gather_all, log
+from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.offers import OfferCatalog
 from shoal.cloud.service.scheduling import BackgroundCalls
 from shoal.cloud.service.slurm import format_reason, is_registered, wants_machine
@@ -59,25 +57,6 @@ class NodeGroup:
     def pending(self) -> list[Rental]:
         return [rental for rental in self.rentals.values() if rental.state != "joined"]
 
-    def pending_first(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The offers, with those first that the group already has orders for."""
-        started = {rental.offer.identity for rental in self.pending}
-        return sorted(offers, key=lambda offer: offer.identity not in started)
-
-    def rental(self, token: str, node: str, offer: Offer, account: AccountClient, now: float) -> Rental:
-        """The rental of an order for one of its nodes."""
-        return Rental(
-            token=token,
-            node=node,
-            nodeset=self.nodeset.name,
-            account=account.name,
-            offer=offer,
-            usd_hour=offer.usd_hour,
-            intended_at=now,
-            jobs=(self.job,) if self.job else (),
-            billing=account.abilities.billing,
-        )
-
 
 MAX_CONCURRENT_ORDERS = 16
 """The most concurrent calls to a provider that takes one order per call and requires no pause."""
@@ -96,7 +75,7 @@ class Provisioner:
     def __init__(self, context: ServiceContext, wake: Callable[[], None] = lambda: None) -> None:
         self._context = context
         self._catalog = OfferCatalog(context)
-        self._budgets = BudgetGuard(context)
+        self.budgets = BudgetGuard(context)
         self._serving = BackgroundCalls(context.step_wait_s, wake)
         self._snapshot = ClusterSnapshot(context.clock.now(), {}, ())
         """Of the last step."""
@@ -112,20 +91,16 @@ class Provisioner:
     async def close(self) -> None:
         await self._serving.close()
 
-    def spent(self, now: float) -> dict[str, str]:
-        """The nodesets whose machines must end because of a budget, with the reason."""
-        return self._budgets.spent(now)
-
     async def step(self, snapshot: ClusterSnapshot, requests: Sequence[PowerRequest] = ()) -> None:
         """Order machines for nodes that need them, as far as providers allow now."""
         for request in requests:
             if request.verb == "resume":
                 self._manual_nodes |= set(request.nodes) - {node for _, nodes in request.jobs for node in nodes}
         self._snapshot = snapshot
-        self._budgets.step(self.busy)
+        self.budgets.step(self.busy)
         groups = self._groups(snapshot)
         await self._power_down_unneeded(snapshot)
-        in_turn = self._budgets.limited  # under a budget older jobs come first, unless a provider hangs
+        in_turn = self.budgets.limited  # under a budget older jobs come first, unless a provider hangs
         for group in groups:
             self._serving.start(group.key, self._serve_logged(group))
             if in_turn:
@@ -201,7 +176,7 @@ class Provisioner:
         try:
             await self._serve(group)
         except Exception:
-            self._budgets.reserve(group.key, ())
+            self.budgets.reserve(group.key, ())
             log.exception("cannot serve job %s; the next step retries", group.job or "(none)")
 
     async def _serve(self, group: NodeGroup) -> None:
@@ -219,15 +194,14 @@ class Provisioner:
             if not offers:
                 why, again = choose.why_none(group.nodeset, listed, blocks, now)
                 return await self._give_up(group, why or "the job's other nodes cannot be joined", again)
-            offer, refusal = self._affordable(group, group.pending_first(offers), now)
+            offer, refusal = self._affordable(group, offers, now)
             if refusal:
                 why = f"{group.last_refusal}; {refusal}" if group.last_refusal else refusal
                 if going := self._ending_machines(group):  # its end makes room
                     return await context.comment_job(group.job, f"{why}; waiting for {going} to end")
                 return await self._give_up(group, why, None)
             if not all(one.offer.identity == offer.identity for one in group.pending):
-                for rental in group.pending:
-                    self._drop(rental, f"the job's nodes must be in one place: {group.last_refusal}")
+                self._drop(group, f"the job's nodes must be in one place: {group.last_refusal}")
                 continue
             account = context.accounts[offer.provider]
             self._reserve(group, offer, account)  # for all of its nodes or none
@@ -236,7 +210,7 @@ class Provisioner:
                 return  # until the next step
             if self._needs_machines(group):
                 await self._order(group, offer, account, key_name)
-        self._budgets.reserve(group.key, ())
+        self.budgets.reserve(group.key, ())
 
     def _ending_machines(self, group: NodeGroup) -> str:
         """The machines of these nodes that are ending and still cost money."""
@@ -263,10 +237,12 @@ class Provisioner:
     def _affordable(self, group: NodeGroup, offers: Sequence[Offer], now: float) -> tuple[Offer, str]:
         """The first offer that all budgets allow for the whole group, or why there is none."""
         refusals: list[str] = []
+        started = {rental.offer.identity for rental in group.pending}
+        offers = sorted(offers, key=lambda offer: offer.identity not in started)  # first those that are on order
         for offer in offers:
             # pending orders of the same offer already count
             count = len(group.missing) + sum(one.offer.identity != offer.identity for one in group.pending)
-            why = self._budgets.refusal(group.key, group.nodeset.name, offer, count, now)
+            why = self.budgets.refusal(group.key, group.nodeset.name, offer, count, now)
             if why is None:
                 return offer, ""
             refusals.append(why)
@@ -274,11 +250,23 @@ class Provisioner:
 
     def _reserve(self, group: NodeGroup, offer: Offer, account: AccountClient) -> None:
         """Reserve budget for the machines that a group still needs."""
-        self._budgets.reserve(group.key, self._rentals(group, group.missing, offer, account))
+        self.budgets.reserve(group.key, self._rentals(group, group.missing, offer, account))
 
     def _rentals(self, group: NodeGroup, nodes: Sequence[str], offer: Offer, account: AccountClient) -> list[Rental]:
-        now, leadership = self._context.clock.now(), self._context.leadership
-        return [group.rental(leadership.token(), node, offer, account, now) for node in nodes]
+        return [
+            Rental(
+                token=self._context.leadership.token(),
+                node=node,
+                nodeset=group.nodeset.name,
+                account=account.name,
+                offer=offer,
+                usd_hour=offer.usd_hour,
+                intended_at=self._context.clock.now(),
+                jobs=(group.job,) if group.job else (),
+                billing=account.abilities.billing,
+            )
+            for node in nodes
+        ]
 
     async def _key_name(self, account: AccountClient) -> str | None:
         try:
@@ -297,7 +285,7 @@ class Provisioner:
         context.ledger.paced(account.name, now)
         context.ledger.intend(*rentals)
         group.rentals.update({rental.node: rental for rental in rentals})
-        self._budgets.ordered(rentals)
+        self.budgets.ordered(rentals)
         self._reserve(group, offer, account)  # for the rest
 
         async def send(some: Sequence[Rental]) -> None:
@@ -353,12 +341,14 @@ class Provisioner:
             self._context.ledger.gone(rental.token, now)
         else:
             self._context.ledger.failed(rental.token, failure, message, now)
-        self._budgets.uncount(rental)
+        self.budgets.uncount(rental)
         return True
 
-    def _drop(self, rental: Rental, why: str) -> None:
-        self._context.release(rental, why)
-        self._budgets.uncount(rental)
+    def _drop(self, group: NodeGroup, why: str) -> None:
+        """Release the machines of a group whose nodes do not take jobs yet."""
+        for rental in group.pending:
+            self._context.release(rental, why)
+            self.budgets.uncount(rental)
 
     def _conflicts(self, rental: Rental) -> int:
         """How often the name was taken recently in this place."""
@@ -371,21 +361,21 @@ class Provisioner:
     async def _give_up(self, group: NodeGroup, why: str, again: float | None) -> None:
         """No offer is left: requeue the job and release its machines."""
         context, now = self._context, self._context.clock.now()
-        self._budgets.reserve(group.key, ())
+        self.budgets.reserve(group.key, ())
         log.warning("job %s gets no nodes from %s: %s", group.job or "(none)", group.nodeset.name, why)
-        for rental in group.pending:
-            self._drop(rental, f"the job cannot get all its nodes: {why}")
+        self._drop(group, f"the job cannot get all its nodes: {why}")
         await context.comment_job(group.job, why)
         until = now + (DEFAULT_RETRY_S if again is None else min(max(again - now, MIN_RETRY_S), MAX_RETRY_S))
-        resuming = [node for node in group.nodes if node not in {rental.node for rental in group.joined}]
+        joined = [rental.node for rental in group.joined]
+        resuming = [node for node in group.nodes if node not in joined]
         await context.update_slurm(context.slurm.down(resuming, format_reason(why, until)))
         # nodes that only this job used are idle now
         alone = [
-            rental.node
-            for rental in group.joined
-            if all(job.id == group.job for job in self._snapshot.jobs_on(rental.node))
-            and rental.node in self._snapshot.nodes
-            and is_registered(self._snapshot.nodes[rental.node])
+            node
+            for node in joined
+            if all(job.id == group.job for job in self._snapshot.jobs_on(node))
+            and node in self._snapshot.nodes
+            and is_registered(self._snapshot.nodes[node])
         ]
         if alone:
             await context.update_slurm(context.slurm.power_down(alone))

@@ -17,19 +17,10 @@ from collections.abc import Iterable, Mapping
 
 from shoal.cloud.providers.api import FailureKind, RentedInstance
 from shoal.cloud.rental import Rental, price_of
+from shoal.cloud.service import slurm
 from shoal.cloud.service.account import LOST_ORDER_SEARCH_S, AccountClient
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.scheduling import is_due
-from shoal.cloud.service.slurm import (
-    RESUME_TIMEOUT,
-    format_reason,
-    is_down,
-    is_powering_down,
-    is_registered,
-    retry_time,
-    set_by_slurm,
-    set_by_us,
-)
 from shoal.slurm.state import NodeState
 
 
@@ -130,9 +121,9 @@ async def _handle_lost(context: ServiceContext, snapshot: ClusterSnapshot) -> se
         else:
             continue
         node = snapshot.nodes.get(rental.node)
-        if node is not None and is_registered(node):
+        if node is not None and slurm.is_registered(node):
             log.warning("%s: %s", rental.node, why)
-            if await context.update_slurm(context.slurm.down([rental.node], format_reason(why, snapshot.now))):
+            if await context.update_slurm(context.slurm.down([rental.node], slurm.format_reason(why, snapshot.now))):
                 down.add(rental.node)
     return down
 
@@ -159,25 +150,25 @@ async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, los
     to_resume: list[str] = []
     for node in snapshot.nodes.values():
         kept = _keep_one(context, snapshot.rentals_of(node.name))
-        if is_powering_down(node):
+        if slurm.is_powering_down(node):
             for rental in kept:
-                if rental.state == "made" and node.reason == RESUME_TIMEOUT:
+                if rental.state == "made" and node.reason == slurm.RESUME_TIMEOUT:
                     context.reject(rental, f"{rental.id} of {rental.account} did not join in time")
                 context.release(rental, "Slurm has powered the node down")
             if _is_stuck(node, snapshot.now):
                 to_resume.append(node.name)
-        elif is_down(node):
-            if not (set_by_us(node) or set_by_slurm(node)):
+        elif slurm.is_down(node):
+            if not (slurm.set_by_us(node) or slurm.set_by_slurm(node)):
                 continue
             for rental in kept:
-                context.release(rental, f"the node is down: {node.reason or 'no format_reason given'}")
-            if not set_by_us(node) or is_due(retry_time(node), snapshot.now):
+                context.release(rental, f"the node is down: {node.reason or 'no reason given'}")
+            if not slurm.set_by_us(node) or is_due(slurm.retry_time(node), snapshot.now):
                 to_power_down.append(node.name)
-        elif is_registered(node) and not kept and node.name not in lost:
+        elif slurm.is_registered(node) and not kept and node.name not in lost:
             await context.update_slurm(
-                context.slurm.down([node.name], format_reason("this node has no machine", snapshot.now))
+                context.slurm.down([node.name], slurm.format_reason("this node has no machine", snapshot.now))
             )
-        elif is_registered(node) and kept and kept[0].state == "made":
+        elif slurm.is_registered(node) and kept and kept[0].state == "made":
             context.ledger.joined(kept[0].token, snapshot.now)  # a service was killed before it recorded this
     for rental in snapshot.rentals:
         if rental.node not in snapshot.nodes:
@@ -192,7 +183,7 @@ def _is_stuck(node: NodeState, now: float) -> bool:
     """Whether a powered-down node is still down or drained, so that Slurm would not resume it."""
     if "POWERED_DOWN" not in node.state or "POWERING_DOWN" in node.state or not {"DOWN", "DRAIN"} & set(node.state):
         return False
-    return is_due(retry_time(node), now) if set_by_us(node) else set_by_slurm(node)
+    return is_due(slurm.retry_time(node), now) if slurm.set_by_us(node) else slurm.set_by_slurm(node)
 
 
 def _keep_one(context: ServiceContext, kept: Iterable[Rental]) -> list[Rental]:

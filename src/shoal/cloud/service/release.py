@@ -7,8 +7,7 @@ is spent and says `then: end`. Then
     shortly before   what still runs is requeued
     when it is free  the node is set down and powered down, and its machine is deleted
 
-The progress is in the reason of the node, so a restarted service continues from there. Deletes are repeated until the
-provider no longer lists the machine; each account has its own call.
+The progress is in the reason of the node, so a restarted service continues from there.
 """
 
 from __future__ import annotations
@@ -29,14 +28,6 @@ REQUEUE_MARGIN_S = 5.0
 """How long before the end jobs that still run are requeued."""
 
 
-@dataclass(frozen=True)
-class Termination:
-    """Why a machine ends, and how long its jobs have."""
-
-    why: str
-    seconds: float
-
-
 async def end_machines(context: ServiceContext, snapshot: ClusterSnapshot, spent: Mapping[str, str]) -> None:
     """Warn and drain machines that are about to end. `spent` has the nodesets to end now, with the reason."""
     for rental in snapshot.rentals:
@@ -47,21 +38,21 @@ async def end_machines(context: ServiceContext, snapshot: ClusterSnapshot, spent
         if "DRAIN" in node.state and set_by_us(node):
             if not jobs or snapshot.now >= retry_time(node):
                 await _take_node_down(context, rental, jobs, reason_text(node), snapshot.now)
-        elif ending := _ending(context, rental, snapshot.now, spent):
-            await _warn(context, rental, jobs, ending, snapshot.now)
+        elif termination := _termination(context, rental, snapshot.now, spent):
+            await _warn(context, rental, jobs, *termination, snapshot.now)
 
 
 async def _warn(
-    context: ServiceContext, rental: Rental, jobs: Sequence[QueuedJob], ending: Termination, now: float
+    context: ServiceContext, rental: Rental, jobs: Sequence[QueuedJob], why: str, seconds: float, now: float
 ) -> None:
-    log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, ending.why, len(jobs), ending.seconds)
+    log.warning("%s: %s; %d jobs on it have %.0f s", rental.node, why, len(jobs), seconds)
     for job in jobs:
         # a second signal is harmless: a service may have been killed before it recorded the first
         if job.saves:
             await context.update_slurm(context.slurm.warn(job.id))
-        await context.comment_job(job.id, f"{rental.node}: {ending.why}")
-    until = now + (max(0.0, ending.seconds - REQUEUE_MARGIN_S) if jobs else 0.0)
-    await context.update_slurm(context.slurm.drain([rental.node], format_reason(ending.why, until)))
+        await context.comment_job(job.id, f"{rental.node}: {why}")
+    until = now + (max(0.0, seconds - REQUEUE_MARGIN_S) if jobs else 0.0)
+    await context.update_slurm(context.slurm.drain([rental.node], format_reason(why, until)))
 
 
 async def _take_node_down(
@@ -73,17 +64,18 @@ async def _take_node_down(
     await context.update_slurm(context.slurm.down([rental.node], format_reason(why, now)))
 
 
-def _ending(context: ServiceContext, rental: Rental, now: float, spent: Mapping[str, str]) -> Termination | None:
+def _termination(
+    context: ServiceContext, rental: Rental, now: float, spent: Mapping[str, str]
+) -> tuple[str, float] | None:
+    """Why a machine ends, and how many seconds its jobs have."""
     account = context.accounts.get(rental.account)
     machine = account.machine(rental) if account else None
     if account is not None and machine is not None and machine.ending:
-        return Termination(f"{rental.account} takes {rental.id} away", float(account.abilities.notice_seconds))
+        return f"{rental.account} takes {rental.id} away", account.abilities.notice_seconds
     nodeset = context.sets.get(rental.nodeset)
     if nodeset is not None and nodeset.lifetime and (left := rental.begun + nodeset.lifetime - now) <= GRACE_SECONDS:
-        return Termination(f"its lifetime of {nodeset.lifetime} s is over", max(0.0, left))
-    if rental.nodeset in spent:
-        return Termination(spent[rental.nodeset], float(GRACE_SECONDS))
-    return None
+        return f"its lifetime of {nodeset.lifetime} s is over", max(0.0, left)
+    return (spent[rental.nodeset], GRACE_SECONDS) if rental.nodeset in spent else None
 
 
 @dataclass

@@ -1,14 +1,7 @@
 """The service: runs on the controller, rents machines for nodes that Slurm resumes, and deletes them again.
 
-It repeats a step. A step reads what Slurm wants, what the ledger has and what providers list, and does what is due; it
-keeps no state that matters. Killed anywhere, the next start continues from there. Slow work runs in the background, per
-account: joins, and calls to a provider that is slow to answer. So a provider that hangs delays no spot notice and no
-machine of another.
-
-    unknown orders, lost machines, orphans   reconcile.py
-    machines that end, deletes               release.py
-    machines to nodes                        boot.py, join.py
-    nodes to machines                        provision.py
+It repeats a step, which keeps no state that matters: killed anywhere, the next start continues from there. Slow work
+runs in the background, per account, so a provider that hangs delays no spot notice and no machine of another.
 """
 
 from __future__ import annotations
@@ -101,7 +94,7 @@ class RentalService:
         orphans: Mapping[str, Sequence[RentedInstance]] = {}
         try:
             orphans = await reconcile(context, snapshot)
-            await end_machines(context, snapshot, self._provisioner.spent(snapshot.now))
+            await end_machines(context, snapshot, self._provisioner.budgets.spent(snapshot.now))
             await self._booter.step(snapshot)
             await self._provisioner.step(snapshot, requests)
             await self._provisioner.comment_started(snapshot)
@@ -168,15 +161,11 @@ class RentalService:
         self._problem = problem
 
     def _next(self, snapshot: ClusterSnapshot) -> float:
-        if self._booter.waits or any(one.state != "joined" for one in snapshot.rentals):
+        incomplete = any(rental.state != "joined" for rental in snapshot.rentals)
+        if self._booter.waits or incomplete or any(map(wants_machine, snapshot.nodes.values())):
             return STEP_INTERVAL_S
-        if any(wants_machine(node) for node in snapshot.nodes.values()):
-            return STEP_INTERVAL_S
-        wait = (
-            LISTING_INTERVAL_S
-            if any(one.offer.market == "spot" for one in snapshot.rentals)
-            else RECONCILE_INTERVAL_S / 4
-        )
+        spot = any(rental.offer.market == "spot" for rental in snapshot.rentals)
+        wait = LISTING_INTERVAL_S if spot else RECONCILE_INTERVAL_S / 4
         retry_at = [retry_time(node) for node in snapshot.nodes.values() if "DOWN" in node.state and set_by_us(node)]
         return max(STEP_INTERVAL_S, min([wait, *(at - snapshot.now for at in retry_at)]))
 

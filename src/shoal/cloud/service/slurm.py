@@ -10,7 +10,7 @@ its state in Slurm:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 from shoal.contract import WARNING_SIGNAL
 from shoal.errors import HostError, SlurmError
 from shoal.hostlist import HostlistError, compress, expand
-from shoal.hosts.api import Host, Result
+from shoal.hosts.api import Host
 from shoal.jobs.record import JobComment
 from shoal.slurm.state import ACTIVE_STATES, NODES_COMMAND, NodeState, parse_nodes
 
@@ -90,7 +90,7 @@ class Slurm(Protocol):
 
 def wants_machine(node: NodeState) -> bool:
     """Whether Slurm is powering the node up."""
-    return "POWERING_UP" in node.state and not is_down(node) and not is_powering_down(node)
+    return "POWERING_UP" in node.state and not is_down(node)
 
 
 def is_powering_down(node: NodeState) -> bool:
@@ -145,10 +145,10 @@ class LiveSlurm:
         self._host = host
 
     async def nodes(self) -> list[NodeState]:
-        return parse_nodes((await self._ask(NODES_COMMAND)).text)
+        return parse_nodes(await run_slurm(self._host, NODES_COMMAND))
 
     async def jobs(self) -> list[QueuedJob]:
-        return parse_jobs((await self._ask(JOBS_COMMAND)).text)
+        return parse_jobs(await run_slurm(self._host, JOBS_COMMAND))
 
     async def down(self, nodes: Sequence[str], reason: str) -> None:
         await self._update(nodes, "state=down", f"reason={reason}")
@@ -163,28 +163,31 @@ class LiveSlurm:
         await self._update(nodes, "state=resume")
 
     async def requeue(self, job: str) -> None:
-        await self._ask(("scontrol", "requeue", job))
+        await run_slurm(self._host, ("scontrol", "requeue", job))
 
     async def warn(self, job: str) -> None:
         # without --batch only the ranks get it, as with --signal
-        await self._ask(("scancel", f"--signal={WARNING_SIGNAL}", job))
+        await run_slurm(self._host, ("scancel", f"--signal={WARNING_SIGNAL}", job))
 
     async def comment(self, job: str, text: str) -> None:
-        await self._ask(("scontrol", "update", f"jobid={job}", f"admincomment={text}"))
+        await run_slurm(self._host, ("scontrol", "update", f"jobid={job}", f"admincomment={text}"))
 
     async def _update(self, nodes: Sequence[str], *changes: str) -> None:
-        for batch in _batches(nodes):
-            await self._ask(("scontrol", "update", f"nodename={compress(batch)}", *changes))
+        for start in range(0, len(nodes), MAX_NODES_PER_COMMAND):
+            names = compress(nodes[start : start + MAX_NODES_PER_COMMAND])
+            await run_slurm(self._host, ("scontrol", "update", f"nodename={names}", *changes))
 
-    async def _ask(self, argv: Sequence[str]) -> Result:
-        try:
-            done = await self._host.run(argv, timeout=SLURM_TIMEOUT_S)
-        except HostError as error:
-            raise SlurmError(error.message, hint=error.hint) from error
-        if done.status != 0:
-            message = " ".join((done.error_text or done.text).split())
-            raise SlurmError(f"{argv[0]} {argv[1]}: {message or f'exit status {done.status}'}")
-        return done
+
+async def run_slurm(host: Host, argv: Sequence[str]) -> str:
+    """The output of one of Slurm's commands. Raises SlurmError."""
+    try:
+        done = await host.run(argv, timeout=SLURM_TIMEOUT_S)
+    except HostError as error:
+        raise SlurmError(error.message, hint=error.hint) from error
+    if done.status != 0:
+        message = " ".join((done.error_text or done.text).split())
+        raise SlurmError(f"{argv[0]} {argv[1]}: {message or f'exit status {done.status}'}")
+    return done.text
 
 
 def parse_jobs(text: str) -> list[QueuedJob]:
@@ -201,8 +204,3 @@ def parse_jobs(text: str) -> list[QueuedJob]:
             continue  # as above
         jobs.append(QueuedJob(job_id, state, names, user, JobComment.parse(comment) is not None))
     return jobs
-
-
-def _batches(nodes: Iterable[str]) -> list[list[str]]:
-    names = list(nodes)
-    return [names[start : start + MAX_NODES_PER_COMMAND] for start in range(0, len(names), MAX_NODES_PER_COMMAND)]

@@ -1,7 +1,5 @@
 """What Slurm's programs on the controller ask of the service: power requests, and jobs that wait for their nodes.
 
-Power requests are files in a directory. They say which nodes to look at first, and which job waits for them.
-
 Before each job slurmctld runs `job_start.sh`, and checks the job's nodes when that ends. While nodes are woken, the
 program waits at a named pipe, and the service writes to it as soon as all nodes are up. slurmctld alone would check
 only every 30 s.
@@ -16,11 +14,12 @@ import logging
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import HostError, SlurmError
+from shoal.cloud.service.slurm import run_slurm
+from shoal.errors import SlurmError
 from shoal.hostlist import HostlistError, compress, expand
 from shoal.hosts.api import Host
 from shoal.remote.power_request import MAX_REQUEST_BYTES, REQUESTS, VERBS
@@ -63,9 +62,9 @@ class RequestQueue:
 
     def _names(self) -> list[str]:
         try:
-            found = [entry for entry in os.scandir(self._directory) if not entry.name.startswith(".")]
+            entries = [entry for entry in os.scandir(self._directory) if not entry.name.startswith(".")]
             # a directory is no request
-            return sorted(entry.name for entry in found if not entry.is_dir(follow_symlinks=False))
+            return sorted(entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
 
@@ -85,12 +84,9 @@ def _read(path: Path) -> PowerRequest:
 
 POLL_INTERVAL_S = 0.5
 """The interval between two checks while jobs wait."""
-SLURM_TIMEOUT_S = 60.0
 WAITING_COMMAND = ("squeue", "-h", "-t", "CONFIGURING", "-o", "%A %N")
 ABSENT_STATE_MARKS = frozenset("~#%!")
 """What sinfo appends to the state of a node whose machine is missing, starting or ending."""
-
-log = logging.getLogger("shoal.elastic")
 
 
 class JobStarter:
@@ -125,35 +121,24 @@ class JobStarter:
 
     def _pipes(self) -> dict[str, list[Path]]:
         """By job id."""
-        found: dict[str, list[Path]] = defaultdict(list)
+        pipes: dict[str, list[Path]] = defaultdict(list)
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self._directory):
                 if not entry.name.startswith(".") and stat.S_ISFIFO(entry.stat(follow_symlinks=False).st_mode):
-                    found[entry.name.partition(".")[0]].append(Path(entry.path))
-        return dict(found)
+                    pipes[entry.name.partition(".")[0]].append(Path(entry.path))
+        return pipes
 
     async def _waiting(self) -> dict[str, list[str]]:
         """The nodes of every job that has nodes and does not run yet."""
-        found: dict[str, list[str]] = {}
-        for line in await self._ask(WAITING_COMMAND):
-            job, _, nodes = line.partition(" ")
-            found[job] = expand(nodes)
-        return found
+        lines = [line.partition(" ") for line in (await run_slurm(self._host, WAITING_COMMAND)).splitlines()]
+        return {job: expand(nodes) for job, _, nodes in lines}
 
     async def _absent(self, nodes: Iterable[str]) -> set[str]:
         """Those of the nodes that are not up yet."""
-        names = sorted(nodes)
-        lines = await self._ask(("sinfo", "-h", "-N", "-n", compress(names), "-o", "%N %t")) if names else []
-        return {name for name, state in (line.split() for line in lines) if ABSENT_STATE_MARKS & set(state)}
-
-    async def _ask(self, argv: Sequence[str]) -> list[str]:
-        try:
-            done = await self._host.run(argv, timeout=SLURM_TIMEOUT_S)
-        except HostError as error:
-            raise SlurmError(error.message, hint=error.hint) from error
-        if done.status != 0:
-            raise SlurmError(f"{argv[0]}: {done.error_text.strip() or f'exit status {done.status}'}")
-        return done.text.splitlines()
+        if not (names := sorted(nodes)):
+            return set()
+        text = await run_slurm(self._host, ("sinfo", "-h", "-N", "-n", compress(names), "-o", "%N %t"))
+        return {name for name, state in map(str.split, text.splitlines()) if ABSENT_STATE_MARKS & set(state)}
 
 
 def _wake(pipe: Path) -> None:
