@@ -52,8 +52,16 @@ async def fan_out(
     slots = asyncio.Semaphore(limit)
 
     async def run_on(host: X) -> HostOutcome[T]:
+        value: T | None = None
+        error: HostError | None = None
         async with slots:
-            outcome = await _run_action(host, action)
+            start = time.monotonic()
+            try:
+                value = await action(host)
+            except HostError as failure:
+                error = failure
+        name = host if isinstance(host, str) else host.name
+        outcome = HostOutcome(name, value, error, time.monotonic() - start)
         if on_done:
             on_done(outcome)
         return outcome
@@ -72,16 +80,6 @@ async def fan_out(
         # Also retrieves the exceptions of those that failed while we were cancelling.
         await asyncio.gather(*tasks, return_exceptions=True)
     return {outcome.name: outcome for outcome in outcomes}
-
-
-async def _run_action(host: X, action: Callable[[X], Awaitable[T]]) -> HostOutcome[T]:
-    name = host if isinstance(host, str) else host.name
-    start = time.monotonic()
-    try:
-        value = await action(host)
-    except HostError as error:
-        return HostOutcome(name, None, error, time.monotonic() - start)
-    return HostOutcome(name, value, None, time.monotonic() - start)
 
 
 def group_equal(outputs: Mapping[str, bytes]) -> list[tuple[list[str], bytes]]:

@@ -22,6 +22,8 @@ from shoal.hosts.ssh_config import Route, SshConfig
 from shoal.hosts.ssh_errors import FOREIGN_ERRORS, cannot_connect, cannot_start, connection_lost
 from shoal.hosts.ssh_login import KeyRing, SshClient
 
+Connection = asyncssh.SSHClientConnection
+
 # The fastest first. A server that has none of them is too old for the Slurm versions we drive.
 _ALGORITHMS: dict[str, Any] = {
     "kex_algs": [
@@ -73,23 +75,23 @@ class SshConnector:
     async def connect(self, target: Target) -> SshHost:
         route = self._config.route(target)
         if not route.jumps:
-            return SshHost(target, route, await self._log_in(route, target.host_key))
+            return SshHost(target, route.user, await self._log_in(route, target.host_key))
         jump = self._jumps.setdefault(route.jumps, _Jump(route.jumps))
         tunnel = await jump.take(self)
         try:
             connection = await self._log_in(route, target.host_key, tunnel, via=jump.name)
         except BaseException:
-            await jump.give_back()
+            await jump.release()
             raise
-        return SshHost(target, route, connection, jump.give_back)
+        return SshHost(target, route.user, connection, jump.release)
 
     async def _log_in(
-        self, route: Route, pinned: str | None, tunnel: asyncssh.SSHClientConnection | None = None, *, via: str = ""
-    ) -> asyncssh.SSHClientConnection:
+        self, route: Route, pinned: str | None = None, tunnel: Connection | None = None, *, via: str = ""
+    ) -> Connection:
         expected = pinned_key(route.name, pinned) if pinned else self._host_keys.find(route.name)
         client = SshClient(route, self._keys.files(route), expected)
         try:
-            connection = await self._connect(route, client, expected, tunnel)
+            connection = await self._connect(client, tunnel)
         except (*FOREIGN_ERRORS, TimeoutError) as error:
             if client.shown and expected and client.shown != expected:
                 path = self._host_keys.path
@@ -111,13 +113,8 @@ class SshConnector:
             raise
         return connection
 
-    async def _connect(
-        self,
-        route: Route,
-        client: SshClient,
-        expected: HostKey | None,
-        tunnel: asyncssh.SSHClientConnection | None,
-    ) -> asyncssh.SSHClientConnection:
+    async def _connect(self, client: SshClient, tunnel: Connection | None) -> Connection:
+        route = client.route
         sock = client.start_proxy() if route.proxy_command else ()
         async with asyncio.timeout(self._timeout):
             return await asyncssh.connect(
@@ -132,7 +129,7 @@ class SshConnector:
                 client_keys=None,
                 # Not empty, or asyncssh would look into the user's own known_hosts; the client decides.
                 known_hosts=([], [], []),
-                server_host_key_algs=_host_key_algorithms(expected),
+                server_host_key_algs=_host_key_algorithms(client.expected),
                 x509_trusted_certs=None,
                 gss_host=None,
                 preferred_auth=["publickey"],
@@ -146,14 +143,10 @@ class SshHost(LineHost):
     """A host we are logged in to."""
 
     def __init__(
-        self,
-        target: Target,
-        route: Route,
-        connection: asyncssh.SSHClientConnection,
-        on_close: Callable[[], Any] | None = None,
+        self, target: Target, user: str, connection: Connection, on_close: Callable[[], Any] | None = None
     ) -> None:
         self.target = target
-        self._user = route.user
+        self._user = user
         self._connection = connection
         self._on_close = on_close
         self._sessions = asyncio.Semaphore(_SESSIONS)
@@ -185,7 +178,9 @@ class SshHost(LineHost):
     async def _open(self, argv: Sequence[str], *, root: bool, whole_stderr: bool) -> LineProcess:
         through_sudo = root and self._user != "root"
         await self._sessions.acquire()
-        channel = await self._start([*PRINT_PID_COMMAND, *argv], argv, through_sudo, whole_stderr, self._ended)
+        channel = await self._start(
+            [*PRINT_PID_COMMAND, *argv], program_name(argv), through_sudo, whole_stderr, self._ended
+        )
 
         def judge(result: Result) -> Result:
             # A program that announced its process id was not refused.
@@ -197,12 +192,12 @@ class SshHost(LineHost):
     async def _start(
         self,
         argv: Sequence[str],
-        requested: Sequence[str],
+        program: str,
         through_sudo: bool,
         whole_stderr: bool,
         on_end: Callable[[SshChannel], None],
     ) -> SshChannel:
-        lost = partial(connection_lost, self.name, program_name(requested))
+        lost = partial(connection_lost, self.name, program)
         channel = SshChannel(lost, partial(self._kill, through_sudo), on_end, whole_stderr=whole_stderr)
         self._running.add(channel)
         command = shlex.join(sudo.as_root(argv) if through_sudo else argv)
@@ -211,7 +206,7 @@ class SshHost(LineHost):
         except BaseException as error:
             channel.abandon()
             if isinstance(error, FOREIGN_ERRORS):
-                raise cannot_start(self.name, program_name(requested), error) from error
+                raise cannot_start(self.name, program, error) from error
             raise
         return channel
 
@@ -230,7 +225,7 @@ class SshHost(LineHost):
         """Kill a program and its group by its process id; a lost connection leaves nothing to do."""
         argv = [*KILL_COMMAND, str(pid)]
         with contextlib.suppress(HostError):
-            killer = await self._start(argv, argv, through_sudo, False, self._running.discard)
+            killer = await self._start(argv, program_name(argv), through_sudo, False, self._running.discard)
             try:
                 await killer.ended.wait()
             finally:
@@ -247,34 +242,33 @@ class _Jump:
 
     path: tuple[Target, ...]
     users: int = 0
-    hosts: list[asyncssh.SSHClientConnection] = field(default_factory=list)
+    hosts: list[Connection] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def name(self) -> str:
         return self.path[-1].name
 
-    async def take(self, connector: SshConnector) -> asyncssh.SSHClientConnection:
+    async def take(self, connector: SshConnector) -> Connection:
         async with self.lock:
             if not self.hosts or self.hosts[-1].is_closed():
                 self.hosts = await self._connect(connector)
             self.users += 1
             return self.hosts[-1]
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         self.users -= 1
         if self.users == 0:
             hosts, self.hosts = self.hosts, []
             for host in reversed(hosts):
                 await _close(host)
 
-    async def _connect(self, connector: SshConnector) -> list[asyncssh.SSHClientConnection]:
-        hosts: list[asyncssh.SSHClientConnection] = []
+    async def _connect(self, connector: SshConnector) -> list[Connection]:
+        hosts: list[Connection] = []
         try:
             for target in self.path:
                 route = connector._config.route(target)
-                via = hosts[-1] if hosts else None
-                hosts.append(await connector._log_in(route, None, via))
+                hosts.append(await connector._log_in(route, tunnel=hosts[-1] if hosts else None))
         except BaseException:
             for host in reversed(hosts):
                 host.abort()
@@ -282,7 +276,7 @@ class _Jump:
         return hosts
 
 
-async def _close(connection: asyncssh.SSHClientConnection) -> None:
+async def _close(connection: Connection) -> None:
     connection.close()
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):

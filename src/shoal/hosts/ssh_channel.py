@@ -138,7 +138,4 @@ class SshChannel(ProgramChannel, asyncssh.SSHClientSession[bytes]):
 
 
 def _signal_number(name: str) -> int:
-    try:
-        return int(signal.Signals[f"SIG{name}"])
-    except KeyError:
-        return int(signal.SIGKILL)
+    return int(signal.Signals.__members__.get(f"SIG{name}", signal.SIGKILL))

@@ -129,9 +129,9 @@ class SshClient(asyncssh.SSHClient):
     """Answers asyncssh's questions while it connects: is this host key right, and which key comes next?"""
 
     def __init__(self, route: Route, files: list[KeyFile], expected: HostKey | None) -> None:
-        self._route = route
+        self.route = route
         self._files = files
-        self._expected = expected
+        self.expected = expected
         self._sources = [self._file_keys, self._agent_keys]
         self._agent: asyncssh.SSHAgentClient | None = None
         self._socket: Any = None
@@ -140,7 +140,7 @@ class SshClient(asyncssh.SSHClient):
         self._proxy: ProxyCommand | None = None
 
     def start_proxy(self) -> socket.socket:
-        self._proxy = ProxyCommand(self._route.proxy_command)
+        self._proxy = ProxyCommand(self.route.proxy_command)
         return self._proxy.socket
 
     def end_proxy(self) -> str:
@@ -165,7 +165,7 @@ class SshClient(asyncssh.SSHClient):
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         self.shown = HostKey.parse(key.export_public_key().decode())
-        return self._expected is None or self.shown == self._expected
+        return self.expected is None or self.shown == self.expected
 
     async def public_key_auth_requested(self) -> Any:
         # Files before the agent: a server gives up after a handful of keys, and an agent may hold many.
@@ -183,14 +183,14 @@ class SshClient(asyncssh.SSHClient):
         return [file.offer for file in self._files if file.offer]
 
     async def _agent_keys(self) -> list[Any]:
-        if not self._route.agent:
+        if not self.route.agent:
             return []
-        only = [file.public for file in self._files if file.public] if self._route.only else None
+        only = [file.public for file in self._files if file.public] if self.route.only else None
         try:
-            self._agent = await asyncssh.connect_agent(self._route.agent)
+            self._agent = await asyncssh.connect_agent(self.route.agent)
             keys = list(await self._agent.get_keys(only)) if only is None or only else []
         except (OSError, ValueError):  # no answer, or one that is no list of keys
-            self.tried.append(f"no ssh-agent: {self._route.agent} does not answer")
+            self.tried.append(f"no ssh-agent: {self.route.agent} does not answer")
             return []
         self.tried.append(f"{len(keys)} from the ssh-agent")
         return keys

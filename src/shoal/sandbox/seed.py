@@ -70,7 +70,10 @@ async def lay_out(
     _write_layer(home / "seed", Path(host.image), {**files, **(more or {})})
     _make_gpu_devices(home / "devices", host.shape)
     if host.shape.disk_mb:
-        await _make_disk(home / "disk.img", host.shape.disk_mb)
+        with (home / "disk.img").open("wb") as sink:
+            sink.truncate(host.shape.disk_mb << 20)
+        options = ("-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1")
+        await call("mkfs.ext4", *options, home / "disk.img")
     made = replace(host, host_key=public)
     layout.save_host(made)
     return made
@@ -140,9 +143,3 @@ def _make_gpu_devices(where: Path, shape: Shape) -> None:
     for name, device in devices.items():
         os.mknod(where / name, 0o666 | stat.S_IFCHR, device)
         (where / name).chmod(0o666)
-
-
-async def _make_disk(path: Path, size_mb: int) -> None:
-    with path.open("wb") as sink:
-        sink.truncate(size_mb << 20)
-    await call("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1", path)

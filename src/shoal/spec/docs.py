@@ -179,10 +179,9 @@ def _section(title: str, model: type[SpecModel]) -> str:
 
 def _own_fields(model: type[SpecModel]) -> list[str]:
     """The fields of a section; what all sets of hosts share is shown once, in its own section."""
-    shared = (
-        {*LoginFields.model_fields, *MachineFields.model_fields} if model not in (LoginFields, MachineFields) else set()
-    )
-    shared = shared - {*model.__annotations__} if issubclass(model, LoginFields | MachineFields) else set()
+    shared: set[str] = set()
+    if model not in (LoginFields, MachineFields) and issubclass(model, LoginFields | MachineFields):
+        shared = {*LoginFields.model_fields, *MachineFields.model_fields} - {*model.__annotations__}
     own = [name for name in model.model_fields if name not in shared]
     # `hosts` before what is particular to the kind of set
     return sorted(own, key=lambda name: name not in HostSet.model_fields) if issubclass(model, HostSet) else own

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -186,14 +187,14 @@ def _explain(detail: ErrorDetails, tree: Tree, root: type[BaseModel]) -> Finding
         while path and path not in tree.places:  # a part of `user@host:port`: the file has only the whole
             path = path[:-1]
         place = None
-        found = show(_value_at(tree.data, path)) if path not in tree.source else tree.source[path][:40]
+        found = show(reduce(getitem, path, tree.data)) if path not in tree.source else tree.source[path][:40]
     context: dict[str, Any] = detail.get("ctx", {})
     if detail["type"] == "shoal":
         return tree.finding(path, context["what"], context.get("found", found), context["fix"], place=place)
     what, fix = _WRONG_TYPE.get(detail["type"], ("not a value that can stand here", ""))
     if what == "not a mapping" and (line := _example_line(path)):
         fix = f"write it as `{line}`"
-    elif what == "not a list" and isinstance(text := _value_at(tree.data, path), str):
+    elif what == "not a list" and isinstance(text := reduce(getitem, path, tree.data), str):
         fix = f"write {_as_list(text)}"
     return tree.finding(path, what, found, fix, place=place)
 
@@ -229,9 +230,3 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for argument in get_args(annotation) if (model := _nested(argument))), None)
-
-
-def _value_at(data: Any, path: FilePlace) -> Any:
-    for part in path:
-        data = data[part]
-    return data

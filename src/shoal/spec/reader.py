@@ -68,15 +68,10 @@ class Tree:
         level: Level = "error",
     ) -> Finding:
         """A finding at a path, or at the nearest value above it that the file has. Names in it are made printable."""
-        line, col = place or self.place(path)
+        above = (path[:end] for end in range(len(path), -1, -1))
+        line, col = place or next((self.places[part] for part in above if part in self.places), (1, 1))
         what, found, fix = printable(what), printable(found), printable(fix)
         return Finding(level, what, found, fix, path=path_text(path), file=self.file, line=line, col=col)
-
-    def place(self, path: Path) -> tuple[int, int]:
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.places:
-                return self.places[path[:end]]
-        return (1, 1)
 
 
 def read(text: str, file: str) -> Tree:

@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from shoal.spec.values import Duration, SecretReference, SpecModel, choice, matching, refusal, seconds, text_schema
+from shoal.spec.values import (
+    Duration,
+    SecretReference,
+    SpecModel,
+    choice,
+    matching,
+    refusal,
+    seconds,
+    text_schema,
+    web_address,
+)
 
 KINDS = ("gcp", "lambda", "paperspace", "runpod", "sandbox")
 """The providers that come with Shoal. A package that is installed beside it may add more, by entry point."""
@@ -38,22 +48,12 @@ _account = matching(
     "not a name for an account at a provider",
     "use a lower-case letter, then lower-case letters, digits and `-`, at most 32",
 )
+_url = web_address("an API", "http://10.0.0.1:8080", "leave it out, and give `key`")
 _package = matching(_PACKAGE, "not a package", "name it as pip does, without blanks: shoal-mine>=1.2")
 
 
 def _kind(value: object) -> str:
-    known = kinds()
-    if not isinstance(value, str) or value not in known:
-        raise refusal("unknown kind of provider", f"choose one of {', '.join(known)}")
-    return value
-
-
-def _url(value: object) -> str:
-    if isinstance(value, str) and "@" in value:
-        raise refusal("an address with a password in it", "leave it out, and give `key`", "(hidden)")
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[!-~]{1,500}", value):
-        raise refusal("not the address of an API", "write it like http://10.0.0.1:8080")
-    return value.rstrip("/")
+    return choice("kind of provider", kinds())(value)
 
 
 def _word_of(what: str, example: str) -> BeforeValidator:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from shoal.spec.finding import Problem, show
-from shoal.spec.values import SpecModel, refusal
+from shoal.spec.values import SpecModel, matching, refusal
 
 MANAGED_SLURM_KEYS = (
     *("AuthInfo", "AuthType", "ClusterName", "CommunicationParameters", "ControlAddr", "ControlMachine"),
@@ -32,11 +32,10 @@ ACCOUNTING_KEYS = (
 
 
 def _option_name(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[A-Za-z]{1,64}", value):
-        raise refusal("not a key of slurm.conf", "use letters only")
-    if value.lower() in map(str.lower, MANAGED_SLURM_KEYS):
+    name = matching("[A-Za-z]{1,64}", "not a key of slurm.conf", "use letters only")(value)
+    if name.lower() in map(str.lower, MANAGED_SLURM_KEYS):
         raise refusal("Shoal writes this key itself", "delete it here")
-    return value
+    return name
 
 
 def _option_value(value: object) -> str:

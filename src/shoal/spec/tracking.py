@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from pydantic import BeforeValidator
 from shoal.spec.environments import HostDirectory
 from shoal.spec.finding import Problem, nearest, show
 from shoal.spec.storage import Shares
-from shoal.spec.values import MemberName, Port, ShortForm, choice, refusal, text_schema
+from shoal.spec.values import MemberName, Port, ShortForm, choice, text_schema, web_address
 
 KINDS = ("mlflow",)
 DATABASES = ("sqlite", "postgresql")
@@ -19,16 +18,11 @@ MLFLOW_PORT = 5000
 _OWN_SERVER_FIELDS = ("host", "database", "artifacts", "port")
 
 
-def _url(value: object) -> str:
-    fix = "write it like https://tracking.example.org"
-    if isinstance(value, str) and "@" in value:
-        where = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where you run `shoal run`"
-        raise refusal("an address with a password in it", f"leave it out; {where}", "(hidden)")
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[!-~]{1,500}", value):
-        raise refusal("not the address of a tracking server", fix)
-    return value.rstrip("/")
-
-
+_url = web_address(
+    "a tracking server",
+    "https://tracking.example.org",
+    "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where you run `shoal run`",
+)
 TrackingUrl = Annotated[str, BeforeValidator(_url), text_schema("URL")]
 
 

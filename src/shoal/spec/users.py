@@ -15,6 +15,7 @@ from shoal.spec.finding import Problem, show
 from shoal.spec.values import Between, SpecModel, matching, refusal, text_schema
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+_NAME_FIX = "use a lower-case letter, then lower-case letters, digits, `_` and `-`"
 _KEY_KINDS = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521",
               "sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")  # fmt: skip
 RESERVED_NAMES = (
@@ -24,22 +25,16 @@ RESERVED_NAMES = (
 """Accounts that hosts or Shoal have for themselves."""
 
 
-_account = matching(
-    _NAME,
-    "not a user name",
-    "use a lower-case letter, then lower-case letters, digits, `_` and `-`",
-    RESERVED_NAMES,
-    ("this account is not a person's", "give the user another name"),
-)
+_RESERVED = ("this account is not a person's", "give the user another name")
+_account = matching(_NAME, "not a user name", _NAME_FIX, RESERVED_NAMES, _RESERVED)
 
 
 def _group(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise refusal("not a group name", "use a lower-case letter, then lower-case letters, digits, `_` and `-`")
-    if value in ("root", "docker", "shoal-users", "shoal-share"):
-        fix = "say `docker: true`" if value == "docker" else "delete it here"
+    name = matching(_NAME, "not a group name", _NAME_FIX)(value)
+    if name in ("root", "docker", "shoal-users", "shoal-share"):
+        fix = "say `docker: true`" if name == "docker" else "delete it here"
         raise refusal("this group is not given by name", fix)
-    return value
+    return name
 
 
 def _key(value: object) -> str:

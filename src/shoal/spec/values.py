@@ -129,6 +129,18 @@ def matching(
     return check
 
 
+def web_address(what: str, example: str, password_fix: str) -> Callable[[object], str]:
+    """A check for an http address without a password."""
+    check_form = matching(r"https?://[!-~]{1,500}", f"not the address of {what}", f"write it like {example}")
+
+    def check(value: object) -> str:
+        if isinstance(value, str) and "@" in value:
+            raise refusal("an address with a password in it", password_fix, "(hidden)")
+        return check_form(value).rstrip("/")
+
+    return check
+
+
 def host_name(value: object) -> str:
     """A single host's name: DNS labels, and not an address."""
     text = _text(value)
