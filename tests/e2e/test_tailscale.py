@@ -1,8 +1,4 @@
-"""A cluster whose hosts meet in a tailnet: joined, watched, thrown out and let in again; and its links measured.
-
-Where the hosts can have the real programs is for `tests/e2e/tailnet.py` to say; the name of every test says which of
-the two ran.
-"""
+"""A cluster over a real tailnet (tests/e2e/tailnet.py): hosts join, are expelled and join again; links are measured."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,188 +20,327 @@ import pytest
 from tests.documents import ROOT, commands
 from tests.e2e.cluster import LIMIT, Cluster, kill, read_until
 from tests.e2e.lent import Lent, lent_hosts
-from tests.e2e.tailnet import StandIn, Tailnet, headscale, real_programs
+from tests.e2e.tailnet import TAG, Tailnet, needs_programs, tailnet
 from tests.sandbox_faults import SandboxFaults
 
 from shoal.remote import program_text
 from shoal.sandbox.layout import Layout, cache_dir
 from shoal.spec.member import Shape
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, needs_programs]
 
-MADE_AS, CLUSTER = "ts-tailnet", "ts-reef"
+SANDBOX, CLUSTER = "ts-tailnet", "ts-lab"
 NAMES = ("desktop", "gpu01", "gpu02")
 """As on the page docs/tailscale.md."""
+NODES = {name: f"{CLUSTER}-{name}" for name in NAMES}
+"""Their names in the tailnet."""
 SLOW_MBIT = 2
+REUSABLE = ("--reusable", "--expiration", "24h", "--tags", TAG)
 
 
 @dataclass
-class Reef:
-    """The cluster, its hosts, and the administrator of the tailnet."""
+class Lab:
+    """The cluster, its hosts, and the administrator's access to the tailnet."""
 
     cluster: Cluster
-    lent: Lent
+    hosts: Lent
     tailnet: Tailnet
 
     def srun(self, *words: str, status: int | None = 0) -> list[str]:
-        return sorted(self.lent.shell("desktop", f"srun {' '.join(words)}", status=status).split())
+        return sorted(self.hosts.shell("desktop", f"srun {' '.join(words)}", status=status).split())
+
+    def runs_on_all(self) -> bool:
+        three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
+        return self.hosts.shell("desktop", three, status=None).split() == list(NAMES)
+
+    def set_key(self, *options: str) -> str:
+        self.cluster.env["TS_AUTHKEY"] = self.tailnet.create_key(*options)
+        return self.cluster.env["TS_AUTHKEY"]
 
 
-@pytest.fixture(scope="module", params=["real" if real_programs() else "stand-in"])
-def reef(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reef]:
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with contextlib.ExitStack() as stack:
-        lent = stack.enter_context(lent_hosts(MADE_AS, {name: Shape(memory_mb=512) for name in NAMES}, CLUSTER))
-        tailnet = StandIn(MADE_AS) if request.param == "stand-in" else stack.enter_context(headscale(MADE_AS))
-        print(f"Tailscale here is {tailnet.programs}")
-        for name in NAMES:
-            tailnet.install(lent, name)
-        reach = f"user: shoal, identity: {lent.identity}"
+        hosts = stack.enter_context(lent_hosts(SANDBOX, {name: Shape(memory_mb=512) for name in NAMES}, CLUSTER))
+        network = stack.enter_context(tailnet(SANDBOX))
+        network.publish(hosts, *NAMES)
+        reach = f"user: shoal, identity: {hosts.identity}"
         text = (
             f"cluster: {CLUSTER}\n"
-            f"network: {{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]{tailnet.more}}}\n"
-            f"controller: {{host: {lent.entry('desktop')}, compute: true, {reach}}}\n"
-            f"nodesets:\n  lab: {{hosts: [{lent.entry('gpu01')}, {lent.entry('gpu02')}], {reach}}}\n"
+            f"network: {{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm], login_server: {network.url}}}\n"
+            f"controller: {{host: {hosts.entry('desktop')}, compute: true, {reach}}}\n"
+            f"nodesets:\n  lab: {{hosts: [{hosts.entry('gpu01')}, {hosts.entry('gpu02')}], {reach}}}\n"
         )
-        cluster = Cluster(tmp_path_factory.mktemp("tailnet"), text)
-        cluster.env["TS_AUTHKEY"] = tailnet.key
-        assert cluster.json("up", timeout=600)["whole"]
-        yield Reef(cluster, lent, tailnet)
+        lab = Lab(Cluster(tmp_path_factory.mktemp("tailnet"), text), hosts, network)
+        lab.set_key(*REUSABLE)
+        assert lab.cluster.json("up", timeout=600)["whole"]
+        yield lab
 
 
-def test_hosts_join_and_the_cluster_runs_over_their_addresses_there(reef: Reef) -> None:
-    addresses = {node["hostname"]: node["ip"] for node in reef.tailnet.nodes().values()}
-    assert set(addresses) == {f"{CLUSTER}-{name}" for name in NAMES}
-    nodes = {node["name"]: node["address"] for node in reef.cluster.json("status")["nodes"]}
-    assert nodes == {name: addresses[f"{CLUSTER}-{name}"] for name in NAMES}
-    assert reef.srun("-N3", "hostname") == list(NAMES)
-    conf = reef.lent.shell("desktop", "cat /etc/slurm/slurm.conf")
-    assert f"SlurmctldHost=desktop({nodes['desktop']})" in conf
+def test_cluster_runs_over_the_addresses_in_the_tailnet(lab: Lab) -> None:
+    nodes = lab.tailnet.nodes()
+    assert set(nodes) == {*NODES.values()}
+    assert all(node["tags"] == [TAG] for node in nodes.values()), "the tags of the key"
+    addresses = lab.tailnet.addresses()
+    shown = {node["name"]: node["address"] for node in lab.cluster.json("status")["nodes"]}
+    assert shown == {name: addresses[NODES[name]] for name in NAMES}
+    assert lab.srun("-N3", "hostname") == list(NAMES)
+    conf = lab.hosts.shell("desktop", "cat /etc/slurm/slurm.conf")
+    assert f"SlurmctldHost=desktop({shown['desktop']})" in conf
 
 
 @pytest.mark.parametrize("port", [6817, 6818])
-def test_slurm_does_not_answer_who_is_not_in_the_tailnet(reef: Reef, port: int) -> None:
-    """This machine is on the hosts' bridge, and no member."""
-    address = reef.lent.instances["desktop"].target.address
+def test_slurm_does_not_answer_outside_the_tailnet(lab: Lab, port: int) -> None:
+    """This machine is on the hosts' bridge, and is not a member."""
+    address = lab.hosts.instances["desktop"].target.address
     with pytest.raises(TimeoutError):
         socket.create_connection((str(address), port), timeout=2).close()
 
 
-def test_slurm_listens_at_the_address_in_the_tailnet_and_at_no_other(reef: Reef) -> None:
-    addresses = {node["name"]: node["address"] for node in reef.cluster.json("status")["nodes"]}
-    assert listening(reef, "desktop") == {f"{addresses['desktop']}:6817", f"{addresses['desktop']}:6818"}
+def test_slurm_listens_at_the_address_in_the_tailnet_and_at_no_other(lab: Lab) -> None:
+    addresses = {node["name"]: node["address"] for node in lab.cluster.json("status")["nodes"]}
+    assert listening(lab, "desktop") == {f"{addresses['desktop']}:6817", f"{addresses['desktop']}:6818"}
     for name in ("gpu01", "gpu02"):
-        assert listening(reef, name) == {f"{addresses[name]}:6818"}
+        assert listening(lab, name) == {f"{addresses[name]}:6818"}
 
 
-def listening(reef: Reef, name: str) -> set[str]:
+def listening(lab: Lab, name: str) -> set[str]:
     """Where Slurm's daemons listen on a host."""
-    lines = reef.lent.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )'").splitlines()
+    lines = lab.hosts.shell(name, "ss -ltnH '( sport = :6817 or sport = :6818 )'").splitlines()
     return {line.split()[3] for line in lines}
 
 
-def test_a_daemon_that_starts_before_the_tailnet_waits_for_its_address(reef: Reef) -> None:
-    reef.lent.shell("gpu01", "systemctl stop slurmd tailscaled; systemctl start --no-block slurmd")
+def test_a_daemon_that_starts_before_the_tailnet_waits_for_its_address(lab: Lab) -> None:
+    lab.hosts.shell("gpu01", "systemctl stop slurmd tailscaled; systemctl start --no-block slurmd")
     try:
         waits = "systemctl is-active slurmd; pgrep -f '[a]ddress show to' || true"
-        reef.cluster.wait("it waits", lambda: len(reef.lent.shell("gpu01", waits, status=None).split()) > 1)
-        assert reef.lent.shell("gpu01", "systemctl is-active slurmd", status=None).strip() == "activating"
+        lab.cluster.wait("it waits", lambda: len(lab.hosts.shell("gpu01", waits, status=None).split()) > 1)
+        assert lab.hosts.shell("gpu01", "systemctl is-active slurmd", status=None).strip() == "activating"
     finally:
-        reef.lent.shell("gpu01", "systemctl start tailscaled")
-    reef.cluster.wait("it listens", lambda: len(listening(reef, "gpu01")) == 1)
+        lab.hosts.shell("gpu01", "systemctl start tailscaled")
+    lab.cluster.wait("it listens", lambda: len(listening(lab, "gpu01")) == 1)
     three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
-    reef.cluster.wait("jobs run", lambda: reef.lent.shell("desktop", three, status=None).split() == list(NAMES))
+    lab.cluster.wait("jobs run", lambda: lab.hosts.shell("desktop", three, status=None).split() == list(NAMES))
 
 
-def test_once_hosts_are_in_it_up_needs_no_key_and_changes_nothing(reef: Reef) -> None:
-    key = reef.cluster.env.pop("TS_AUTHKEY")
+def test_once_hosts_are_in_it_up_needs_no_key_and_changes_nothing(lab: Lab) -> None:
+    key = lab.cluster.env.pop("TS_AUTHKEY")
     try:
-        assert reef.cluster.json("up")["unchanged"]
+        assert lab.cluster.json("up")["unchanged"]
     finally:
-        reef.cluster.env["TS_AUTHKEY"] = key
+        lab.cluster.env["TS_AUTHKEY"] = key
 
 
-def test_the_key_is_nowhere_on_the_hosts_once_they_have_joined(reef: Reef) -> None:
+def test_the_key_is_nowhere_on_the_hosts_once_they_have_joined(lab: Lab) -> None:
     for name in NAMES:
-        found = reef.lent.shell(
-            name, f"grep -rlF {reef.tailnet.key} /etc /var /run /tmp /root /home 2> /dev/null || true"
+        found = lab.hosts.shell(
+            name, f"grep -rlF {lab.cluster.env['TS_AUTHKEY']} /etc /var /run /tmp /root /home 2> /dev/null || true"
         )
         assert found == "", f"{name}: {found}"
 
 
-def test_status_tells_direct_from_relayed(reef: Reef) -> None:
-    ways = {member["name"]: member["way"] for member in reef.cluster.json("status")["tailnet"]["members"]}
+def test_idle_member_is_not_reported_as_relayed(lab: Lab) -> None:
+    # A daemon that has just started shows its relay until packets have found the direct path.
+    lab.hosts.shell("desktop", "systemctl restart tailscaled")
+    lab.cluster.wait("it is back", lambda: lab.cluster.json("status", status=None)["tailnet"]["state"] == "Running")
+    ways = {member["name"]: member["way"] for member in lab.cluster.json("status")["tailnet"]["members"]}
+    assert "relayed" not in ways.values(), ways
+    assert "through a relay" not in lab.cluster.shoal("check", status=None).stdout
+    lab.cluster.wait("jobs run", lab.runs_on_all)
+    ways = {member["name"]: member["way"] for member in lab.cluster.json("status")["tailnet"]["members"]}
     assert ways == dict.fromkeys(NAMES, "direct")
-    reef.tailnet.relay(f"{CLUSTER}-gpu02", True)
+
+
+def test_relayed_link_is_reported_and_works(lab: Lab) -> None:
+    chain = "chain out {\ntype filter hook output priority 0\nmeta l4proto udp drop\n}"
+    lab.hosts.shell("gpu02", f"nft -f - <<'END'\ntable inet blocked {{\n{chain}\n}}\nEND\n")
     try:
-        assert "gpu02 relayed by fra, slowly" in reef.cluster.shoal("status").stdout
-        assert "gpu02: the controller reaches it through a relay" in reef.cluster.shoal("check", status=None).stdout
+        lab.cluster.wait("it is relayed", lambda: "gpu02 relayed by home, slowly" in lab.cluster.shoal("status").stdout)
+        assert "gpu02: the controller reaches it through a relay" in lab.cluster.shoal("check", status=None).stdout
+        lab.cluster.wait("jobs run", lab.runs_on_all)
     finally:
-        reef.tailnet.relay(f"{CLUSTER}-gpu02", False)
+        lab.hosts.shell("gpu02", "nft delete table inet blocked")
+    lab.cluster.wait("it is direct", lambda: "relayed" not in lab.cluster.shoal("status").stdout)
 
 
-def test_a_key_that_ends_soon_is_found_and_rotated_on_all_hosts_by_one_command(reef: Reef) -> None:
-    before = reef.tailnet.nodes()
+def test_expiring_key_is_reported_and_rotation_keeps_slurm_answering(lab: Lab) -> None:
+    before = lab.tailnet.nodes()
     soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3.5 * 86400))
-    reef.tailnet.expire(f"{CLUSTER}-gpu01", soon)
-    findings = reef.cluster.json("check", status=None)["findings"]
-    expiring = [(one["host"], one["found"]) for one in findings if "expires soon" in one["what"]]
-    assert expiring == [("gpu01", "in 3 days")]
-    assert "the key of gpu01 expires in 3 days" in reef.cluster.shoal("status").stdout
-    rotated = reef.cluster.json("keys", "rotate", "tailscale")["rotated"]
-    assert [sorted(one["hosts"]) for one in rotated] == [sorted(NAMES)]
-    after = reef.tailnet.nodes()
-    assert {name: node["ip"] for name, node in after.items()} == {name: node["ip"] for name, node in before.items()}
-    assert all(after[name]["key"] != before[name]["key"] for name in before), "every host has a new key"
-    assert not after[f"{CLUSTER}-gpu01"]["expires"]
-    assert reef.srun("-N3", "hostname") == list(NAMES)
+    lab.tailnet.expire(NODES["gpu01"], soon)
+
+    def expiring() -> list[tuple[str, str]]:
+        findings = lab.cluster.json("check", status=None)["findings"]
+        return [(finding["host"], finding["found"]) for finding in findings if "expires soon" in finding["what"]]
+
+    lab.cluster.wait("the host hears of it", lambda: expiring() == [("gpu01", "in 3 days")])
+    assert "the key of gpu01 expires in 3 days" in lab.cluster.shoal("status").stdout
+
+    without = slowest_answer(lab, lambda: time.sleep(10))
+    rotated: list[dict[str, list[str]]] = []
+    during = slowest_answer(lab, lambda: rotated.extend(lab.cluster.json("keys", "rotate", "tailscale")["rotated"]))
+    print(f"slowest answer of Slurm: {during:.2f} s during a rotation, {without:.2f} s without one")
+    assert [sorted(rotation["hosts"]) for rotation in rotated] == [sorted(NAMES)]
+    assert lab.runs_on_all(), "no link is lost afterwards"
+    after = lab.tailnet.nodes()
+    assert {name: node["ip_addresses"] for name, node in after.items()} == {
+        name: node["ip_addresses"] for name, node in before.items()
+    }
+    assert all(after[name]["node_key"] != before[name]["node_key"] for name in before), "every host has a new key"
+    lab.tailnet.keep(NODES["gpu01"])  # a login does not change what the administrator of a Headscale has set
 
 
-def test_a_host_that_is_thrown_out_is_found_and_let_in_again(reef: Reef) -> None:
-    address = reef.tailnet.nodes()[f"{CLUSTER}-gpu02"]["ip"]
-    reef.tailnet.throw_out(f"{CLUSTER}-gpu02")
-    findings = reef.cluster.json("check", status=None)["findings"]
-    assert ("gpu02", "error", "is not in the tailnet") in {(one["host"], one["level"], one["what"]) for one in findings}
+def slowest_answer(lab: Lab, action: Callable[[], None]) -> float:
+    """The longest time for which `sinfo` on a node waited for its answer during an action. It always got one."""
+    slowest, done = 0.0, threading.Event()
+    problems: list[str] = []
 
-    reef.tailnet.revoke(True)
-    refused = reef.cluster.json("up", status=None)["failures"]["gpu02"]
-    assert "invalid key: unable to validate API key" in refused["message"] and reef.tailnet.key not in json.dumps(
-        refused
+    def ask() -> None:
+        nonlocal slowest
+        while not done.is_set():
+            start = time.monotonic()
+            answer = lab.hosts.shell("gpu01", "timeout 60 sinfo -h -o %D 2>&1 || echo failed", status=None)
+            slowest = max(slowest, time.monotonic() - start)
+            if "failed" in answer:
+                problems.append(answer)
+            time.sleep(0.2)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        action()
+    finally:
+        done.set()
+        asking.join()
+    assert problems == []
+    return slowest
+
+
+@pytest.fixture
+def logged_out(lab: Lab) -> Iterator[None]:
+    """gpu02 is out of the tailnet. Afterwards it is in it again, with a good key."""
+    lab.tailnet.expire(NODES["gpu02"])
+    out = "tailscale status --json | grep -o 'NeedsLogin' || true"
+    lab.cluster.wait("it is out", lambda: lab.hosts.shell("gpu02", out, status=None).strip() != "")
+    yield
+    lab.set_key(*REUSABLE)
+    assert lab.cluster.json("up")["whole"]
+    assert lab.runs_on_all()
+
+
+def failure(lab: Lab) -> tuple[str, str]:
+    """The message and the fix of `up` for gpu02. No key is in them, nor on the host."""
+    refused = lab.cluster.json("up", status=None)["failures"]["gpu02"]
+    assert lab.cluster.env["TS_AUTHKEY"] not in json.dumps(refused)
+    assert lab.hosts.shell("gpu02", "find /etc/shoal -name 'tailscale.key*'") == "", "no key stays behind"
+    return refused["message"], refused["fix"]
+
+
+def test_expired_host_is_reported_and_joins_again(lab: Lab, logged_out: None) -> None:
+    address = lab.tailnet.addresses()[NODES["gpu02"]]
+    findings = lab.cluster.json("check", status=None)["findings"]
+    assert ("gpu02", "error", "is not in the tailnet") in {
+        (finding["host"], finding["level"], finding["what"]) for finding in findings
+    }
+    assert lab.cluster.json("up")["whole"]
+    assert lab.tailnet.addresses()[NODES["gpu02"]] == address
+
+
+def test_each_rejected_key_gets_its_own_fix(lab: Lab, logged_out: None) -> None:
+    key = lab.set_key(*REUSABLE)
+    lab.tailnet.revoke_key(key)
+    message, fix = failure(lab)
+    assert "expired" in message and "has expired or was revoked" in fix
+
+    lab.set_key("--reusable", "--expiration", "1s", "--tags", TAG)
+    time.sleep(1.5)
+    message, fix = failure(lab)
+    assert "expired" in message and "has expired or was revoked" in fix
+
+    # Of the same form, and made by no server.
+    lab.cluster.env["TS_AUTHKEY"] = key[:-8] + ("A" * 8 if not key.endswith("A" * 8) else "B" * 8)
+    message, fix = failure(lab)
+    assert lab.tailnet.url in fix and "`network.login_server`" in fix, (message, fix)
+
+    single = lab.set_key("--expiration", "24h", "--tags", TAG)
+    flags = f"--hostname={NODES['gpu02']} --reset --force-reauth --login-server={lab.tailnet.url}"
+    lab.hosts.shell("gpu02", f"tailscale up {flags} --auth-key={single}")
+    lab.tailnet.expire(NODES["gpu02"])
+    message, fix = failure(lab)
+    assert "already used" in message and "for a single host" in fix
+
+
+def test_single_use_key_brings_one_host_in(lab: Lab, logged_out: None) -> None:
+    lab.set_key("--expiration", "24h", "--tags", TAG)
+    assert lab.cluster.json("up")["whole"]
+
+
+def test_tags_that_the_server_does_not_permit_are_explained(lab: Lab, logged_out: None) -> None:
+    key = lab.set_key(*REUSABLE)
+    program = program_text("tailnet_join")
+    flags = f"--hostname={NODES['gpu02']} --reset --force-reauth --login-server={lab.tailnet.url}"
+    script = (
+        f"cat > /root/key <<'END'\n{key}\nEND\ncat > /root/join.py <<'END'\n{program}\nEND\n"
+        f"python3 /root/join.py {lab.tailnet.url} /root/key false join {flags} --advertise-tags=tag:other; "
+        "ls /root/key; rm /root/join.py"
     )
-    assert refused["fix"].startswith("create a new auth key for `network.auth_key`")
-    assert reef.lent.shell("gpu02", "find /etc/shoal -name 'tailscale.key*'") == "", "no key stays behind"
-
-    reef.tailnet.revoke(False)
-    assert reef.cluster.json("up")["whole"]
-    assert reef.tailnet.nodes()[f"{CLUSTER}-gpu02"]["ip"] == address
-    assert reef.srun("-N3", "hostname") == list(NAMES)
+    text = lab.hosts.shell("gpu02", script, status=None)
+    assert "tags" in text.splitlines()[0] and "`tagOwners`" in text and "/root/key" not in text, text
 
 
-def test_a_host_that_comes_into_the_tailnet_at_another_address_is_followed(reef: Reef) -> None:
-    before = reef.tailnet.nodes()[f"{CLUSTER}-gpu01"]["ip"]
-    reef.tailnet.forget(f"{CLUSTER}-gpu01")
-    assert reef.cluster.json("up")["whole"]
-    after = reef.tailnet.nodes()[f"{CLUSTER}-gpu01"]["ip"]
+def test_unreachable_server_and_untrusted_certificate_are_named(lab: Lab, logged_out: None) -> None:
+    lab.hosts.shell("gpu02", "rm /usr/local/share/ca-certificates/*.crt; update-ca-certificates --fresh > /dev/null")
+    message, fix = failure(lab)
+    assert f"the certificate of {lab.tailnet.url} is not trusted" in message and "update-ca-certificates" in fix
+    lab.tailnet.publish(lab.hosts, "gpu02")
+    lab.hosts.shell("gpu02", "apt-get -q install --reinstall -y tailscale && systemctl restart tailscaled")
+    lab.tailnet.stop()
+    try:
+        message, fix = failure(lab)
+    finally:
+        lab.tailnet.start()
+    assert f"cannot reach {lab.tailnet.url}: Connection refused" in message and "start the control server" in fix
+
+
+def test_deleted_host_is_reported_and_up_brings_it_back(lab: Lab) -> None:
+    before = lab.tailnet.addresses()[NODES["gpu01"]]
+    lab.tailnet.delete(NODES["gpu01"])
+
+    def findings() -> set[tuple[str, str]]:
+        return {(f["host"], f["level"]) for f in lab.cluster.json("check", status=None)["findings"]}
+
+    lab.cluster.wait("check reports it", lambda: ("gpu01", "error") in findings())
+    shown = lab.cluster.shoal("up").stdout
+    assert "no changes" not in shown, shown
+    after = lab.tailnet.addresses()[NODES["gpu01"]]
     assert after != before
-    assert listening(reef, "gpu01") == {f"{after}:6818"}
-    assert reef.srun("-N3", "hostname") == list(NAMES)
-    assert reef.cluster.json("up")["unchanged"]
+    assert listening(lab, "gpu01") == {f"{after}:6818"}
+    assert lab.runs_on_all()
+    assert lab.cluster.json("up")["unchanged"]
 
 
-def test_after_a_reboot_of_the_controller_and_a_node_all_is_back_by_itself(reef: Reef) -> None:
+def test_cluster_outlives_its_control_server(lab: Lab) -> None:
+    lab.tailnet.stop()
+    try:
+        assert lab.cluster.json("up")["unchanged"]
+        assert lab.runs_on_all()
+        assert lab.cluster.json("status")["tailnet"]["state"] == "Running"
+    finally:
+        lab.tailnet.start()
+
+
+def test_members_are_back_after_a_reboot_of_controller_and_node(lab: Lab) -> None:
     for name in ("gpu01", "desktop"):
-        asyncio.run(SandboxFaults(cache_dir()).reboot(MADE_AS, name))
-    three = "timeout 60 srun -N3 hostname 2> /dev/null | sort | xargs"
-    wanted = " ".join(NAMES)
-    reef.cluster.wait("jobs run", lambda: reef.lent.shell("desktop", three, status=None).strip() == wanted)
+        asyncio.run(SandboxFaults(cache_dir()).reboot(SANDBOX, name))
+    lab.cluster.wait("jobs run", lab.runs_on_all)
 
 
 # ---- links
 
 
 @pytest.fixture
-def slow(reef: Reef) -> Iterator[None]:
+def slow(lab: Lab) -> Iterator[None]:
     """gpu02 behind a line of a few Mbit/s, both ways."""
-    layout = Layout(cache_dir(), MADE_AS)
+    layout = Layout(cache_dir(), SANDBOX)
     limit = ["root", "tbf", "rate", f"{SLOW_MBIT}mbit", "burst", "16kb", "latency", "100ms"]
     out = ["tc", "qdisc"], ["dev", layout.link(layout.hosts()["gpu02"])]
     inside = ["ip", "netns", "exec", layout.namespace("gpu02"), "tc", "qdisc"], ["dev", "eth0"]
@@ -217,28 +353,28 @@ def slow(reef: Reef) -> Iterator[None]:
             subprocess.run([*words, "del", *device, "root"], check=True, timeout=LIMIT)
 
 
-def test_a_slow_link_shows_as_slow_and_keeps_jobs_among_the_others(reef: Reef, slow: None) -> None:
-    found = reef.cluster.json("bench", "links")
+def test_a_slow_link_shows_as_slow_and_keeps_jobs_among_the_others(lab: Lab, slow: None) -> None:
+    found = lab.cluster.json("bench", "links")
     speeds = {(link["source"], link["target"]): link["mbit"] for link in found["links"]}
     assert found["whole"] and len(speeds) == 6
     fast = min(speeds["desktop", "gpu01"], speeds["gpu01", "desktop"])
     assert all(speed < 3 * SLOW_MBIT for pair, speed in speeds.items() if "gpu02" in pair), speeds
     assert fast > 5 * 3 * SLOW_MBIT, speeds
     assert found["groups"] == [["desktop", "gpu01"], ["gpu02"]]
-    assert reef.cluster.json("up")["whole"]
-    topology = reef.lent.shell("desktop", "cat /etc/slurm/topology.conf")
+    assert lab.cluster.json("up")["whole"]
+    topology = lab.hosts.shell("desktop", "cat /etc/slurm/topology.conf")
     assert "SwitchName=near-desktop Nodes=desktop,gpu01" in topology and "SwitchName=near-gpu02 Nodes=gpu02" in topology
-    assert reef.srun("-N2", "hostname") == ["desktop", "gpu01"]
-    assert reef.srun("-N1", "-w", "gpu02", "hostname") == ["gpu02"]
+    assert lab.srun("-N2", "hostname") == ["desktop", "gpu01"]
+    assert lab.srun("-N1", "-w", "gpu02", "hostname") == ["gpu02"]
 
 
-def test_the_commands_of_the_page_run_as_they_stand(reef: Reef) -> None:
-    environment = {**reef.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def test_the_commands_of_the_page_run_as_they_stand(lab: Lab) -> None:
+    environment = {**lab.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     said = {}
     for line in (line for block in commands(ROOT / "docs/tailscale.md") for line in block):
         done = subprocess.run(
             ["bash", "-c", line],
-            cwd=reef.cluster.file.parent,
+            cwd=lab.cluster.file.parent,
             env=environment,
             capture_output=True,
             text=True,
@@ -250,49 +386,62 @@ def test_the_commands_of_the_page_run_as_they_stand(reef: Reef) -> None:
     shown = said["shoal bench links"]
     assert "bandwidth from row to column" in shown and "\x1b[" not in shown
     if "no host is far from the others" in shown:  # a busy machine may have held one of them up
-        assert reef.cluster.json("up")["whole"]
-        assert reef.srun("-N3", "hostname") == list(NAMES)
+        assert lab.cluster.json("up")["whole"]
+        assert lab.srun("-N3", "hostname") == list(NAMES)
 
 
-def test_after_ctrl_c_no_measuring_program_is_left(reef: Reef) -> None:
+def test_after_ctrl_c_no_measuring_program_is_left(lab: Lab) -> None:
     purpose = program_text("link_probe").strip('"').split(":")[0]  # the text of the program is one of its arguments
     programs = f"pgrep -f '[{purpose[0]}]{purpose[1:]}' || true"
-    running = reef.cluster.background("bench", "links", "--seconds", "30")
+    running = lab.cluster.background("bench", "links", "--seconds", "30")
     try:
-        reef.cluster.wait("it measures", lambda: reef.lent.shell("gpu01", programs) != "")
+        lab.cluster.wait("it measures", lambda: lab.hosts.shell("gpu01", programs) != "")
         running.send_signal(signal.SIGINT)
         assert running.wait(timeout=120) == 130
     finally:
         with contextlib.suppress(ProcessLookupError):
             kill(running)
     for name in NAMES:
-        reef.cluster.wait("it is gone", lambda name=name: reef.lent.shell(name, programs) == "")
+        lab.cluster.wait("it is gone", lambda name=name: lab.hosts.shell(name, programs) == "")
 
 
 # ---- the end: what comes now changes the hosts for good
 
 
-def test_a_host_without_tun_joins_with_a_network_stack_of_its_own(reef: Reef) -> None:
-    reef.lent.shell("gpu02", "tailscale logout; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
-    found = reef.cluster.json("plan", status=None)
+def test_a_host_without_tun_joins_with_a_network_stack_of_its_own(lab: Lab) -> None:
+    lab.hosts.shell("gpu02", "tailscale logout; systemctl stop tailscaled; umount /dev/net/tun; rm /dev/net/tun")
+    found = lab.cluster.json("plan", status=None)
     assert ("gpu02", "file /etc/shoal/tailscaled.env") in {(one["host"], one["what"]) for one in found["changes"]}
     # Slurm on that host has no way to the others, and `up` would wait for it without end.
-    joining = reef.cluster.background("up")
+    joining = lab.cluster.background("up")
     try:
         read_until(joining, "preparation")
     finally:
         kill(joining)
-    status = json.loads(reef.lent.shell("gpu02", "tailscale status --json"))
+    status = json.loads(lab.hosts.shell("gpu02", "tailscale status --json"))
     assert (status["BackendState"], status["TUN"]) == ("Running", False)
-    assert "--tun=userspace-networking" in reef.lent.shell(
+    assert "--tun=userspace-networking" in lab.hosts.shell(
         "gpu02", "systemctl show -p ExecStart tailscaled; pgrep -af tailscaled"
     )
 
 
-def test_down_takes_the_hosts_out_of_the_tailnet(reef: Reef) -> None:
-    reef.cluster.shoal("down", "--yes", "--force")
-    assert not [name for name in reef.tailnet.nodes() if name.startswith(CLUSTER)]
+def test_down_logs_the_hosts_out(lab: Lab) -> None:
+    lab.cluster.shoal("down", "--yes", "--force")
+    # The server keeps listing hosts with tags until somebody deletes them.
+    lab.cluster.wait("they are out", lambda: not any(node.get("online") for node in lab.tailnet.nodes().values()))
     for name in NAMES:
         ours = "find /etc/shoal /etc/systemd/system/tailscaled.service.d -type f 2> /dev/null || true"
-        assert reef.lent.shell(name, ours) == ""
-        assert reef.lent.shell(name, "systemctl is-active tailscaled || true").strip() == "inactive"
+        assert lab.hosts.shell(name, ours) == ""
+        assert lab.hosts.shell(name, "systemctl is-active tailscaled || true").strip() == "inactive"
+
+
+def test_ephemeral_hosts_leave_nothing_behind(lab: Lab) -> None:
+    for node in lab.tailnet.nodes():
+        lab.tailnet.delete(node)
+    lab.cluster.edit(", tags: [slurm]", "")
+    lab.set_key("--reusable", "--ephemeral", "--expiration", "24h")
+    lab.hosts.shell("gpu02", "test -e /dev/net/tun || { mkdir -p /dev/net; mknod /dev/net/tun c 10 200; }")
+    assert lab.cluster.json("up", timeout=600)["whole"]
+    assert lab.runs_on_all() and not any(node.get("tags") for node in lab.tailnet.nodes().values())
+    lab.cluster.shoal("down", "--yes", "--force")
+    lab.cluster.wait("the server forgets them", lambda: not lab.tailnet.nodes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -13,6 +13,9 @@ from shoal.spec.network import Network
 STATUS_COMMAND = ("tailscale", "status", "--json")
 INTERFACE = "tailscale0"
 RUNNING = "Running"
+PING = "tailscale ping --c 5 --timeout 2s"
+LINK_PING = "tailscale ping --tsmp --c 1 --timeout 5s"
+PATH_TIMEOUT_S = 20.0
 EXPIRES_SOON_S = 14 * 24 * 3600.0
 """A key that expires within this time is reported."""
 
@@ -35,6 +38,7 @@ class TailnetNode:
     expires: float | None = None
     """When its key expires, in seconds since the epoch; None for never."""
     expired: bool = False
+    tags: tuple[str, ...] = ()
 
     @property
     def way(self) -> Way:
@@ -89,6 +93,23 @@ def read_status(found: Mapping[str, Any]) -> Tailnet:
     )
 
 
+def unsettled_paths(tailnet: Tailnet, addresses: Iterable[str]) -> list[str]:
+    """The addresses of nodes that look relayed. Tailscale shows a node so for some seconds after a first packet."""
+    nodes = ((address, tailnet.at(address)) for address in addresses)
+    return [address for address, node in nodes if node is not None and node.way == "relayed"]
+
+
+def path_command(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Sends packets to nodes until their paths are direct, or known to be relayed."""
+    return ("sh", "-c", f"printf '%s\\n' \"$@\" | xargs -P 32 -n 1 {PING}; true", "ping", *addresses)
+
+
+def unreachable_command(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Prints the addresses of the nodes to which no packet passes through the encrypted link."""
+    test = f"xargs -P 32 -I '{{}}' sh -c '{LINK_PING} {{}} > /dev/null 2>&1 || echo {{}}'"
+    return ("sh", "-c", f"printf '%s\\n' \"$@\" | {test}", "ping", *addresses)
+
+
 def tailscale_addresses(facts: Mapping[str, Facts]) -> dict[str, str]:
     """The addresses of the hosts that are in the tailnet."""
     found = {name: read_status(fact.tailscale) for name, fact in facts.items()}
@@ -102,10 +123,12 @@ def tailnet_name(cluster: str, member: str) -> str:
 
 def up_flags(network: Network, hostname: str) -> tuple[str, ...]:
     """The flags of `tailscale up` without the key. It rejects a later call that omits one of them."""
+    # On Headscale a node gets the tags of its auth key, and may request none.
+    tags = network.tags if not (network.login_server and network.auth_key) else ()
     return (
         f"--hostname={hostname}",
         "--accept-dns=false",
-        *([f"--advertise-tags={','.join(network.tags)}"] if network.tags else ()),
+        *([f"--advertise-tags={','.join(tags)}"] if tags else ()),
         *([f"--login-server={network.login_server}"] if network.login_server else ()),
     )
 
@@ -120,6 +143,7 @@ def _node(found: Mapping[str, Any]) -> TailnetNode:
         relay=str(found.get("PeerRelay") or found.get("Relay") or ""),
         expires=_seconds(found.get("KeyExpiry")),
         expired=bool(found.get("Expired")),
+        tags=tuple(found.get("Tags") or ()),
     )
 
 

@@ -10,6 +10,13 @@ from shoal.agent.client import FactsRequest
 from shoal.agent.facts import ConnectedAddress, Facts
 from shoal.errors import AgentFailed, CommandTimeout
 from shoal.hosts.api import Host
+from shoal.network.tailscale import (
+    PATH_TIMEOUT_S,
+    path_command,
+    read_status,
+    tailscale_addresses,
+    unsettled_paths,
+)
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import MODULE
 from shoal.plan.fleet import Fleet
@@ -72,6 +79,13 @@ async def observe(fleet: Fleet, spec: Spec, phase: Phase | None = None) -> Obser
     if spec.network.kind == "wireguard":
         meshed = {name: fact for name, fact in facts.items() if not needs_tunnel(spec.network.kind, fact)}
         facts |= await add_reachability(spec, meshed, fleet)
+    if spec.network.kind == "tailscale" and controller in facts:
+        tailnet = read_status(facts[controller].tailscale)
+        if unsettled := unsettled_paths(tailnet, tailscale_addresses(facts).values()):
+            host, agent = await fleet.host(controller), await fleet.agent(controller)
+            await host.run(path_command(unsettled), timeout=PATH_TIMEOUT_S)
+            settled = await agent.facts(FactsRequest(tailscale=True))
+            facts[controller] = replace(facts[controller], tailscale=settled.tailscale)
     view = next((view for _, view in answers.values() if view is not None), SlurmView())
     return Observation(facts, view)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from shoal.agent.facts import Facts
 from shoal.errors import AgentFailed, HostError, ShoalError
 from shoal.hostlist import compress
 from shoal.hosts.api import Host
-from shoal.network.tailscale import read_status
+from shoal.network.tailscale import read_status, tailscale_addresses, unreachable_command
 from shoal.plan.fleet import Fleet
 from shoal.plan.progress import Phase
 from shoal.plan.secret_values import fetch_secrets
@@ -31,6 +32,7 @@ from shoal.spec.model import Spec
 
 T = TypeVar("T")
 TAILSCALE_FACTS = FactsRequest(files={JOINED: "text"}, tailscale=True)
+LINKS_TIMEOUT_S = 60.0
 TAILSCALE_COMMAND = "shoal keys rotate tailscale"
 SETTLE_S = 0.5
 """For a job that was just started to reach its node."""
@@ -171,9 +173,10 @@ async def _verify(now: RotationContext, digest: str) -> None:
 
 
 async def rotate_tailscale(now: RotationContext) -> RotationResult:
-    """A new key in the tailnet for every host, by the auth key that the file names. Connections stay open.
+    """A new key in the tailnet for every host, one at a time and the controller last, by the auth key of the file.
 
-    The controller is last. Hosts do not depend on each other: after an interruption the next run does all again.
+    The next host waits until all others reach this one again, so that Slurm always answers. The first failure stops it:
+    a bad key would cut every host off. After an interruption the next run does all of them again.
     """
     spec, fleet, phase = now.spec, now.fleet, now.phase
     assert spec.network.auth_key is not None
@@ -181,6 +184,7 @@ async def rotate_tailscale(now: RotationContext) -> RotationResult:
     before = await fleet.each(now.hosts, lambda name: _tailscale_facts(fleet, name))
     documents = {name: join(spec, members[name], facts, again=True) for name, facts in before.items()}
     secrets = await fetch_secrets(documents.values(), {}, {SECRET: spec.network.auth_key}, fleet)
+    addresses = tailscale_addresses(before)
 
     async def rejoin(name: str) -> None:
         await fleet.converge(name, documents[name], secrets, phase, TAILSCALE_COMMAND)
@@ -193,12 +197,30 @@ async def rotate_tailscale(now: RotationContext) -> RotationResult:
         if old.address not in ("", new.address):
             moved = f"came back into the tailnet as {new.address}; it was {old.address}"
             raise AgentFailed(name, moved, hint="run `shoal up`, which updates the other hosts")
+        await _await_links(now, name, {peer: ip for peer, ip in addresses.items() if peer != name})
         phase.done(name)
 
-    await fleet.each([name for name in documents if name != now.controller], rejoin)
-    await fleet.each([name for name in documents if name == now.controller], rejoin)
+    for name in sorted(documents, key=lambda name: name == now.controller):
+        await run_on(now, [name], rejoin)
     raise_failed(now)
     return RotationResult(now.hosts)
+
+
+async def _await_links(now: RotationContext, name: str, others: Mapping[str, str]) -> None:
+    """Wait until packets pass between the host and every other one."""
+    host, end = await now.fleet.host(name), time.monotonic() + LINKS_TIMEOUT_S
+    missing = dict(others)
+    while missing:
+        now.phase.update(name, f"waits for its links to {compress(missing)}")
+        answer = await host.run(unreachable_command(missing.values()), timeout=LINKS_TIMEOUT_S)
+        silent = {*answer.text.split()}
+        missing = {peer: ip for peer, ip in missing.items() if ip in silent}
+        if missing and time.monotonic() > end:
+            raise AgentFailed(
+                name,
+                f"has no link to {compress(missing)} {LINKS_TIMEOUT_S:.0f} s after it logged in again",
+                hint=f"run `tailscale ping` there; then run `{TAILSCALE_COMMAND}` again",
+            )
 
 
 async def _tailscale_facts(fleet: Fleet, name: str) -> Facts:

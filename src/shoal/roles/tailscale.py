@@ -12,6 +12,8 @@ from shoal.agent.document import Command, Directory, Document, File, Packages, S
 from shoal.agent.facts import Facts
 from shoal.hostlist import compress
 from shoal.network.tailscale import EXPIRES_SOON_S, INTERFACE, Tailnet, read_status, tailnet_name, up_flags
+from shoal.remote import python_command
+from shoal.remote.tailnet_join import LOGIN_FIX
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
 from shoal.roles.elastic import SETTINGS
@@ -24,6 +26,7 @@ from shoal.spec.model import Spec
 
 PACKAGE = "tailscale"
 DAEMON = "tailscaled"
+CONTROL_SERVER = "https://controlplane.tailscale.com"
 SECRET = "network.auth_key"
 KEY = "/etc/shoal/tailscale.key"
 """Exists only while a host joins."""
@@ -34,23 +37,6 @@ DROP_IN = "/etc/systemd/system/tailscaled.service.d/shoal.conf"
 USERSPACE = ("--tun=userspace-networking", "--socks5-server=localhost:1055")
 
 PACKAGE_FIX = "add Tailscale's package source to the host (see its download page), or install tailscale there by hand"
-LOGIN_FIX = (
-    "create a new auth key for `network.auth_key` (the secret of an OAuth client also needs "
-    "`network.tags`), or log the host in by hand with `tailscale up`"
-)
-
-# The secret of an OAuth client takes options: without `preauthorized` hosts wait for approval, and `ephemeral` decides
-# whether they vanish when they are off. It is read from the file, which this script removes: no argument contains it.
-JOIN = """\
-umask 077
-key=$1 more="?ephemeral=$2&preauthorized=true"; shift 2
-trap 'rm -f "$key" "$key.new"' EXIT
-case $(cat "$key") in
-tskey-client-*\\?*) ;;
-tskey-client-*) printf '%s%s' "$(cat "$key")" "$more" > "$key.new" && mv "$key.new" "$key" ;;
-esac
-tailscale up --auth-key="file:$key" "$@"
-"""
 CONTROLLER_KEY = f"{SETTINGS}/tailscale.key"
 """On the controller: the auth key for rented machines. Only root can read it."""
 SOURCE = "/etc/apt/sources.list.d/tailscale.list"
@@ -80,8 +66,10 @@ class TailscaleComponent(Component):
 
     def prepare_among(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
         facts = everyone[member.name]
-        if not _is_used(spec) or is_joined(spec, member, facts):
+        if not _is_used(spec):
             return ()
+        if is_joined(spec, member, facts):
+            return join(spec, member, facts, verify=True) if _is_lost(member, everyone) else ()
         needs_source = member.rented and not facts.tailscale and not _offered(facts)
         source = package_source(everyone.get(members_of(spec)[0].name), facts) if needs_source else ()
         return (*source, *join(spec, member, facts))
@@ -106,24 +94,27 @@ def is_joined(spec: Spec, member: Member, facts: Facts) -> bool:
     return read_status(facts.tailscale).running and facts.text(JOINED) in ("", _join_record(spec, member))
 
 
-def join(spec: Spec, member: Member, facts: Facts, *, again: bool = False) -> Document:
-    """Join the tailnet. `again`: with a new node key, although the host is in it."""
+def join(spec: Spec, member: Member, facts: Facts, *, again: bool = False, verify: bool = False) -> Document:
+    """Join the tailnet. `again`: with a new node key. `verify`: only if the daemon turns out to be logged out."""
     flags = (*up_flags(spec.network, tailnet_name(spec.cluster, member.name)), "--reset")
-    if again or facts.text(JOINED) not in ("", _join_record(spec, member)) or read_status(facts.tailscale).own.expired:
+    other_flags = facts.text(JOINED) not in ("", _join_record(spec, member))
+    if again or verify or other_flags or read_status(facts.tailscale).own.expired:
         flags += ("--force-reauth",)
-    ephemeral = "true" if member.rented else "false"
-    with_key = (
-        Directory("/etc/shoal"),
-        File(KEY, SecretRef(SECRET), mode=0o600),
-        Command("join the tailnet", ("sh", "-c", JOIN, "join", KEY, ephemeral, *flags, "--timeout=60s"), fix=LOGIN_FIX),
-        File(KEY),
+    key = KEY if spec.network.auth_key else "-"
+    options = (
+        spec.network.login_server or CONTROL_SERVER,
+        key,
+        "true" if member.rented else "false",
+        "verify" if verify else "join",
     )
-    # Without a key Tailscale prints a URL at which a person logs the host in.
-    by_hand = (Command("join the tailnet", ("tailscale", "up", *flags, "--timeout=10s"), fix=LOGIN_FIX),)
+    command = Command("join the tailnet", python_command("tailnet_join", *options, *flags))
+    key_file = (Directory("/etc/shoal"), File(KEY, SecretRef(SECRET), mode=0o600)) if spec.network.auth_key else ()
     return (
         *(() if facts.tailscale else (Packages((PACKAGE,), fix=PACKAGE_FIX),)),
         *daemon(facts),
-        *(with_key if spec.network.auth_key else by_hand),
+        *key_file,
+        command,
+        *((File(KEY),) if key_file else ()),
         File(JOINED, _join_record(spec, member)),
     )
 
@@ -175,6 +166,15 @@ def _join_record(spec: Spec, member: Member) -> str:
     return "# Written by shoal: how this host joined the tailnet.\n" + "".join(f"{flag}\n" for flag in flags)
 
 
+def _is_lost(member: Member, everyone: Mapping[str, Facts]) -> bool:
+    """Whether the host is in a tailnet where no other host sees it: the server may have deleted it."""
+    tailnets = {name: read_status(facts.tailscale) for name, facts in everyone.items()}
+    own = tailnets.pop(member.name)
+    others = [tailnet for tailnet in tailnets.values() if tailnet.running]
+    joined = bool(everyone[member.name].text(JOINED)) and not member.rented  # a rented one may have joined just now
+    return joined and bool(others) and not any(tailnet.at(own.address) for tailnet in others)
+
+
 def _offered(facts: Facts) -> bool:
     package = facts.packages.get(PACKAGE)
     return bool(package and (package.installed or package.candidate))
@@ -205,6 +205,7 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
             host=compress(unseen),
         )
     yield from _relay_findings(cluster, hub)
+    yield from _tag_findings(cluster, tailnets)
 
 
 def _host_findings(name: str, fact: Facts, tailnet: Tailnet, rented: bool) -> Iterator[Finding]:
@@ -246,6 +247,21 @@ def _relay_findings(cluster: Cluster, hub: Tailnet) -> Iterator[Finding]:
                 "open UDP port 41641 on one of the two, or forward it on their router",
                 host=name,
             )
+
+
+def _tag_findings(cluster: Cluster, tailnets: Mapping[str, Tailnet]) -> Iterator[Finding]:
+    """Hosts without the tags of the file: on Headscale they get those of the auth key."""
+    tags = set(cluster.spec.network.tags)
+    joined = [name for name, tailnet in tailnets.items() if tailnet.running and cluster.facts[name].text(JOINED)]
+    if lacking := [name for name in joined if not tags <= {*tailnets[name].own.tags}]:
+        own = sorted({tag for name in lacking for tag in tailnets[name].own.tags})
+        yield Finding(
+            "warning",
+            f"lacks tags of `network.tags`: {', '.join(sorted(tags))}",
+            f"it has {', '.join(own) or 'none'}",
+            "create an auth key with these tags, then run `shoal keys rotate tailscale`",
+            host=compress(lacking),
+        )
 
 
 def rented_machines(spec: Spec) -> tuple[str, ...]:

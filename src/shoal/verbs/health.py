@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,18 @@ from shoal.agent.client import FactsRequest
 from shoal.agent.facts import Facts
 from shoal.errors import CommandTimeout, HostError, ShoalError
 from shoal.hosts.api import Host
-from shoal.network.tailscale import EXPIRES_SOON_S, STATUS_COMMAND, Tailnet, TailnetNode, Way, read_status, tailnet_name
+from shoal.network.tailscale import (
+    EXPIRES_SOON_S,
+    PATH_TIMEOUT_S,
+    STATUS_COMMAND,
+    Tailnet,
+    TailnetNode,
+    Way,
+    path_command,
+    read_status,
+    tailnet_name,
+    unsettled_paths,
+)
 from shoal.network.wireguard import INTERFACE, PEERS, peers_in
 from shoal.plan.fleet import Connections, Fleet
 from shoal.roles.accounting import database_host, has_records
@@ -211,6 +223,17 @@ async def tailnet_view(context: Context, host: Host) -> Tailnet | None:
     """The status of Tailscale on the controller; None on other networks."""
     if context.spec.network.kind != "tailscale":
         return None
+    tailnet = await _tailnet_status(host)
+    names = {tailnet_name(context.cluster, member.name) for member in context.members}
+    ours = [node.addresses[0] for node in tailnet.peers if node.name in names and node.addresses]
+    if unsettled := unsettled_paths(tailnet, ours):
+        with contextlib.suppress(CommandTimeout):
+            await host.run(path_command(unsettled), timeout=PATH_TIMEOUT_S)
+        tailnet = await _tailnet_status(host)
+    return tailnet
+
+
+async def _tailnet_status(host: Host) -> Tailnet:
     try:
         result = await host.run(STATUS_COMMAND, timeout=TAILSCALE_TIMEOUT_S)
     except CommandTimeout:

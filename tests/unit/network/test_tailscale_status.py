@@ -21,6 +21,7 @@ STATUS: dict[str, Any] = {
     "Self": {
         "ID": "nFoo",
         "HostName": "reef-c1",
+        "Tags": ["tag:slurm"],
         "DNSName": "reef-c1.tail0.ts.net.",
         "TailscaleIPs": ["fd7a:115c:a1e0::1", "100.64.0.1"],
         "Online": True,

@@ -72,12 +72,27 @@ async def test_every_host_logs_in_anew_with_the_key_of_now(monkeypatch: pytest.M
 async def test_a_host_that_does_not_come_back_or_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     out = {**STATUS, "BackendState": "NeedsLogin"}
     moved = {**STATUS, "TailscaleIPs": ["100.64.0.77"]}
-    world = tailnet(monkeypatch, n1=[STATUS, out], n2=[STATUS, moved])
-    failures = await rotated(world)
+    failures = await rotated(tailnet(monkeypatch, n1=[STATUS, out]))
     assert failures["n1"].cause == "is not in the tailnet with its new key: NeedsLogin"
+    world = tailnet(monkeypatch, n2=[STATUS, moved])
+    failures = await rotated(world)
     assert failures["n2"].cause == "came back into the tailnet as 100.64.0.77; it was 100.64.0.1"
     assert failures["n2"].hint == "run `shoal up`, which updates the other hosts"
-    assert "c1" not in failures
+    assert world.applied() == ["n1", "n2"], "the controller keeps its key"
+
+
+async def test_rotation_stops_at_the_first_host_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = tailnet(monkeypatch, n1=[STATUS, {**STATUS, "BackendState": "NeedsLogin"}])
+    assert set(await rotated(world)) == {"n1"}
+    assert world.applied() == ["n1"]
+
+
+async def test_rotation_waits_for_the_links_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = tailnet(monkeypatch)
+    silent = [b"100.64.0.1\n", b""]
+    world.hosts["n1"].answers = {**world.hosts["n1"].answers, ("sh", "-c"): lambda call: silent.pop(0)}
+    assert await rotated(world) == {}
+    assert silent == []
 
 
 async def test_a_host_whose_tailscale_is_silent_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from shoal.roles.component import SharedSecret, Stage
 from shoal.roles.documents import documents
 from shoal.roles.registry import component_files, component_findings, preparation, shared_secrets, user_secrets
 from shoal.roles.tailscale import (
+    CONTROL_SERVER,
     CONTROLLER_KEY,
-    JOIN,
     KEY,
     KEYRING,
     KEYRING_COPY,
@@ -118,7 +118,7 @@ def test_it_joins_as_one_that_vanishes_with_the_key_in_no_argument() -> None:
     items = prepared(machine())
     join = items["command join the tailnet"]
     assert isinstance(join, Command)
-    assert join.argv[:6] == ("sh", "-c", JOIN, "join", KEY, "true")
+    assert join.argv[6:10] == (CONTROL_SERVER, KEY, "true", "join")
     assert "--hostname=reef-cloud1" in join.argv and "--advertise-tags=tag:slurm" in join.argv
     assert prepared(machine(tailscale=STATUS)) == {}, "it is in already"
 

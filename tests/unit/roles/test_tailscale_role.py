@@ -14,6 +14,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 
 from shoal.agent.document import Command, Document, File, Packages, SecretRef, Service, to_wire
 from shoal.agent.facts import Facts, FileFact, Package
+from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.cluster import Cluster
 from shoal.roles.component import Stage
@@ -21,8 +22,9 @@ from shoal.roles.current_conf import HOSTS
 from shoal.roles.documents import documents, removal
 from shoal.roles.host_address import DROP_INS, address_wait_drop_in
 from shoal.roles.registry import component_packages, preparation, user_secrets
-from shoal.roles.tailscale import DROP_IN, FLAGS, JOIN, JOINED, KEY, join, leave
+from shoal.roles.tailscale import CONTROL_SERVER, DROP_IN, FLAGS, JOINED, KEY, TailscaleComponent, join, leave
 from shoal.slurm.conf import slurm_settings
+from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
 
@@ -71,15 +73,15 @@ def test_a_new_host_is_given_the_program_the_key_and_a_place_and_the_key_goes_ag
     assert key.content == SecretRef("network.auth_key") and key.mode == 0o600
     assert gone.content is None
     assert argv_of(document) == (
-        *("sh", "-c", JOIN, "join", KEY, "false", "--hostname=reef-c1", "--accept-dns=false"),
-        *("--advertise-tags=tag:slurm", "--reset", "--timeout=60s"),
+        *python_command("tailnet_join", CONTROL_SERVER, KEY, "false", "join"),
+        *("--hostname=reef-c1", "--accept-dns=false", "--advertise-tags=tag:slurm", "--reset"),
     )
     assert user_secrets(SPEC) == {"network.auth_key": "env:TS_AUTHKEY"}
 
 
 def test_the_key_is_in_no_argument_and_in_no_plan() -> None:
     wire = to_wire(prepared(facts(tailscale={})))
-    assert "tskey" not in str(wire).replace("tskey-client-*", "")
+    assert "tskey" not in str(wire).replace("tskey-client-", "", 1)
     assert [item["secret"] for item in wire if item.get("secret")] == [True]
 
 
@@ -108,7 +110,8 @@ def test_without_a_key_tailscale_says_where_a_person_logs_the_host_in() -> None:
     spec = spec_of(REEF.replace("{kind: tailscale, auth_key: env:TS_AUTHKEY, tags: [slurm]}", "tailscale"))
     document = prepared(facts(tailscale={**STATUS, "BackendState": "NeedsLogin"}), spec)
     assert argv_of(document) == (
-        *("tailscale", "up", "--hostname=reef-c1", "--accept-dns=false", "--reset", "--timeout=10s"),
+        *python_command("tailnet_join", CONTROL_SERVER, "-", "false", "join"),
+        *("--hostname=reef-c1", "--accept-dns=false", "--reset"),
     )
     assert user_secrets(spec) == {}
 
@@ -225,8 +228,6 @@ def test_members_are_let_in_by_the_tailnet_alone() -> None:
 
 
 def findings(c1: Facts, n1: Facts | None = None) -> list[tuple[str, str, str, str]]:
-    from shoal.roles.tailscale import TailscaleComponent
-
     hosts = {"c1": c1, **({"n1": n1} if n1 else {})}
     found = TailscaleComponent().findings(assemble(SPEC, hosts, {}))
     return [(one.level, one.host or "", one.what, one.found) for one in found]
@@ -274,34 +275,34 @@ def test_a_new_key_of_its_own_is_asked_for_by_force() -> None:
     assert "--force-reauth" in argv_of(document)
 
 
-# ---- the script that joins
+def test_headscale_gives_the_tags_of_the_auth_key_and_is_asked_for_none() -> None:
+    spec = spec_of(REEF.replace("tags:", "login_server: https://headscale.example.org, tags:"))
+    line = argv_of(prepared(facts(tailscale={}), spec))
+    assert line[6] == "https://headscale.example.org" and "--login-server=https://headscale.example.org" in line
+    assert not any(word.startswith("--advertise-tags") for word in line)
 
 
-@pytest.mark.parametrize(
-    ("key", "passing", "used"),
-    [
-        ("tskey-auth-abc", "true", "tskey-auth-abc"),
-        ("tskey-client-abc", "false", "tskey-client-abc?ephemeral=false&preauthorized=true"),
-        ("tskey-client-abc", "true", "tskey-client-abc?ephemeral=true&preauthorized=true"),
-        ("tskey-client-abc?ephemeral=true", "false", "tskey-client-abc?ephemeral=true"),
-        ("8a7b6c", "true", "8a7b6c"),
-    ],
-)
-def test_the_secret_of_an_oauth_client_makes_hosts_that_stay_and_rented_ones_that_do_not(
-    tmp_path: Path, key: str, passing: str, used: str
-) -> None:
-    program = tmp_path / "bin/tailscale"
-    program.parent.mkdir()
-    program.write_text(
-        '#!/bin/sh\nprintf "%s\\n" "$@"; file=${2#--auth-key=file:}\nstat -c %a "$file"; cat "$file"; exit 3\n'
-    )
-    program.chmod(0o755)
-    file = tmp_path / "key"
-    file.touch(0o600)
-    file.write_text(key)
-    line = ["sh", "-c", JOIN, "join", str(file), passing, "--hostname=reef-n1", "--reset"]
-    done = subprocess.run(line, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True)
-    *words, mode, secret = done.stdout.splitlines()
-    assert words == ["up", f"--auth-key=file:{file}", "--hostname=reef-n1", "--reset"]
-    assert (mode, secret) == ("600", used)
-    assert (done.returncode, file.exists()) == (3, False), "the key goes also where the host was not let in"
+def test_host_that_no_other_sees_is_verified_and_joins_again() -> None:
+    def document(c1: dict[str, Any], **n1: Any) -> Document:
+        hosts = {"c1": facts(mark=MARK, tailscale=c1), "n1": facts("n1", mark=MARK.replace("c1", "n1"), **n1)}
+        return prepare_host(SPEC, members(SPEC)[1], hosts)
+
+    gone = {**STATUS, "TailscaleIPs": ["100.64.0.9"]}
+    assert argv_of(document(STATUS, tailscale=gone))[9] == "verify"
+    assert "--force-reauth" in argv_of(document(STATUS, tailscale=gone))
+    seen = {**STATUS, "TailscaleIPs": ["100.64.0.3"]}
+    assert document(STATUS, tailscale=seen) == ()
+    assert document({**STATUS, "BackendState": "NeedsLogin"}, tailscale=gone) == (), "no other host is in a tailnet"
+
+
+def prepare_host(spec: Spec, member: Member, hosts: dict[str, Facts]) -> Document:
+    return TailscaleComponent().prepare_among(spec, member, hosts)
+
+
+def test_host_without_the_tags_of_the_file_is_reported() -> None:
+    assert "tag:slurm" in STATUS["Self"]["Tags"]
+    untagged = {**STATUS, "Self": {**STATUS["Self"], "Tags": ["tag:other"]}}
+    assert findings(facts(mark=MARK)) == []
+    assert findings(facts(mark=MARK, tailscale=untagged)) == [
+        ("warning", "c1", "lacks tags of `network.tags`: tag:slurm", "it has tag:other")
+    ]

@@ -63,7 +63,8 @@ def make_command(item: Item, context: ConvergeContext) -> str:
             break
     else:
         why = f"took longer than {item['timeout']:g} s" if status == 124 else f"ended with status {status}"
-        raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip())
+        text, _, fix = text.strip().partition("\nfix: ")  # a program of ours knows it
+        raise Failure(f"{item['name']} {why}\n{last_lines(text)}".strip(), fix)
     clear_due(context, item["key"])
     return ""
 

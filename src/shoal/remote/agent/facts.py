@@ -195,7 +195,7 @@ def file_fact(path: str, how: str) -> Item:
 OF_HOST = ("Version", "TUN", "BackendState", "TailscaleIPs")
 OF_NODE = (
     *("HostName", "TailscaleIPs", "CurAddr", "Relay", "PeerRelay"),
-    *("Online", "Active", "Expired", "KeyExpiry"),
+    *("Online", "Active", "Expired", "KeyExpiry", "Tags"),
 )
 
 

@@ -1,0 +1,126 @@
+"""Joins a tailnet with `tailscale up`. A failure ends with its cause and, as the last line, `fix: …`.
+
+Arguments: the control server, the file with the key or `-`, whether the node is ephemeral, `verify` to join only if the
+daemon turns out to be logged out or `join`, and the flags of `tailscale up`. The key file is removed, and no argument
+contains the key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+JOIN_TIMEOUT_S = 60
+UNREACHABLE_TIMEOUT_S = 15
+"""For a control server that did not answer us: the daemon may know another way to it, such as a proxy."""
+BY_HAND_TIMEOUT_S = 10
+PROBE_TIMEOUT_S = 10
+RESTART_TIMEOUT_S = 20
+OAUTH = "tskey-client-"
+NEW_KEY = "create a reusable auth key for `network.auth_key`"
+FIXES = (
+    ("already used", NEW_KEY + ": this one is for a single host"),
+    ("expired", NEW_KEY + ": this one has expired or was revoked"),
+    (
+        "tags",
+        "let the policy of the tailnet give these tags to the owner of the key (`tagOwners`), create the key with "
+        "them, or correct `network.tags`",
+    ),
+    (
+        "invalid",
+        NEW_KEY + " at {server}, which does not know this one; or set `network.login_server` to the key's own server",
+    ),
+)
+LOGIN_FIX = NEW_KEY + " (the secret of an OAuth client also needs `network.tags`), or log the host in by hand"
+
+
+def main(server: str, key: str, ephemeral: str, mode: str, *flags: str) -> int:
+    try:
+        if mode == "verify" and still_joined():
+            return 0
+        problem, fix = server_problem(server)
+        return join(server, key, ephemeral, problem, fix, list(flags))
+    finally:
+        for path in (key, key + ".new"):
+            if os.path.exists(path):
+                os.remove(path)
+
+
+def join(server: str, key: str, ephemeral: str, problem: str, fix: str, flags: list[str]) -> int:
+    limit = UNREACHABLE_TIMEOUT_S if problem else JOIN_TIMEOUT_S
+    if key == "-":
+        limit = BY_HAND_TIMEOUT_S  # it prints a URL at which a person logs the host in
+    else:
+        complete_secret(key, ephemeral)
+        flags = ["--auth-key=file:" + key, *flags]
+    line = ["tailscale", "up", *flags, f"--timeout={limit}s"]
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    text = done.stdout.strip()
+    if done.returncode == 0:
+        return 0
+    if "timeout" in text.lower() and problem:
+        text = problem
+    else:
+        fix = next((fix for part, fix in FIXES if part in text), LOGIN_FIX).format(server=server)
+    print(f"{text}\nfix: {fix}")
+    return 1
+
+
+def complete_secret(path: str, ephemeral: str) -> None:
+    """Add options to the secret of an OAuth client: hosts need no approval, and only rented ones are ephemeral."""
+    with open(path) as file:
+        secret = file.read().strip()
+    if not secret.startswith(OAUTH) or "?" in secret:
+        return
+    with os.fdopen(os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{secret}?ephemeral={ephemeral}&preauthorized=true")
+    os.replace(path + ".new", path)
+
+
+def server_problem(server: str) -> tuple[str, str]:
+    """Why the control server cannot be used from this host, and the fix; both empty when it answers."""
+    try:
+        # Every client begins with this request.
+        urllib.request.urlopen(server.rstrip("/") + "/key?v=100", timeout=PROBE_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return "", ""
+    except OSError as error:  # URLError is one
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"the certificate of {server} is not trusted here: {cause.verify_message}",
+                "put the certificate of its authority into /usr/local/share/ca-certificates on the host (NAME.crt), "
+                "run `update-ca-certificates` and `systemctl restart tailscaled` there",
+            )
+        text = getattr(cause, "strerror", None) or cause
+        return (
+            f"cannot reach {server}: {text}",
+            "start the control server, let the host reach it, or correct `network.login_server`",
+        )
+    return "", ""
+
+
+def still_joined() -> bool:
+    """Whether the daemon is still in the tailnet after a restart. Until then it does not notice that it was deleted."""
+    subprocess.run(["systemctl", "restart", "tailscaled"])
+    end = time.monotonic() + RESTART_TIMEOUT_S
+    while time.monotonic() < end:
+        done = subprocess.run(["tailscale", "status", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            state = json.loads(done.stdout.decode())["BackendState"]
+        except (ValueError, KeyError):
+            state = ""
+        if state in ("Running", "NeedsLogin"):
+            return bool(state == "Running")
+        time.sleep(0.2)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
