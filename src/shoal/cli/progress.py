@@ -34,12 +34,11 @@ class TerminalProgress:
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Phase]:
-        begun = time.monotonic()
         if not self._console.is_terminal:
             phase = PlainPhase(title, total)
-            with _repeated(self._every, lambda: self._print(phase.so_far(time.monotonic() - begun))):
+            with _repeated(self._every, lambda: self._print(phase.so_far())):
                 yield phase
-            self._print(phase.line(time.monotonic() - begun))
+            self._print(phase.line())
             return
         # The message of a host says more than a bar, where there is no room for both.
         bar = (
@@ -58,7 +57,7 @@ class TerminalProgress:
         with bars:
             moving = BarPhase(bars, title, total)
             yield moving
-        self._console.print(moving.line(time.monotonic() - begun))
+        self._console.print(moving.line())
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
@@ -93,6 +92,7 @@ class PlainPhase:
         self.title = title
         self.total = total
         self.failed: list[str] = []
+        self._begin = time.monotonic()
         self._count = f"0/{total}"
         self._finished = 0
         self._messages: dict[str, str] = {}
@@ -111,16 +111,19 @@ class PlainPhase:
         self._count = f"{fraction:.0%}"
         self._messages[""] = text
 
-    def so_far(self, seconds: float) -> str:
+    @property
+    def time(self) -> str:
+        return f"{time.monotonic() - self._begin:6.1f} s"
+
+    def so_far(self) -> str:
         messages = [text for text in self._messages.values() if text]
         more = f"; {len(messages) - MAX_SHOWN_HOSTS} more" if len(messages) > MAX_SHOWN_HOSTS else ""
-        return printable(
-            f"  {self.title:<26} {self._count:<8} {seconds:6.1f} s  {'; '.join(messages[:MAX_SHOWN_HOSTS])}{more}"
-        ).rstrip()
+        text = f"  {self.title:<26} {self._count:<8} {self.time}  {'; '.join(messages[:MAX_SHOWN_HOSTS])}{more}"
+        return printable(text).rstrip()
 
-    def line(self, seconds: float) -> str:
+    def line(self) -> str:
         mark = f"failed on {compress(self.failed)}" if self.failed else "done"
-        return f"  {self.title:<26} {mark:<8} {seconds:6.1f} s"
+        return f"  {self.title:<26} {mark:<8} {self.time}"
 
 
 class BarPhase(PlainPhase):
@@ -141,7 +144,7 @@ class BarPhase(PlainPhase):
     def set_fraction(self, fraction: float, text: str = "") -> None:
         self._bars.update(self._task, completed=round(fraction * self.total, 2), text=printable(text))
 
-    def line(self, seconds: float) -> str:
+    def line(self) -> str:
         if self.failed:
-            return f"[red]✗[/] {self.title:<26} failed on {compress(self.failed)} {seconds:6.1f} s"
-        return f"[green]✓[/] {self.title:<26} {seconds:6.1f} s"
+            return f"[red]✗[/] {self.title:<26} failed on {compress(self.failed)} {self.time}"
+        return f"[green]✓[/] {self.title:<26} {self.time}"

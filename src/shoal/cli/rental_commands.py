@@ -16,7 +16,8 @@ from shoal.cli.session import PARTLY, Session, confirm
 from shoal.cloud.providers.api import Market, Offer, Query, RentedInstance
 from shoal.cloud.rental import dollars, format_dollars, micros
 from shoal.errors import ShoalError, UsageError
-from shoal.verbs.cost import BudgetLimits, CostResult
+from shoal.spec.rental import Budget
+from shoal.verbs.cost import CostResult
 from shoal.verbs.offers import OffersResult
 from shoal.verbs.reap import ReapPreview, ReapResult
 
@@ -270,12 +271,13 @@ def _prices(offer: Offer) -> tuple[str, str]:
     return format_dollars(amount).removeprefix("$"), per_gpu.removeprefix("$")
 
 
-def _limit_text(limit: int | None) -> str:
-    return "" if limit is None else format_dollars(limit)
+def _limit_text(limit: float | None) -> str:
+    return "" if limit is None else format_dollars(micros(limit))
 
 
-def _limits(limit: BudgetLimits) -> dict[str, float]:
-    return {name: dollars(value) for name, value in vars(limit).items() if value is not None}
+def _limits(budget: Budget) -> dict[str, float]:
+    limits = {name: getattr(budget, name) for name in ("per_hour", "per_day", "per_month")}
+    return {name: dollars(micros(limit)) for name, limit in limits.items() if limit is not None}
 
 
 def _table(*titles: str, right: Collection[str] = ()) -> Columns:

@@ -7,6 +7,7 @@ host and why), and a bug (exit 70, with a traceback to report).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
@@ -157,27 +158,24 @@ def run_app(app: typer.Typer) -> None:
     words = sys.argv[1:]
     json = "--json" in words[: words.index("--") if "--" in words else None]
     allow_any_encoding()
+    status = 0
     try:
-        status = app(prog_name="shoal", standalone_mode=False)
+        with Session(json) as session:
+            try:
+                session.status = app(prog_name="shoal", standalone_mode=False) or 0
+                sys.stdout.flush()
+            except ClickUsageError as error:
+                if json:
+                    raise UsageError(error.format_message(), hint="see --help") from None
+                error.show()
+                session.status = UsageError.exit_code
+    except typer.Exit as end:
+        status = end.exit_code
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    except ClickUsageError as error:
-        wrong = UsageError(error.format_message(), hint="see --help")
-        print(dump(wrong)) if json else error.show()
-        status = wrong.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        stopped = Interrupted("stopped")
-        print(dump(stopped)) if json else print(stopped, file=sys.stderr)
-        status = stopped.exit_code
-    except BrokenPipeError:
-        status = end_broken_pipe()
-    except OSError as error:
-        mapped = map_os_error(error)
-        if mapped is None:
-            raise
-        print(f"error: {mapped}", file=sys.stderr)
-        status = mapped.exit_code
-        discard_output()
-    sys.exit(status if isinstance(status, int) else 0)
+        sys.exit(status)
+    discard_output()  # what cannot be written was reported
+    sys.exit(status)
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], *, message: str = STOPPING) -> T:

@@ -23,9 +23,9 @@ def add_digests(document: Document, given: Mapping[str, str]) -> Document:
     """
 
     def add_digest(item: Item) -> Item:
-        if not isinstance(item, File) or not isinstance(item.content, SecretRef):
+        if not isinstance(item, File) or not isinstance(item.content, SecretRef) or item.content.sha256:
             return item
-        if item.content.sha256 or item.content.name not in given:
+        if item.content.name not in given:
             return item
         try:
             value = _value(given, item.content.name)
@@ -49,13 +49,10 @@ def unavailable_secrets(given: Mapping[str, str]) -> dict[str, UsageError]:
 
 def missing_secrets(hosts: Iterable[HostPlan], given: Mapping[str, str]) -> dict[str, UsageError]:
     """The unavailable secrets that a host needs and does not have: without them the plan cannot be applied."""
-    needed = {
-        name
-        for host in hosts
-        for _, document in host.stages
-        for key, name in _secret_files(document)
-        if key in {change.what for change in host.changes}
-    }
+    needed = set()
+    for host in hosts:
+        due = {change.what for change in host.changes}
+        needed |= {name for _, document in host.stages for key, name in _secret_files(document) if key in due}
     return {name: error for name, error in unavailable_secrets(given).items() if name in needed}
 
 

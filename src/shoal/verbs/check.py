@@ -110,12 +110,8 @@ async def _nodes(context: Context, fleet: Fleet, observed: Observation) -> list[
         return [Finding("error", error.message, fix=error.hint, host=context.controller.name)]
     except CommandTimeout as error:
         return [Finding("error", error.cause, fix=slurmctld_fix(error.host), host=error.host)]
-    return [
-        Finding(
-            "error", "Slurm cannot use the node", reason, "run `shoal up`; `shoal status` shows the state", host=name
-        )
-        for name, reason in missing.items()
-    ]
+    what, fix = "Slurm cannot use the node", "run `shoal up`; `shoal status` shows the state"
+    return [Finding("error", what, reason, fix, host=name) for name, reason in missing.items()]
 
 
 async def _contract(context: Context, fleet: Fleet, reported: Sequence[Finding]) -> list[Finding]:
@@ -130,8 +126,8 @@ async def _contract(context: Context, fleet: Fleet, reported: Sequence[Finding])
     options = context.spec.slurm.options
     findings = [breach.finding(options, host.name) for breach in contract_violations(parse_config(config))]
     findings += partition_findings(parse_partitions(partitions))
-    known = {_subject(finding) for finding in (*reported, *context.warnings)}  # of the file, before it is applied
-    return [finding for finding in findings if _subject(finding) not in known]
+    of_file = {_subject(finding) for finding in (*reported, *context.warnings)}  # before it is applied
+    return [finding for finding in findings if _subject(finding) not in of_file]
 
 
 async def _services(context: Context, fleet: Fleet) -> list[Finding]:

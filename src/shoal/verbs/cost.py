@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.cloud.rental import micros
 from shoal.cloud.service.costs import CostReport, decode
 from shoal.errors import LedgerError, UsageError
 from shoal.roles.elastic import UNIT
@@ -27,21 +26,12 @@ COST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class BudgetLimits:
-    """The limits of a budget, in millionths of a dollar."""
-
-    per_hour: int | None = None
-    per_day: int | None = None
-    per_month: int | None = None
-
-
-@dataclass(frozen=True)
 class CostResult:
     cluster: str
     costs: CostReport
-    budget: BudgetLimits = field(default_factory=BudgetLimits)
+    budget: Budget = field(default_factory=Budget)
     """Of the whole cluster."""
-    budgets: Mapping[str, BudgetLimits] = field(default_factory=dict)
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Of nodesets."""
 
 
@@ -63,8 +53,8 @@ async def cost(context: Context, month: str | None = None) -> CostResult:
         costs = decode(result.text)
     except ValueError:
         raise _failed(host.name, result.text, result.error_text) from None
-    own = {name: _limits(nodeset.budget) for name, nodeset in sets.items() if nodeset.budget}
-    return CostResult(context.cluster, costs, _limits(context.spec.budget), own)
+    own = {name: nodeset.budget for name, nodeset in sets.items() if nodeset.budget}
+    return CostResult(context.cluster, costs, context.spec.budget or Budget(), own)
 
 
 def _failed(host: str, output: str, error_text: str) -> LedgerError:
@@ -74,10 +64,3 @@ def _failed(host: str, output: str, error_text: str) -> LedgerError:
     except (ValueError, KeyError, TypeError):
         last = (error_text.strip() or output.strip() or "no output").splitlines()[-1]
         return LedgerError(f"cannot read the costs on {host}: {last}", hint="run `shoal up`")
-
-
-def _limits(budget: Budget | None) -> BudgetLimits:
-    if budget is None:
-        return BudgetLimits()
-    limits = (budget.per_hour, budget.per_day, budget.per_month)
-    return BudgetLimits(*(None if limit is None else micros(limit) for limit in limits))

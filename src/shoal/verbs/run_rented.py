@@ -31,19 +31,14 @@ def resolve_rented(
     """The job with every number known. Raises UsageError where nodes that are yet to be rented could not run it."""
     resolved = resolve(job, nodes, partitions, rented_containers(context.spec))
     if resolved.rented:
-        _expect_on_shares(context, resolved, environment)
+        shares = _shares(context)
+        writable = [share for share, is_writable in shares.items() if is_writable]
+        _require_on_share(job_root(job, context.cluster), "the job's code", writable, resolved.rented)
+        if environment is not None:
+            _require_on_share(environment.path, f"environment {environment.name}", list(shares), resolved.rented)
     if resolved.containers:
         _require_transferable(context, resolved, environment)
     return resolved
-
-
-def _expect_on_shares(context: Context, job: ResolvedJob, environment: BuiltEnvironment | None) -> None:
-    """Refuse a job whose rented machines would lack its code or its environment."""
-    shares = _shares(context)
-    root = job_root(job.spec, context.cluster)
-    _require_on_share(root, "the job's code", [share for share, writable in shares.items() if writable], job.rented)
-    if environment is not None:
-        _require_on_share(environment.path, f"environment {environment.name}", list(shares), job.rented)
 
 
 def _require_transferable(context: Context, job: ResolvedJob, environment: BuiltEnvironment | None) -> None:
@@ -69,19 +64,17 @@ def _require_transferable(context: Context, job: ResolvedJob, environment: Built
 
 def _shares(context: Context) -> dict[str, bool]:
     """The directories that rented machines have when they come, and whether they may write there."""
-    found = {path: not one.read_only for path, one in context.spec.storage.items() if one.kind != "stage"}
+    shares = {path: not share.read_only for path, share in context.spec.storage.items() if share.kind != "stage"}
     sandbox = any(member.provider == SANDBOX for member in context.members)
-    return found | ({SANDBOX_SHARED: True} if sandbox else {})
+    return shares | ({SANDBOX_SHARED: True} if sandbox else {})
 
 
 def _require_on_share(path: str, what: str, shares: Sequence[str], nodes: Sequence[str]) -> None:
     if not _inside(path, shares):
-        raise UsageError(
-            f"{path} is on no share of the cluster, so {compress(nodes)} would not have {what}",
-            hint=f"put it on one, such as {shares[0]}, or name other nodes with --nodelist"
-            if shares
-            else "give the cluster a share: `storage` in the file",
-        )
+        hint = "give the cluster a share: `storage` in the file"
+        if shares:
+            hint = f"put it on one, such as {shares[0]}, or name other nodes with --nodelist"
+        raise UsageError(f"{path} is on no share of the cluster, so {compress(nodes)} would not have {what}", hint=hint)
 
 
 def _inside(path: str, places: Sequence[str]) -> bool:

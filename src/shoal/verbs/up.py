@@ -103,8 +103,7 @@ async def up(
         fleet.failures.update(not_made)
         observed = await _observe(context, fleet)
         left = _require_no_orphans(context, observed, leave_rented)
-        _refuse_left_records(context, observed, leave_records)
-        _refuse_moved_shares(context, observed)
+        _refuse_moves(context, observed, leave_records)
         former, warnings = await predecessor(context, fleet, observed, end_jobs=allow_job_loss, leave=leave_rented)
         await _require_secrets(context, fleet, observed)
         prepared = await prepare(context.spec, observed.facts, fleet, context.progress)
@@ -151,16 +150,12 @@ def _require_no_orphans(context: Context, observed: Observation, allowed: bool) 
     return orphans
 
 
-def _refuse_left_records(context: Context, observed: Observation, allowed: bool) -> None:
-    finding = moved_database_finding(context.spec, observed.facts)
-    if finding and not allowed:
-        raise ShoalError(
-            f"{finding.host}: {finding.what}; nothing was changed", hint=f"use --leave-records; {finding.fix}"
-        )
-
-
-def _refuse_moved_shares(context: Context, observed: Observation) -> None:
-    for finding in moved_share_findings(context.spec, observed.facts):
+def _refuse_moves(context: Context, observed: Observation, leave_records: bool) -> None:
+    """Raise where records of jobs or files of a share would stay behind on another host."""
+    records = None if leave_records else moved_database_finding(context.spec, observed.facts)
+    if records:
+        records = replace(records, fix=f"use --leave-records; {records.fix}")
+    for finding in filter(None, (records, *moved_share_findings(context.spec, observed.facts))):
         raise ShoalError(f"{finding.host}: {finding.what}; nothing was changed", hint=finding.fix)
 
 
@@ -175,7 +170,7 @@ async def _late_orphans(context: Context, observed: Observation) -> list[Finding
         return []
     kept = named.keys() - lost if rented_sets(context.spec) else frozenset()
     rentals = await ledger_rentals(context) or ()
-    orphans = [one for one in rentals if one.live and not one.of_now and one.account not in kept]
+    orphans = [rental for rental in rentals if rental.live and not rental.of_now and rental.account not in kept]
     return [orphan_finding(context.spec, orphans, name)] if orphans else []
 
 
@@ -236,10 +231,9 @@ async def _create(context: Context, missing: Sequence[tuple[str, Request]]) -> d
 
 
 async def _observe(context: Context, fleet: Fleet) -> Observation:
-    controller = context.controller.name
     with context.progress.phase("connect and look", len(fleet.targets)) as phase:
         observed = await observe(fleet, context.spec, phase)
-    fleet.require(controller)
+    fleet.require(context.controller.name)
     return observed
 
 

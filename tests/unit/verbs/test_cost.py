@@ -15,8 +15,9 @@ from shoal.cloud.rental import micros
 from shoal.cloud.service.costs import CostReport, JobCost, encode
 from shoal.errors import LedgerError, UsageError
 from shoal.hosts.api import Result
+from shoal.spec.rental import Budget
 from shoal.verbs.context import Context
-from shoal.verbs.cost import COMMAND, BudgetLimits, CostResult, cost
+from shoal.verbs.cost import COMMAND, CostResult, cost
 
 COSTS = CostReport(
     at=1000.0,
@@ -53,7 +54,7 @@ def shown(result: CostResult) -> list[str]:
 async def test_the_controller_is_asked_as_root_and_the_files_limits_stand_beside() -> None:
     made = world(encode(COSTS).encode())
     result = await cost(Context(made.spec, connector=made.connector))
-    assert result == CostResult("reef", COSTS, BudgetLimits(micros(20), None, micros(500)))
+    assert result == CostResult("reef", COSTS, Budget(per_hour=20, per_month=500))
     [call] = made.hosts["c1"].calls
     assert tuple(call.argv) == COMMAND and call.root
 
@@ -99,9 +100,7 @@ async def test_a_controller_that_cannot_tell_says_why(answer: Result, said: str)
 
 
 def test_a_person_reads_the_sums_and_who_had_what() -> None:
-    result = CostResult(
-        "reef", COSTS, BudgetLimits(micros(40), None, micros(500)), {"burst": BudgetLimits(per_month=micros(300))}
-    )
+    result = CostResult("reef", COSTS, Budget(per_hour=40, per_month=500), {"burst": Budget(per_month=300)})
     assert shown(result) == [
         "reef: 1 machine",
         "of",
@@ -130,7 +129,7 @@ def test_what_is_not_in_the_sums_is_said() -> None:
 
 
 def test_scripts_get_dollars() -> None:
-    found = cost_json(CostResult("reef", COSTS, BudgetLimits(per_month=micros(500))))
+    found = cost_json(CostResult("reef", COSTS, Budget(per_month=500)))
     assert (found["per_hour"], found["total"], found["idle"]) == (31.92, 100.10, 15.02)
     assert found["jobs"][0] == {"id": "7", "user": "ann", "name": "train", "usd": 60.05}
     assert found["budget"] == {"per_month": 500.0}
