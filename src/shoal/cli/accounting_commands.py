@@ -111,15 +111,10 @@ def show_restore(console: Console, result: RestoreResult) -> None:
 
 
 def _cells(row: UsageRow, costs: bool, detailed: bool) -> list[str]:
-    cells = [escape_text(row.name)]
-    if not detailed:
-        cells.append(str(row.jobs))
-    cells += [f"{row.cpu_hours:.2f}", f"{row.gpu_hours:.2f}"]
-    if costs:
-        cells.append("" if row.cost is None else f"{row.cost:.2f}")
-    if detailed:
-        cells.append(escape_text(row.detail))
-    return cells
+    cost = [] if not costs else ["" if row.cost is None else f"{row.cost:.2f}"]
+    hours = [f"{row.cpu_hours:.2f}", f"{row.gpu_hours:.2f}", *cost]
+    name = escape_text(row.name)
+    return [name, *hours, escape_text(row.detail)] if detailed else [name, str(row.jobs), *hours]
 
 
 def _minute(when: float) -> str:

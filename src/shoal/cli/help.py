@@ -74,7 +74,8 @@ class ShoalCommand(TyperCommand):
             parameter.metavar = placeholder(parameter) or None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [self.options_metavar or "", *(_usage(parameter) for parameter in _arguments(self, ctx))]
+        arguments = [(parameter.required, _argument(parameter)) for parameter in _arguments(self, ctx)]
+        return [self.options_metavar or "", *(text if required else f"[{text}]" for required, text in arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         arguments = [(_argument(parameter), parameter.help or "") for parameter in _arguments(self, ctx)]
@@ -117,10 +118,6 @@ def _arguments(command: TyperCommand, ctx: Any) -> Iterator[Any]:
 
 def _argument(argument: Any) -> str:
     return placeholder(argument) + ("" if argument.nargs == 1 else "...")
-
-
-def _usage(argument: Any) -> str:
-    return _argument(argument) if argument.required else f"[{_argument(argument)}]"
 
 
 def _write_options(command: Any, ctx: Any, formatter: Any) -> None:

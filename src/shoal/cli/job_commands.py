@@ -108,10 +108,9 @@ def print_line(session: Session, rank: int | None, timestamps: bool = False) -> 
 
 
 def finish_logs(session: Session, result: LogsResult, rank: int | None, timestamps: bool) -> None:
-    from shoal.cli.job_screens import show_lines
-
-    if not session.json:
-        show_lines(session.console, _lines_of(result, rank), timestamps)
+    show = print_line(session, rank, timestamps)
+    for line in result.lines:
+        show(line)
     finish_follow(session, result, rank)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +57,6 @@ def show_jobs(console: Console, result: JobsResult) -> None:
             escape_text("; ".join(filter(None, (_condition_text(view), profile)))),
         )
     console.print(table)
-
-
-def show_lines(console: Console, lines: Iterable[LogLine], timestamps: bool = False) -> None:
-    for line in lines:
-        show_line(console, line, timestamps)
 
 
 def show_line(console: Console, line: LogLine, timestamps: bool = False) -> None:

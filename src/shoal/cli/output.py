@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def console(stderr: bool = False) -> Console:
+def make_console(stderr: bool = False) -> Console:
     """A console as wide as the terminal. Output into a pipe or a file is not broken into lines of 80."""
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shoal.cli.options import Json
 from shoal.cli.output import plain
-from shoal.cli.run_command import parse_exports
+from shoal.cli.run_command import read_job
 from shoal.cli.screen import Columns, escape_text
 from shoal.cli.session import Session
 from shoal.errors import Interrupted, UsageError
@@ -20,7 +20,7 @@ from shoal.proof.compare import Difference
 
 if TYPE_CHECKING:
     from shoal.plan.progress import ProgressReporter
-    from shoal.proof.model import ProofResult, ProofRow, ProofSettings, Runner
+    from shoal.proof.model import ProofResult, ProofRow, Runner
 
 
 def prove(
@@ -85,7 +85,7 @@ def prove(
     with Session(json, file, cluster) as session:
         from shoal.proof.local_runner import LOCAL_LAUNCHERS, LocalRunner
         from shoal.proof.model import PARALLELS, TOLERANCES, ProofSettings
-        from shoal.verbs.prove import CLUSTER_LAUNCHERS
+        from shoal.verbs.prove import CLUSTER_LAUNCHERS, ClusterRunner
         from shoal.verbs.prove import prove as verb
 
         on_cluster = file is not None or cluster is not None
@@ -104,10 +104,11 @@ def prove(
             steps,
             timeout,
         )
-        given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
         runner: Runner
         if on_cluster:
-            runner = _as_jobs(session, settings, job, given)
+            given = {"nodes": nodes, "gpus_per_node": gpus_per_node, "python": python, "export": export}
+            spec = read_job(job, {**given, "script": script, "args": settings.args})
+            runner = ClusterRunner(settings, session.open(), spec, Path.cwd())
         else:
             _refuse({"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--job": job, "--export": export})
             runner = LocalRunner(settings, python)
@@ -124,19 +125,6 @@ def progress_of(session: Session) -> ProgressReporter:
     from shoal.plan.progress import NoProgress
 
     return TerminalProgress(session.errors) if session.errors.is_terminal or not session.json else NoProgress()
-
-
-def _as_jobs(session: Session, settings: ProofSettings, job: Path | None, given: dict[str, Any]) -> Runner:
-    from shoal.jobs.load import load_job
-    from shoal.jobs.model import job_from_options
-    from shoal.verbs.prove import ClusterRunner
-
-    options = {name: value for name, value in given.items() if value is not None}
-    if "export" in options:
-        options["export"] = parse_exports(options["export"])
-    options.update(script=settings.script, args=settings.args)
-    spec = load_job(job, options) if job is not None else job_from_options(options)
-    return ClusterRunner(settings, session.open(), spec, Path.cwd())
 
 
 def finish(session: Session, result: ProofResult) -> None:

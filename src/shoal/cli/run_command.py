@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -77,21 +77,23 @@ def run(
 def _job_spec(script: str | None, args: list[str] | None, file: Path | None, options: dict[str, Any]) -> JobSpec:
     from shoal.verbs.run import check_secrets
 
-    values = {name: value for name, value in options.items() if value is not None}
-    if "export" in values:
-        values["export"] = parse_exports(values["export"])
-    if script is not None:
-        values.update(script=script, args=tuple(args or ()))
-    if file is None:
-        spec = job_from_options(values)
-    else:
-        from shoal.jobs.load import load_job
-
-        spec = load_job(file, values)
+    spec = read_job(file, options if script is None else {**options, "script": script, "args": tuple(args or ())})
     check_secrets(spec)
     if options["environment"] and options["python"]:
         raise UsageError("--env brings its own Python, and --python names another", hint="leave one of them out")
     return spec
+
+
+def read_job(file: Path | None, options: Mapping[str, Any]) -> JobSpec:
+    """The job of a command line. Options that are given are in place of what the file says."""
+    values = {name: value for name, value in options.items() if value is not None}
+    if "export" in values:
+        values["export"] = parse_exports(values["export"])
+    if file is None:
+        return job_from_options(values)
+    from shoal.jobs.load import load_job
+
+    return load_job(file, values)
 
 
 def parse_exports(texts: list[str]) -> dict[str, str]:

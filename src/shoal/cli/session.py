@@ -17,12 +17,11 @@ import traceback
 from collections.abc import Coroutine
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
 
-from shoal.cli.output import allow_any_encoding, dump
+from shoal.cli.output import allow_any_encoding, dump, make_console
 from shoal.errors import ControllerFailed, Interrupted, ShoalError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -64,15 +63,11 @@ class Session:
 
     @cached_property
     def console(self) -> Console:
-        from shoal.cli.output import console
-
-        return console()
+        return make_console()
 
     @cached_property
     def errors(self) -> Console:
-        from shoal.cli.output import console
-
-        return console(stderr=True)
+        return make_console(stderr=True)
 
     def open(self, *, phases: bool = True) -> Context:
         """The cluster. `phases`: the verb takes long and shows progress; otherwise it needs the hosts only."""
@@ -105,9 +100,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(end_broken_pipe()) from None
         if isinstance(error, (KeyboardInterrupt, typer.Abort)):

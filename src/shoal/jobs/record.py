@@ -34,6 +34,14 @@ SACCT_FIELDS = {
     **{"Timelimit": "TimeLimit", "WorkDir": "WorkDir", "JobName": "name"},
 }
 """The fields to ask for, each with scontrol's key. The name, which its owner chose, comes last."""
+JOBCOMP_COMMAND = ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {MAX_ENDED_JOBS}")
+"""The newest lines of the file, of the one before it as well while that is not compressed."""
+RECENT_COMMAND = ("sh", "-c", f"date -d '1 day ago' +%FT%T; {JOBCOMP_COMMAND[-1]}")
+"""The same, behind the time that was a day ago by the clock that the file is written by."""
+SACCT_COMMAND = (
+    *("sacct", "-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS)),
+)
+"""The same question for slurmdbd: every job of all time."""
 
 
 @dataclass(frozen=True)
@@ -184,29 +192,13 @@ def _text(values: dict[str, str], key: str) -> str:
     return "" if value in ("(null)", "N/A", "None", "NONE", "None assigned", "Unknown") else value
 
 
-def jobcomp_command() -> tuple[str, ...]:
-    """The newest lines of the file, of the one before it as well while that is not compressed."""
-    return ("sh", "-c", f"cat {JOBCOMP}.1 {JOBCOMP} 2>/dev/null | tail -n {MAX_ENDED_JOBS}")
-
-
-def recent_command() -> tuple[str, ...]:
-    """The same, behind the time that was a day ago by the clock that the file is written by."""
-    return ("sh", "-c", f"date -d '1 day ago' +%FT%T; {jobcomp_command()[-1]}")
-
-
-def sacct_command() -> tuple[str, ...]:
-    """The same question for slurmdbd: every job of all time."""
-    words = ("-a", "-D", "-X", "-n", "-P", f"--delimiter={_FIELD}", "-S", "uts1", "-o", ",".join(SACCT_FIELDS))
-    return ("sacct", *words)
-
-
 def parse_jobcomp(text: str) -> list[JobRecord]:
     """What the file says, oldest first. A job that was queued again has several lines; the last one counts."""
     return _last(parse_runs(text))
 
 
 def parse_recent(text: str) -> list[JobRecord]:
-    """The answer to `recent_command`, oldest first, without the turns of jobs that were queued again."""
+    """The answer to RECENT_COMMAND, oldest first, without the turns of jobs that were queued again."""
     since, _, rest = text.partition("\n")
     return [record for record in parse_jobcomp(rest) if record.end >= since and not record.active]
 

@@ -31,10 +31,8 @@ class NoProgress:
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Phase]:
-        yield _SilentPhase()
+        yield self
 
-
-class _SilentPhase:
     def update(self, host: str, text: str) -> None: ...
 
     def done(self, host: str, error: str = "") -> None: ...

@@ -95,13 +95,11 @@ class Context:
         """The hosts of a run, not yet connected."""
         from shoal.plan.fleet import Fleet
 
-        targets = await self.targets(chosen if chosen is not None else self.members)
-        return Fleet({target.name: target for target in targets}, self.connect())
+        return Fleet(await self.targets(chosen), self.connect())
 
     async def connections(self, chosen: Iterable[Member] | None = None) -> Connections:
         """The same for commands that need no agent: they start faster."""
-        targets = await self.targets(chosen if chosen is not None else self.members)
-        return Connections({target.name: target for target in targets}, self.connect())
+        return Connections(await self.targets(chosen), self.connect())
 
     @asynccontextmanager
     async def controller_host(self) -> AsyncIterator[Host]:
@@ -109,20 +107,19 @@ class Context:
         async with await self.connections([self.controller]) as fleet:
             yield await fleet.host(self.controller.name)
 
-    async def targets(self, chosen: Iterable[Member]) -> list[Target]:
-        """The address of each member. Raises ProviderError for a host that is not made yet."""
-        chosen = list(chosen)
-        made = await self.instances() if any(member.provider for member in chosen) else {}
-        return [_target(self.cluster, member, made) for member in chosen]
+    async def targets(self, chosen: Iterable[Member] | None = None) -> dict[str, Target]:
+        """The addresses of members, by name. Raises ProviderError for a host that is not made yet."""
+        members = self.members if chosen is None else tuple(chosen)
+        made = await self.instances() if any(member.provider for member in members) else {}
+        return {member.name: _target(self.cluster, member, made) for member in members}
 
-    async def instances(self) -> dict[str, tuple[str, Instance]]:
+    async def instances(self) -> dict[str, Instance]:
         """The members that their providers have made, by name."""
         at = {member.name: member.provider for member in self.members}
-        made: dict[str, tuple[str, Instance]] = {}
+        made: dict[str, Instance] = {}
         for name in self.provider_names():
-            for instance in await self.providers(name).instances(self.cluster):
-                if at.get(instance.name) == name:
-                    made[instance.name] = (name, instance)
+            instances = await self.providers(name).instances(self.cluster)
+            made |= {instance.name: instance for instance in instances if at.get(instance.name) == name}
         return made
 
     async def all_instances(self) -> ProviderInstances:
@@ -275,7 +272,7 @@ def requests(chosen: Iterable[Member], provider: str) -> list[Request]:
     return [Request(member.name, member.shape) for member in chosen if member.provider == provider]
 
 
-def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]]) -> Target:
+def _target(cluster: str, member: Member, made: dict[str, Instance]) -> Target:
     if member.provider is None:
         return Target(member.name, member.address, member.port, member.user, member.identity)
     if member.name not in made:
@@ -285,7 +282,7 @@ def _target(cluster: str, member: Member, made: dict[str, tuple[str, Instance]])
         raise ProviderError(
             f"cluster {cluster}: host {member.name} is not made yet", hint=f"run `shoal up`{other}{mine}"
         )
-    return made[member.name][1].target
+    return made[member.name].target
 
 
 def cannot_make(provider: str, problems: Sequence[Finding]) -> ProviderError:

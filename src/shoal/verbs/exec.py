@@ -61,7 +61,7 @@ async def ssh_command(context: Context, host: str, argv: Sequence[str]) -> list[
     """The `ssh` command line for a host, with this cluster's host keys. Connects first, to learn the host's key."""
     argv = argv[1:] if argv[:1] == ["--"] else _refuse_options(host, argv)
     member = context.choose_one(host)
-    [target] = await context.targets([member])
+    [target] = (await context.targets([member])).values()
     async with await context.fleet([member]) as fleet:
         await fleet.host(member.name)
     command = ["ssh", "-o", f"UserKnownHostsFile={context.known_hosts}", "-o", "StrictHostKeyChecking=yes"]

@@ -12,7 +12,7 @@ from shoal.contract import PROGRESS_FILE
 from shoal.errors import HostError, SlurmError, UsageError
 from shoal.hostlist import expand
 from shoal.jobs.failure import FailureReason, explain_failure
-from shoal.jobs.record import JobRecord, parse_recent, parse_records, recent_command, show_command
+from shoal.jobs.record import RECENT_COMMAND, JobRecord, parse_recent, parse_records, show_command
 from shoal.plan.fleet import Connections
 from shoal.verbs import logs
 from shoal.verbs.context import Context, job_file_hosts
@@ -54,7 +54,7 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
         if ended:
             before = logs.exclude_known(await logs.all_ended_jobs(context, controller), known)
         else:
-            recent = parse_recent(await slurm_output(controller, recent_command()))
+            recent = parse_recent(await slurm_output(controller, RECENT_COMMAND))
             before = logs.exclude_known(recent, known)[-MAX_RECENT_JOBS:]
         records = [*before, *known]
         running = [record for record in known if record.state == "RUNNING" and record.work_dir]

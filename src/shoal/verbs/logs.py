@@ -207,20 +207,20 @@ async def all_ended_jobs(context: Context, controller: Host) -> list[JobRecord]:
     """
     found = [
         record
-        for record in slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.jobcomp_command()))
+        for record in slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
         if not record.active
     ]
     if context.spec.accounting is not None:
         with contextlib.suppress(SlurmError):
             found = slurm_jobs.merge_records(
-                found, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.sacct_command()))
+                found, slurm_jobs.parse_sacct(await slurm_output(controller, slurm_jobs.SACCT_COMMAND))
             )
     return found
 
 
 async def ended_runs(controller: Host, job: str) -> list[JobRecord]:
     """One job, or the members of an array, as they last ended."""
-    found = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.jobcomp_command()))
+    found = slurm_jobs.parse_jobcomp(await slurm_output(controller, slurm_jobs.JOBCOMP_COMMAND))
     last = {record.id: record for record in found if job in (record.id, record.id.partition("_")[0])}
     return [record for record in last.values() if not record.active]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.jobs.record import JobRecord, merge_records, parse_jobcomp, parse_sacct, sacct_command
+from shoal.jobs.record import SACCT_COMMAND, JobRecord, merge_records, parse_jobcomp, parse_sacct
 from shoal.verbs.logs import exclude_known
 
 FILE = """\
@@ -67,7 +67,7 @@ def test_nothing_in_the_file_is_no_jobs() -> None:
 
 
 def test_slurmdbd_is_asked_for_all_users_and_every_run() -> None:
-    assert {"-a", "-D", "-X", "uts1"} <= set(sacct_command())
+    assert {"-a", "-D", "-X", "uts1"} <= set(SACCT_COMMAND)
 
 
 def test_slurmdbds_answer_has_what_ended_and_not_what_runs() -> None:

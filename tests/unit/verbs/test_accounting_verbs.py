@@ -18,7 +18,7 @@ from shoal.cli.cluster_screens import accounting_line
 from shoal.cli.host_commands import show_keys
 from shoal.errors import ShoalError, SlurmError, Unreachable, UsageError
 from shoal.hosts.api import Result
-from shoal.jobs.record import jobcomp_command, recent_command, sacct_command
+from shoal.jobs.record import JOBCOMP_COMMAND, RECENT_COMMAND, SACCT_COMMAND
 from shoal.roles.accounting import DATABASE_PROGRAM, SACCTMGR_CONF
 from shoal.slurm.usage import UsageRow
 from shoal.verbs.context import Context
@@ -222,13 +222,13 @@ async def test_no_backup_and_no_database_are_told_apart() -> None:
 @pytest.mark.parametrize("text", [LAB, BOOKS])
 async def test_ended_jobs_come_from_the_file_with_and_without_slurmdbd(text: str) -> None:
     made = world(text)
-    answer(made, *jobcomp_command(), with_=OLD)
-    answer(made, *sacct_command(), with_=Result(1, stderr=b"sacct: error: Connection refused\n"))
+    answer(made, *JOBCOMP_COMMAND, with_=OLD)
+    answer(made, *SACCT_COMMAND, with_=Result(1, stderr=b"sacct: error: Connection refused\n"))
     answer(made, "scontrol", "-o", "show", "job", with_=b"No jobs in the system\n")
     told = await jobs(context_of(made), ended=True)
     assert [(view.record.id, view.record.state) for view in told.jobs] == [("3", "COMPLETED")]
     later = b"2999-01-01T00:00:00\n"
-    answer(made, *recent_command(), with_=later + OLD)
+    answer(made, *RECENT_COMMAND, with_=later + OLD)
     assert (await jobs(context_of(made))).jobs == (), "it ended more than a day ago"
 
 

@@ -65,7 +65,7 @@ async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it(
         await context.fleet()
     assert str(caught.value) == "cluster reef: host controller is not made yet\n  fix: run `shoal up`"
     await fake.create("reef", requests(context.members, "sandbox"), lambda text, part: None)
-    assert [target.address for target in await context.targets(context.members)] == [
+    assert [target.address for target in (await context.targets()).values()] == [
         "192.0.2.1",
         "192.0.2.2",
         "192.0.2.3",
@@ -75,7 +75,7 @@ async def test_a_host_that_is_yet_to_be_made_is_refused_with_the_way_to_make_it(
 async def test_a_host_of_the_file_is_reached_as_the_file_says() -> None:
     text = "cluster: r\ncontroller: {host: 'bob@box:2222', compute: true, identity: /keys/k}\n"
     context = Context(spec_of(text))
-    assert await context.targets(context.members) == [
+    assert list((await context.targets()).values()) == [
         Target("box", None, port=2222, user="bob", identity=Path("/keys/k"))
     ]
 
