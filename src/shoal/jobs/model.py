@@ -1,9 +1,4 @@
-"""What a job is: the fields of `job.yaml` and of `shoal run`, spelled as sbatch spells them.
-
-JobSpec       what a person asks for; anything left out is worked out from the cluster
-ResolvedJob   the same with every number known, made by `resolve.resolve`
-JobPaths       where on the hosts its code and its files are
-"""
+"""What a job is: the fields of `job.yaml` and of `shoal run`, spelled as sbatch spells them."""
 
 from __future__ import annotations
 
@@ -126,6 +121,11 @@ def _python(value: object) -> str:
 Count = Annotated[int, Between(1, 65533)]
 Name = Annotated[str, BeforeValidator(_name)]
 OutputPath = Annotated[str, BeforeValidator(_path)]
+Text = Annotated[str, BeforeValidator(_value)]
+NodeList = Annotated[str, BeforeValidator(_nodelist)]
+Experiment = Annotated[str, BeforeValidator(_experiment)]
+Python = Annotated[str, BeforeValidator(_python)]
+Constraint = Annotated[str, BeforeValidator(_constraint)]
 
 
 def option(
@@ -146,9 +146,9 @@ class JobSpec(SpecModel):
     What is left out comes from the cluster: `nodes: 2` alone uses all GPUs of two nodes.
     """
 
-    script: Annotated[str, BeforeValidator(_value)]
+    script: Text
     """The program: a Python script, or any executable of your working tree."""
-    args: tuple[Annotated[str, BeforeValidator(_value)], ...] = ()
+    args: tuple[Text, ...] = ()
     """Its arguments."""
     launcher: Annotated[str, BeforeValidator(choice("launcher", LAUNCHER_NAMES))] = option(
         "What starts the processes: srun, torchrun, spawn, mpirun or python. Default: srun.", "WORD", default="srun"
@@ -164,9 +164,7 @@ class JobSpec(SpecModel):
     )
     time: SlurmTime | None = option("The time limit: minutes or [D-]HH:MM:SS. Default: the partition's.", "TIME", "-t")
     partition: Name | None = option("The partition. Default: the cluster's default.", "NAME", "-p")
-    constraint: Annotated[str, BeforeValidator(_constraint)] | None = option(
-        "Features the nodes must have.", "FEATURES", "-C"
-    )
+    constraint: Constraint | None = option("Features the nodes must have.", "FEATURES", "-C")
     account: Name | None = option("The account to charge.", "NAME", "-A")
     qos: Name | None = option("The quality of service.", "NAME", "-q")
     array: Annotated[str, BeforeValidator(_array)] | None = option(
@@ -175,9 +173,7 @@ class JobSpec(SpecModel):
     dependency: Annotated[str, BeforeValidator(_dependency)] | None = option(
         "Wait for other jobs: afterok:17, or singleton for those of the same name.", "JOBS", "-d"
     )
-    nodelist: Annotated[str, BeforeValidator(_nodelist)] | None = option(
-        "Exactly these nodes: gpu[01-02].", "HOSTS", "-w"
-    )
+    nodelist: NodeList | None = option("Exactly these nodes: gpu[01-02].", "HOSTS", "-w")
     switches: Count | None = option("How many sites it may span. Default: one.", "NUMBER")
     exclusive: StrictBool = option("Share the nodes with no other job.", default=False)
     requeue: StrictBool = option(
@@ -202,10 +198,8 @@ class JobSpec(SpecModel):
     tracking_uri: Annotated[str, BeforeValidator(_tracking_uri)] | None = option(
         "The MLflow server. MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN are passed on from your environment.", "URL"
     )
-    experiment: Annotated[str, BeforeValidator(_experiment)] | None = option(
-        "The MLflow experiment. Default: the job's name.", "NAME"
-    )
-    export: dict[Annotated[str, BeforeValidator(_variable)], Annotated[str, BeforeValidator(_value)]] = option(
+    experiment: Experiment | None = option("The MLflow experiment. Default: the job's name.", "NAME")
+    export: dict[Annotated[str, BeforeValidator(_variable)], Text] = option(
         "A variable for the script's environment; may be repeated. The batch script contains it: set no password here.",
         "NAME=VALUE",
         default={},
@@ -213,9 +207,7 @@ class JobSpec(SpecModel):
     environment: Name | None = option(
         "The environment in the file that runs the script. `shoal env build` makes it.", "NAME", name="--env"
     )
-    python: Annotated[str, BeforeValidator(_python)] = option(
-        "The Python on the nodes. Default: python3.", "PROGRAM", default="python3"
-    )
+    python: Python = option("The Python on the nodes. Default: python3.", "PROGRAM", default="python3")
     directory: Annotated[str, BeforeValidator(_directory)] | None = option(
         "Where the hosts keep code and logs. Default: /var/lib/shoal/jobs/CLUSTER.", "DIRECTORY"
     )
