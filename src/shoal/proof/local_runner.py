@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -107,9 +108,9 @@ async def _report_progress(directory: Path, steps: int, phase: Phase) -> None:
     """Report the progress of rank 0, until cancelled."""
     while True:
         await asyncio.sleep(0.3)
-        done = _steps(directory / "rank-0.jsonl")
-        if done:
-            phase.set_fraction(min(1.0, done / steps), f"step {done}/{steps}")
+        taken = _steps(directory / "rank-0.jsonl")
+        if taken:
+            phase.set_fraction(min(1.0, taken / steps), f"step {taken}/{steps}")
 
 
 def _steps(path: Path) -> int:
@@ -122,19 +123,18 @@ def _steps(path: Path) -> int:
 
 def _steps_by_rank(directory: Path) -> str:
     """The steps of each rank, if they differ: that is often the reason of a hang."""
-    done = {int(path.stem.partition("-")[2]): _steps(path) for path in directory.glob("rank-*.jsonl")}
-    if len(set(done.values())) < 2:
+    steps = {int(path.stem.partition("-")[2]): _steps(path) for path in directory.glob("rank-*.jsonl")}
+    if len(set(steps.values())) < 2:
         return ""
-    return f" (steps taken: {', '.join(f'rank {rank} {done[rank]}' for rank in sorted(done))})"
+    return f" (steps taken: {', '.join(f'rank {rank} {steps[rank]}' for rank in sorted(steps))})"
 
 
 def _tail(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     # torchrun ends with its own report, which does not name the cause.
-    for at, line in enumerate(lines):
-        if "torch.distributed.elastic.multiprocessing.api:failed" in line or "ChildFailedError" in line:
-            lines = lines[: max(at, 1)]
-            break
+    report = re.compile(r"torch\.distributed\.elastic\.multiprocessing\.api:failed|ChildFailedError")
+    end = next((at for at, line in enumerate(lines) if report.search(line)), len(lines))
+    lines = lines[: max(end, 1)]
     return "\n".join(f"  {printable(line)}" for line in lines[-SHOWN_LINES:]) or "  it printed nothing"
 
 

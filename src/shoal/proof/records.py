@@ -136,10 +136,10 @@ class RunRecord:
         """A parameter that all ranks hold whole, and a rank whose final value differs from rank 0's."""
         first, *others = self.ranks
         for name, stored in first.end.items():
-            for other in others:
-                theirs = other.end.get(name)
-                if theirs and not stored.sharded and not theirs.sharded and theirs.digest != stored.digest:
-                    return name, other.rank
+            for rank in others:
+                copy = rank.end.get(name)
+                if copy and not stored.sharded and not copy.sharded and copy.digest != stored.digest:
+                    return name, rank.rank
         return None
 
 

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from shoal.contract import PROGRESS_FILE, SHOAL_JOB_DIR
@@ -114,33 +113,26 @@ class Progress:
         last = self._total is not None and step >= self._total
         if now >= self._next_file or last:
             self._next_file = now + FILE_PERIOD_S
-            self._add_point(now)
             self._report(now, "running", with_line=last or now >= self._next_line)
 
     def close(self, state: State = "done") -> None:
         """End the reports; `stopped` if the job continues after a requeue."""
         if self._active and self._step is not None:
             self._active = False
-            now = self._clock()
-            self._add_point(now)
-            self._report(now, state, with_line=True)
+            self._report(self._clock(), state, with_line=True)
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, StopExit):
             self.close("done" if error is None else "stopped")
 
-    def _add_point(self, now: float) -> None:
+    def _report(self, now: float, state: State, *, with_line: bool) -> None:
         if not self._seen or self._step != self._seen[-1][1]:
             self._seen.append((now, self._step or 0, self._samples))
         while len(self._seen) > 2 and now - self._seen[1][0] > SPEED_WINDOW_S:
             self._seen.popleft()
-
-    def _report(self, now: float, state: State, *, with_line: bool) -> None:
         numbers = self._numbers(state)
         if self._file:
             with contextlib.suppress(OSError):  # a full disk does not stop training
@@ -152,8 +144,10 @@ class Progress:
 
     def _numbers(self, state: State) -> dict[str, Any]:
         steps, samples = self._speed()
-        left = self._total - (self._step or 0) if self._total is not None else None
-        loss = _number(self._loss)
+        steps_left = max(0, self._total - (self._step or 0)) if self._total is not None else None
+        loss: float | None = None
+        with contextlib.suppress(TypeError, ValueError):
+            loss = float(self._loss)
         return {
             "step": self._step,
             "total_steps": self._total,
@@ -161,7 +155,7 @@ class Progress:
             "diverged": loss is not None and not math.isfinite(loss),
             "samples_per_second": samples,
             "steps_per_second": steps,
-            "eta_seconds": max(0, left) / steps if left is not None and steps else None,
+            "eta_seconds": steps_left / steps if steps_left is not None and steps else None,
             "mfu": samples * self._flops / self._peak if samples and self._flops and self._peak else None,
             "state": state,
             "restarts": self._restarts,
@@ -207,13 +201,6 @@ def peak_of_this_gpu() -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _short(number: float) -> str:

@@ -103,9 +103,8 @@ class ModelWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._optimizer is None:
-            ours = {id(parameter) for parameter in self._model.parameters()}
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if not any(id(parameter) in ours for parameter in held):
+            optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not any(id(parameter) in optimized for parameter in self._model.parameters()):
                 return
             self._optimizer = optimizer
         if optimizer is self._optimizer:

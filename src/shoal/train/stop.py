@@ -89,16 +89,18 @@ class Stopper:
         """Whether any rank must stop. Collective: call it on every rank, once per step."""
         if self._ranks is None:
             self._ranks = RankGroup()
-        left = self._seconds_left()
-        near = left is not None and left <= save_seconds + SAVE_MARGIN_S
+        seconds_left = self._seconds_left()
+        near = seconds_left is not None and seconds_left <= save_seconds + SAVE_MARGIN_S
         requested = self._signal or (_TIME_LIMIT if near else 0)
-        reached, minus_left, milliseconds = self._ranks.max_over_ranks(
-            requested, -int(left * 1000) if left is not None else -_NO_LIMIT, int(save_seconds * 1000)
+        milliseconds_left = _NO_LIMIT if seconds_left is None else int(seconds_left * 1000)
+        # The least time left of all ranks is the largest of the negated ones.
+        reached, negated_left, save_ms = self._ranks.max_over_ranks(
+            requested, -milliseconds_left, int(save_seconds * 1000)
         )
         if not reached:
             return None
         reason = "time limit" if reached == _TIME_LIMIT else signal.Signals(reached).name
-        stop = Stop(step, reason, None if minus_left == -_NO_LIMIT else -minus_left / 1000, milliseconds / 1000)
+        stop = Stop(step, reason, None if negated_left == -_NO_LIMIT else -negated_left / 1000, save_ms / 1000)
         if self._ranks.rank == 0:
             limit = "" if stop.seconds_left is None else f", {stop.seconds_left:.0f} s before the kill"
             log.warning("stopping after step %d: %s%s", step, reason, limit)

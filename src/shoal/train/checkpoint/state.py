@@ -131,8 +131,8 @@ def _require(mapping: Mapping[str, Any], name: str) -> Any:
 
 def _data_position(by_rank: Mapping[str, Any], rank: int, world_size: int, saved_by: int) -> Any:
     positions = [_require(of_rank, "data") for of_rank in by_rank.values()]
-    if world_size == saved_by:
-        return _require(by_rank[f"rank/{rank}"], "data")
+    if world_size == saved_by:  # only the one of this rank was loaded
+        return positions[0]
     if not all(_equal(position, positions[0]) for position in positions):
         raise CheckpointError(
             f"cannot restore the data position of {saved_by} ranks on {world_size}",
@@ -143,11 +143,11 @@ def _data_position(by_rank: Mapping[str, Any], rank: int, world_size: int, saved
     return positions[0]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(first == second)
     except (RuntimeError, ValueError):  # tensors and arrays compare element by element
-        return pickle.dumps(one) == pickle.dumps(other)
+        return pickle.dumps(first) == pickle.dumps(second)
 
 
 # Model

@@ -85,10 +85,8 @@ def _build_and_store(shard: Path) -> ShardIndex:
             return index
         except OSError as error:
             log.debug("the index of %s cannot be kept at %s: %s", shard, place, error)
-    log.warning(
-        "the index of %s cannot be stored and is built at every start; set SHOAL_INDEX_DIR to a writable folder",
-        shard,
-    )
+    hint = "set SHOAL_INDEX_DIR to a writable folder"
+    log.warning("the index of %s cannot be stored and is built at every start; %s", shard, hint)
     return index
 
 
@@ -154,8 +152,8 @@ def read_index(path: Path) -> ShardIndex:
     try:
         header = json.loads(head)
         if header["format"] != FORMAT or header["byteorder"] != sys.byteorder:
-            found = f"format {header['format']}, {header['byteorder']}-endian"
-            raise DataError(f"index {path} is of another format", found=found, fix=fix)
+            description = f"format {header['format']}, {header['byteorder']}-endian"
+            raise DataError(f"index {path} is of another format", found=description, fix=fix)
         if zlib.crc32(body) != header["crc32"]:
             raise DataError(f"index {path} is damaged", found="its checksum is not the one it states", fix=fix)
         at = header["keys"]
@@ -206,7 +204,7 @@ def _write(index: ShardIndex, place: Path) -> None:
 
 def _members(shard: Path, size: int) -> list[tuple[str, int, int]]:
     """Name, offset and size of every regular file in the tar."""
-    found: list[tuple[str, int, int]] = []
+    members: list[tuple[str, int, int]] = []
     cut = DataError(
         f"shard {shard} is cut short",
         found=f"its {size} bytes do not end with the mark that ends a tar",
@@ -214,13 +212,13 @@ def _members(shard: Path, size: int) -> list[tuple[str, int, int]]:
     )
     with shard.open("rb") as raw:
         start = raw.read(6)
-        for magic, name in _COMPRESSED.items():
-            if start.startswith(magic):
-                raise DataError(
-                    f"shard {shard} cannot be read sample by sample",
-                    found=f"it is compressed with {name}",
-                    fix="decompress the shard; compress the files in it (jpg, png, npz) instead",
-                )
+        compression = next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), "")
+        if compression:
+            raise DataError(
+                f"shard {shard} cannot be read sample by sample",
+                found=f"it is compressed with {compression}",
+                fix="decompress the shard; compress the files in it (jpg, png, npz) instead",
+            )
         raw.seek(0)
         try:
             with tarfile.open(fileobj=raw, mode="r:") as tar:
@@ -233,19 +231,18 @@ def _members(shard: Path, size: int) -> list[tuple[str, int, int]]:
                             fix="write the shard again without tar's --sparse",
                         )
                     if member.isreg():
-                        found.append((member.name, member.offset_data, member.size))
+                        members.append((member.name, member.offset_data, member.size))
                 end = tar.offset
         except tarfile.ReadError as error:
             if "unexpected end" in str(error):
                 raise cut from None
-            raise DataError(
-                f"shard {shard} is not a tar", found=str(error), fix="name tar files only, written whole"
-            ) from None
+            fix = "name tar files only, written whole"
+            raise DataError(f"shard {shard} is not a tar", found=str(error), fix=fix) from None
         # tarfile takes a damaged or missing header for the end, and would silently skip the rest.
         raw.seek(end)
         if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise cut
-    return found
+    return members
 
 
 def _stat(shard: Path) -> os.stat_result:

@@ -95,14 +95,12 @@ def _opened(path: Path) -> Any:
     try:
         import lmdb
     except ImportError:
-        raise DataError(
-            f"reading {path} needs the package lmdb", found="it is not installed here", fix="pip install lmdb"
-        ) from None
+        reason = "it is not installed here"
+        raise DataError(f"reading {path} needs the package lmdb", found=reason, fix="pip install lmdb") from None
+    # Without readahead: samples are read in random order, and neighbours beyond a block are not needed.
+    options = {"readonly": True, "lock": False, "readahead": False, "create": False}
     try:
-        # Without readahead: samples are read in random order, and neighbours beyond a block are not wanted.
-        return lmdb.open(
-            os.fspath(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False, create=False
-        )
+        return lmdb.open(os.fspath(path), subdir=path.is_dir(), **options)
     except lmdb.Error as error:
         raise DataError(
             f"cannot open the LMDB environment {path}",

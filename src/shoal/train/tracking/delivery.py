@@ -226,11 +226,11 @@ class DeliveryThread:
 
     def stop(self, timeout: float) -> bool:
         """Flush, and end the thread. If it hangs in a request, it ends with the process."""
-        done = self.flush(timeout)
+        all_sent = self.flush(timeout)
         self._stopping = True
         self._wake.set()
         self._thread.join(0.2)
-        return done
+        return all_sent
 
     @property
     def ended(self) -> bool:

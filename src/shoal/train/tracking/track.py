@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, Literal
 
 from shoal.contract import SHOAL_TRACKING_URI
@@ -69,10 +68,13 @@ def tracker(
 
     def open_at(directory: Path | None) -> tuple[Path, RunName, tuple[Spool, ...]]:
         address = server.uri if server else ""
+        first = env.rank == 0
         place, name = open_run_directory(
-            directory, environ, experiment=experiment, title=title, uri=address, first=env.rank == 0
+            directory, environ, experiment=experiment, title=title, uri=address, first=first
         )
-        return place, name, _open_spools(place, env)
+        names = ["metrics.jsonl", "artifacts.jsonl"] if first else []
+        names += [f"system-{env.node}.jsonl"] if env.local_rank == 0 else []
+        return place, name, tuple(Spool(place / file) for file in names)
 
     try:
         place, name, spools = open_at(Path(directory) if directory else None)
@@ -186,8 +188,15 @@ class Tracker:
 
     def attach_script(self, job_id: str) -> None:
         """Attach Slurm's batch script, in the background."""
+
+        def attach() -> None:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                command = ["scontrol", "write", "batch_script", job_id, "-"]
+                options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 10}
+                self.data("job.sbatch", subprocess.check_output(command, **options))
+
         if job_id and shutil.which("scontrol"):
-            threading.Thread(target=self._attach_script, args=(job_id,), daemon=True).start()
+            threading.Thread(target=attach, daemon=True).start()
 
     def status(self, status: Status | Literal["RUNNING"]) -> None:
         if self._spool is not None:
@@ -207,8 +216,8 @@ class Tracker:
         if self._system:
             self._system.stop()
         self.status(status)
-        done = self._background.stop(timeout)
-        if not done:
+        all_sent = self._background.stop(timeout)
+        if not all_sent:
             log.warning(
                 "tracking: unsent records; the job's next start sends them, or: python -m shoal.train.tracking.send %s",
                 self.directory,
@@ -216,14 +225,12 @@ class Tracker:
         if self._background.ended:
             for spool in self._all:
                 spool.close()
-        return done
+        return all_sent
 
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StopExit):
             self.close("SCHEDULED" if error.requeued else "KILLED")
             return
@@ -244,12 +251,6 @@ class Tracker:
             self._logged.add(text)
             log.error("tracking: %s", text)
 
-    def _attach_script(self, job_id: str) -> None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["scontrol", "write", "batch_script", job_id, "-"]
-            done = subprocess.run(command, capture_output=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
-            self.data("job.sbatch", done.stdout)
-
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # the end of a forked child is not that of the run
             return
@@ -264,13 +265,6 @@ def _server(uri: str, environ: Mapping[str, str]) -> MlflowClient | None:
     except (ValueError, OSError) as error:
         log.error("tracking: %s; records stay on disk", error)
         return None
-
-
-def _open_spools(place: Path, env: Env) -> tuple[Spool, ...]:
-    names = ["metrics.jsonl", "artifacts.jsonl"] if env.rank == 0 else []
-    if env.local_rank == 0:
-        names.append(f"system-{env.node}.jsonl")
-    return tuple(Spool(place / name) for name in names)
 
 
 def _read_recorded_values(spool: Spool | None) -> set[tuple[str, int, float | str]]:
