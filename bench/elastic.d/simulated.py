@@ -53,8 +53,8 @@ def _run_cloud(kind: str, boot: float, pipe: Connection) -> None:
 
 async def _serve_cloud(kind: str, boot: float, pipe: Connection) -> None:
     simulator = find_simulator(kind)
-    delay = min(boot, simulator.profile.address_seconds)
-    profile = replace(simulator.profile, boot_seconds=boot, address_seconds=delay)
+    delay = min(boot, simulator.profile.address_s)
+    profile = replace(simulator.profile, boot_s=boot, address_s=delay)
     types = [replace(type, places=dict.fromkeys(type.places, CAPACITY)) for type in simulator.types]
     async with serve(SimulatorApp(simulator(Market(profile, types, NoHosts())), limited=False)) as url:
         pipe.send(url)

@@ -1,9 +1,9 @@
 """What the cluster, `shoal run` and the training library agree on when a job must stop, and a job's variables.
 
-    near its time limit    WARNING to the ranks; at the limit SIGTERM, and SIGKILL after KILL_WAIT
+    near its time limit    WARNING to the ranks; at the limit SIGTERM, and SIGKILL after KILL_WAIT_S
     preempted              WARNING to the ranks; after the partition's GraceTime, SIGTERM and SIGKILL, and queued again
     told by scancel -s     the signal to the ranks, and nothing more
-    cancelled              SIGTERM, and SIGKILL after KILL_WAIT
+    cancelled              SIGTERM, and SIGKILL after KILL_WAIT_S
     a node is lost         SIGKILL, and queued again
 
 A script runs without any of the variables: each one only takes a guess away.
@@ -26,15 +26,15 @@ PROFILE_DIRECTORY = "profile"
 """In the job's directory: what its profiler leaves."""
 
 WARNING_SIGNAL = "USR1"
-WARNING_SECONDS = 60
+WARNING_S = 60
 """How long before its time limit a job is warned at the latest. Slurm may be up to a minute early."""
-WARNING = f"{WARNING_SIGNAL}@{WARNING_SECONDS}"
+WARNING = f"{WARNING_SIGNAL}@{WARNING_S}"
 """The --signal of a job that does not say."""
 
-GRACE_SECONDS = WARNING_SECONDS
+GRACE_S = WARNING_S
 """A partition's GraceTime: a preempted job has as long to save as one that comes to its time limit."""
 
-KILL_WAIT = 30
+KILL_WAIT_S = 30
 """KillWait: seconds from SIGTERM to SIGKILL. Without cgroups a batch job has none of them: srun, in the batch script,
 gets SIGTERM as well, and kills the ranks at once. A job counts on its warning."""
 

@@ -74,7 +74,7 @@ class FakeSlurm:
     resume_timeout = 1800.0
     suspend_timeout = 30.0
     requeue_delay = 120.0
-    idle_seconds = 600.0
+    idle_s = 600.0
 
     def __init__(self, clock: Clock, nodes: Sequence[str] = (), path: Path | None = None) -> None:
         self._clock = clock
@@ -212,7 +212,7 @@ class FakeSlurm:
         elif "POWERING_DOWN" in node.flags and now - node.since >= self.suspend_timeout:
             node.base, node.reason, node.reason_by = "IDLE", "", ""  # idle_on_node_suspend
             node.flags = ["CLOUD", "POWERED_DOWN"]
-        elif self.state(node.name) == {"IDLE", "CLOUD"} and now - node.since >= self.idle_seconds:
+        elif self.state(node.name) == {"IDLE", "CLOUD"} and now - node.since >= self.idle_s:
             self._suspend(node)
 
     def _job_tick(self, job: FakeJob, now: float) -> None:

@@ -67,10 +67,10 @@ class GoogleComputeSimulator(Simulator):
     base = "/compute/v1"
     profile = Profile(
         user="ubuntu",
-        boot_seconds=40.0,
-        address_seconds=5.0,
-        stop_seconds=20.0,
-        notice_seconds=30.0,
+        boot_s=40.0,
+        address_s=5.0,
+        stop_s=20.0,
+        notice_s=30.0,
         unique_names=True,
         billing=Billing(step=1, least=60, from_up=True),
     )

@@ -46,21 +46,21 @@ class Profile:
     """Delays of this cloud, and properties of its machines."""
 
     user: str = "root"
-    boot_seconds: float = 60.0
-    address_seconds: float = 0.0
+    boot_s: float = 60.0
+    address_s: float = 0.0
     """From the order until the API shows an address."""
-    stop_seconds: float = 5.0
-    notice_seconds: float = 0.0
+    stop_s: float = 5.0
+    notice_s: float = 0.0
     unique_names: bool = False
     container: bool = False
     billing: Billing = field(default_factory=Billing)
 
-    def adjusted(self, *, real_hosts: bool, boot_seconds: float | None) -> Profile:
-        """With real hosts, those hosts' delays in place of the provider's; `boot_seconds` overrides both."""
-        boot = boot_seconds if boot_seconds is not None else 0.0 if real_hosts else self.boot_seconds
-        stop = min(self.stop_seconds, REAL_HOST_STOP_S) if real_hosts else self.stop_seconds
-        address = min(self.address_seconds, boot / 4)
-        return replace(self, boot_seconds=boot, address_seconds=address, stop_seconds=stop)
+    def adjusted(self, *, real_hosts: bool, boot_s: float | None) -> Profile:
+        """With real hosts, those hosts' delays in place of the provider's; `boot_s` overrides both."""
+        boot = boot_s if boot_s is not None else 0.0 if real_hosts else self.boot_s
+        stop = min(self.stop_s, REAL_HOST_STOP_S) if real_hosts else self.stop_s
+        address = min(self.address_s, boot / 4)
+        return replace(self, boot_s=boot, address_s=address, stop_s=stop)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ KINDS = (
     "stockout", "quota", "rate", "error-after-create", "error-before-create", "slow-boot", "never-reachable", "dies",
     "preempt", "lagging-list", "duplicate-name", "price-change", "bad-gpu", "list-fails", "balance", "auth",
 )  # fmt: skip
-SECONDS = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0}
+DEFAULT_DELAYS_S = {"slow-boot": 600.0, "dies": 5.0, "preempt": 5.0, "lagging-list": 30.0}
 """Default duration of a fault: extra boot time, time after boot, time after boot, time missing from lists."""
 
 
@@ -145,7 +145,7 @@ class Fault:
 
     @property
     def after(self) -> float:
-        return SECONDS.get(self.kind, 0.0) if self.seconds is None else self.seconds
+        return DEFAULT_DELAYS_S.get(self.kind, 0.0) if self.seconds is None else self.seconds
 
     def concerns(self, type: str, place: Iterable[str]) -> bool:
         return self.type in ("", type) and (not self.region or self.region in set(place))

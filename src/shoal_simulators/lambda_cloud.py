@@ -69,9 +69,9 @@ class LambdaSimulator(Simulator):
     base = "/api/v1"
     profile = Profile(
         user="ubuntu",
-        boot_seconds=150.0,
-        address_seconds=25.0,
-        stop_seconds=30.0,
+        boot_s=150.0,
+        address_s=25.0,
+        stop_s=30.0,
         billing=Billing(step=60, from_up=True),
     )
     types = _types()

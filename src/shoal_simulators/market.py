@@ -215,7 +215,7 @@ class Market:
             order=order,
             usd_hour=self.price(order.type, order.market) * factor,
             ordered=now,
-            boot_seconds=self.profile.boot_seconds + (slow.after if slow else 0.0),
+            boot_seconds=self.profile.boot_s + (slow.after if slow else 0.0),
             unseen_until=now + lag.after if lag else 0.0,
             shown_until=lag.after if lag else 0.0,
             reachable=self.take_fault("never-reachable", order) is None,
@@ -230,7 +230,7 @@ class Market:
 
     def _advance(self, machine: SimulatedInstance, now: float) -> None:
         status = self.backend.status(machine.id)
-        if machine.live and now >= machine.ordered + self.profile.address_seconds and status.host:
+        if machine.live and now >= machine.ordered + self.profile.address_s and status.host:
             machine.host, machine.port, machine.private_address = status.host, status.port, status.private_address
         # The cloud shows an unreachable machine as up.
         if machine.phase == "pending" and now >= machine.ordered + machine.boot_seconds:
@@ -247,7 +247,7 @@ class Market:
         ends = [machine.ordered + lifetime if lifetime else None, machine.takes_away]
         if machine.live and any(end is not None and now >= end for end in ends):
             self._stop(machine)
-        stopped = (machine.stopping or now) + self.profile.stop_seconds
+        stopped = (machine.stopping or now) + self.profile.stop_s
         if machine.phase == "stopping" and now >= stopped and status.state == "gone":
             machine.phase = "gone"
             self._names[machine.order.name] -= 1
@@ -255,7 +255,7 @@ class Market:
 
     def _give_notice(self, machine: SimulatedInstance) -> None:
         machine.preempted = True
-        machine.takes_away = self.clock() + self.profile.notice_seconds
+        machine.takes_away = self.clock() + self.profile.notice_s
         self.backend.notice(machine.id, machine.takes_away)
 
     def _die(self, machine: SimulatedInstance) -> None:

@@ -63,9 +63,9 @@ class PaperspaceSimulator(Simulator):
     base = "/v1"
     profile = Profile(
         user="paperspace",
-        boot_seconds=120.0,
-        address_seconds=20.0,
-        stop_seconds=20.0,
+        boot_s=120.0,
+        address_s=20.0,
+        stop_s=20.0,
         billing=Billing(step=3600),
     )
     types = _types()

@@ -79,7 +79,7 @@ class RunPodSimulator(Simulator):
 
     kind = "runpod"
     base = "/v2"
-    profile = Profile(boot_seconds=40.0, stop_seconds=2.0, container=True)
+    profile = Profile(boot_s=40.0, stop_s=2.0, container=True)
     types = tuple(_types())
     creating = r"POST /v2/pods"
     listing = r"GET /v2/pods"

@@ -48,9 +48,9 @@ class SandboxSimulator(Simulator):
     kind = "sandbox"
     base = "/v1"
     profile = Profile(
-        boot_seconds=5.0,
-        stop_seconds=1.0,
-        notice_seconds=30.0,
+        boot_s=5.0,
+        stop_s=1.0,
+        notice_s=30.0,
         unique_names=True,
     )
     types = (

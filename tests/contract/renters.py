@@ -162,7 +162,7 @@ class Trial:
 
     def boot(self) -> None:
         """Let so much time pass that whatever boots is up."""
-        self.clock.now += self.market.profile.boot_seconds + 1
+        self.clock.now += self.market.profile.boot_s + 1
 
     @property
     def made(self) -> int:

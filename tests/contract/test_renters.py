@@ -94,7 +94,7 @@ async def test_a_machine_is_ordered_boots_and_is_given_back(it: Trial) -> None:
     [deleted] = await it.renter.delete([found])
     assert deleted.ok, deleted
     assert [one.state for one in await it.listed()] in ([], ["stopping"])
-    it.clock.now += it.market.profile.stop_seconds + 1
+    it.clock.now += it.market.profile.stop_s + 1
     assert await it.listed() == []
     assert [(one["id"], one["ended"] is None) for one in it.market.bill()] == [(outcome.id, False)]
 
@@ -145,7 +145,7 @@ async def test_giving_back_what_is_gone_is_well(it: Trial) -> None:
     it.boot()
     found = await it.listed()
     assert [one.ok for one in await it.renter.delete(found)] == [True]
-    it.clock.now += it.market.profile.stop_seconds + 1
+    it.clock.now += it.market.profile.stop_s + 1
     assert await it.listed() == []
     assert [one.ok for one in await it.renter.delete(found)] == [True]
     assert await it.renter.delete([]) == []
@@ -157,9 +157,9 @@ async def test_one_that_is_gone_keeps_no_other_from_being_given_back(it: Trial) 
     it.boot()
     found = await it.listed()
     it.market.delete(found[0].id)
-    it.clock.now += it.market.profile.stop_seconds + 1
+    it.clock.now += it.market.profile.stop_s + 1
     assert [one.ok for one in await it.renter.delete(found)] == [True, True]
-    it.clock.now += it.market.profile.stop_seconds + 1
+    it.clock.now += it.market.profile.stop_s + 1
     assert await it.listed() == []
 
 
@@ -277,9 +277,9 @@ async def test_a_machine_that_is_taken_away_is_gone(it: Trial) -> None:
     await it.listed()
     it.clock.now += 11
     assert all(one.ending or one.state != "up" for one in await it.listed())
-    it.clock.now += it.market.profile.notice_seconds
+    it.clock.now += it.market.profile.notice_s
     await it.listed()
-    it.clock.now += it.market.profile.stop_seconds + 1
+    it.clock.now += it.market.profile.stop_s + 1
     assert await it.listed() == []
     assert [one["ended"] is None for one in it.market.bill()] == [False]
 

@@ -31,7 +31,7 @@ from shoal_simulators.sandbox_backend import SandboxBackend
 
 CLUSTER = "t-simulated"
 TYPES = (MachineType("gpu", "A10", 2, 24, 1, 3, 1.0, places={"here": 9}),)
-VM = Profile(user="ubuntu", boot_seconds=0.0, stop_seconds=0.0)
+VM = Profile(user="ubuntu", boot_s=0.0, stop_s=0.0)
 SCRIPT = "#!/bin/sh\nhostname > /root/user-data-ran\n"
 
 pytestmark = [
@@ -169,7 +169,7 @@ async def test_machines_that_were_kept_are_there_for_the_next_run(backend: Sandb
 
 
 async def test_a_container_is_reached_by_its_own_port_and_runs_its_command(backend: SandboxBackend, key: Any) -> None:
-    container = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0, container=True)
+    container = Profile(user="root", boot_s=0.0, stop_s=0.0, container=True)
     market = Market(container, TYPES, backend)
     one = market.order(wanted(key, user_data="echo ran > /root/args-ran"), "m1")
     await until(market, lambda: one.phase == "up")

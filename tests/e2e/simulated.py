@@ -18,7 +18,7 @@ from tests.e2e.cluster import IMAGE, Cluster
 from tests.e2e.leftovers import TAG, noted
 
 CENT = 0.01
-LATE_SECONDS = 10.0
+LATE_S = 10.0
 """So much later than the cloud itself we may know that a machine is up, or ended: lists are asked every few seconds."""
 
 IMPATIENT = "sed -i 's/^SuspendTimeout=.*/SuspendTimeout=10/' /etc/slurm/slurm.conf && scontrol reconfigure"
@@ -106,7 +106,7 @@ def spent(cluster: Cluster, nodesets: Sequence[str]) -> float:
     return sum(float(found.get(name, 0)) for name in nodesets)
 
 
-def apart(cluster: Cluster, url: str, *nodesets: str, slack: float = LATE_SECONDS) -> str:
+def apart(cluster: Cluster, url: str, *nodesets: str, slack: float = LATE_S) -> str:
     """How the ledger's sum for these nodesets differs from the cloud's own bill; nothing where they agree to the cent.
 
     For each machine they may differ by `slack` seconds, which for most is far less than a cent.

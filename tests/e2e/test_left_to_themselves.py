@@ -33,7 +33,7 @@ ENOUGH = 300.0
 
 
 def test_a_machine_that_nobody_joins_switches_itself_off() -> None:
-    profile = Profile(user="root", boot_seconds=0.0, stop_seconds=0.0)
+    profile = Profile(user="root", boot_s=0.0, stop_s=0.0)
     with noted(OFF):
         assert asyncio.run(_phases(profile, machine_script(SOON))) == ["up", "error"]
 

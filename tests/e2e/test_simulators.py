@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.simulated import (
-    LATE_SECONDS,
+    LATE_S,
     UNFINISHED,
     Cloud,
     apart,
@@ -46,7 +46,7 @@ class Case:
     offer: str
     gpus: int = 0
     settings: str = ""
-    slack: float = LATE_SECONDS
+    slack: float = LATE_S
     """So many seconds of each machine the ledger may be wrong."""
 
     @property

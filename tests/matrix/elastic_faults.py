@@ -103,7 +103,7 @@ async def play(directory: Path, provider: str, name: str) -> Cell:
     sets = (rented_set("burst", 8, choice(case), _anywhere(case)),)
     async with scene(directory, provider, sets=sets, budget=Budget(per_hour=limit)) as it:
         # So long that a machine which never answers is given up and replaced while Slurm still waits.
-        it.slurm.resume_timeout = 3 * it.context.accounts[provider].abilities.boot_seconds
+        it.slurm.resume_timeout = 3 * it.context.accounts[provider].abilities.boot_s
         watch = Watch(it, limit, provider)
         await _prime(it, provider)
         fault = _fitting(FAULTS[name], it, case)
@@ -172,7 +172,7 @@ async def _prime(it: Scene, provider: str) -> None:
 def _fitting(fault: Fault, it: Scene, case: Case) -> Fault:
     """The misbehaviour as it fits the provider: lists lag as long as it is known to let them, places have its names."""
     if fault.kind == "lagging-list":
-        grace = it.context.accounts[case.kind].abilities.grace_seconds
+        grace = it.context.accounts[case.kind].abilities.grace_s
         return Fault(fault.kind, fault.times, seconds=grace - 10.0)
     if fault.times != -1 or fault.kind in MENDED:
         return fault

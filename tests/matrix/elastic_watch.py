@@ -87,7 +87,7 @@ class Watch:
 
     def _count(self, homeless: set[str], now: float) -> None:
         self._without = {one: self._without.get(one, now) for one in homeless}
-        grace = RECONCILE_INTERVAL_S + self.it.context.accounts[self.provider].abilities.grace_seconds
+        grace = RECONCILE_INTERVAL_S + self.it.context.accounts[self.provider].abilities.grace_s
         for since in self._without.values():
             self.longest = max(self.longest, now - since)
             self.orphan_seconds += EVERY if now - since > grace else 0.0

@@ -41,7 +41,7 @@ async def test_the_watch_counts_a_machine_without_a_node_from_one_reconcile_and_
     async with scene(tmp_path, "lambda") as it:
         watch = Watch(it, 100.0, "lambda")
         _stranger(it, "forgotten")
-        allowed = RECONCILE_INTERVAL_S + it.context.accounts["lambda"].abilities.grace_seconds
+        allowed = RECONCILE_INTERVAL_S + it.context.accounts["lambda"].abilities.grace_s
         await watch.passes(allowed)
         assert watch.orphan_seconds == 0
         await watch.passes(120)

@@ -164,7 +164,7 @@ def known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MILLION = 1_000_000
-HOUR = 3600
+HOUR_S = 3600
 
 
 def micros(usd: float | str | Decimal) -> int:
@@ -181,7 +181,7 @@ def dollars(amount: int) -> float:
 
 def cost_of_time(micros_hour: int, seconds: int) -> int:
     """The cost of `seconds` at a price per hour."""
-    return (micros_hour * seconds + HOUR // 2) // HOUR
+    return (micros_hour * seconds + HOUR_S // 2) // HOUR_S
 
 
 def format_dollars(amount: int) -> str:

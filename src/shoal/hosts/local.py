@@ -16,7 +16,7 @@ from shoal.hosts.api import Target
 from shoal.hosts.process import KILLED, LineHost, LineProcess, ProgramChannel, program_name
 
 # One that sudo made root's may take its time to notice that its pipes are gone.
-_REAP_SECONDS = 1.0
+_REAP_TIMEOUT_S = 1.0
 # A shell starts the program, as it does over SSH, so that a missing one is status 127 here as well.
 _SHELL = ("/bin/sh", "-c", 'exec "$@"', "sh")
 
@@ -108,7 +108,7 @@ class _LocalChannel(ProgramChannel, asyncio.SubprocessProtocol):
         self._transport.close()
         self.connection_lost(None)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_SECONDS):
+            async with asyncio.timeout(_REAP_TIMEOUT_S):
                 await self._reaped.wait()
 
     def _write(self, chunk: bytes) -> bool:

@@ -44,7 +44,7 @@ _ALGORITHMS: dict[str, Any] = {
 _HOST_KEY_ALGORITHMS = ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "rsa-sha2-256", "rsa-sha2-512"]
 
 _KEEPALIVE_MISSED = 3
-_CLOSE_SECONDS = 2
+_CLOSE_TIMEOUT_S = 2
 # sshd allows ten sessions a connection (MaxSessions); the rest is for killing, and for those it has not cleared away.
 _SESSIONS = 6
 
@@ -279,7 +279,7 @@ class _Jump:
 async def _close(connection: Connection) -> None:
     connection.close()
     try:
-        async with asyncio.timeout(_CLOSE_SECONDS):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await connection.wait_closed()
     except TimeoutError:
         connection.abort()

@@ -13,7 +13,7 @@ import asyncssh
 from shoal.errors import HostError
 from shoal.hosts.process import KILLED, ProgramChannel
 
-_KILL_SECONDS = 2.0
+_KILL_TIMEOUT_S = 2.0
 
 # sshd does not pass signals on to root's programs, so a program announces its process id, and another one kills it.
 PRINT_PID_COMMAND = ("sh", "-c", 'echo "shoal-pid $$" >&2; exec "$@"', "sh")
@@ -87,7 +87,7 @@ class SshChannel(ProgramChannel, asyncssh.SSHClientSession[bytes]):
             return
         self.killed = True
         try:
-            async with asyncio.timeout(_KILL_SECONDS):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await self._pid_known.wait()
                 if self.pid is not None and not self.ended.is_set():
                     await self._kill(self.pid)

@@ -26,7 +26,7 @@ MARKS = "/run/shoal-jobs"
 """In the container: a file for each job whose files are carried. Whoever carries holds a lock on it."""
 WAIT_MINUTES = 30
 """So long a job waits for its files: an environment may have gigabytes."""
-ALONE_SECONDS, END_SECONDS = 120, 3600
+FETCH_TIMEOUT_S, JOB_END_TIMEOUT_S = 120, 3600
 """The end of a job waits so long for somebody to fetch its files, and so long in all."""
 
 
@@ -63,7 +63,7 @@ mark={MARKS}/$SLURM_JOB_ID
 exec 9< "$mark"
 : > "$mark.over"
 alone=0 turn=0
-while [ -e "$mark" ] && [ "$alone" -lt {ALONE_SECONDS * 5} ] && [ "$turn" -lt {END_SECONDS * 5} ]; do
+while [ -e "$mark" ] && [ "$alone" -lt {FETCH_TIMEOUT_S * 5} ] && [ "$turn" -lt {JOB_END_TIMEOUT_S * 5} ]; do
     if flock -n 9; then flock -u 9; alone=$((alone + 1)); else alone=0; fi
     turn=$((turn + 1))
     sleep 0.2

@@ -20,7 +20,7 @@ from shoal.network.addresses import candidates, lan_addresses
 OVERHEAD = 80
 """Bytes that WireGuard adds to a packet, over IPv6; over IPv4 it is 60, and a path may change from one to the other."""
 INTERNET_MTU = 1500
-KEEPALIVE = 10
+KEEPALIVE_INTERVAL_S = 10
 """Seconds between packets that keep a NAT's mapping open.
 
 A NAT that lost the mapping (restart, full table) drops packets to the host until the host sends one. Slurm gives up on
@@ -217,7 +217,7 @@ KNOCK_UNIT = "/etc/systemd/system/shoal-wireguard-knock.service"
 KNOCK_SERVICE = "shoal-wireguard-knock"
 MODULE = "wireguard"
 
-KNOCK_SECONDS = 5
+KNOCK_INTERVAL_S = 5
 
 METRIC = 4278198272
 """So high that any other route takes precedence."""
@@ -243,7 +243,7 @@ def peers_conf(peers: Iterable[Peer], port: int) -> str:
         if peer.endpoint:
             lines.append(f"Endpoint = {peer.endpoint}")
         if peer.keepalive:
-            lines.append(f"PersistentKeepalive = {KEEPALIVE}")
+            lines.append(f"PersistentKeepalive = {KEEPALIVE_INTERVAL_S}")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -299,7 +299,7 @@ def knock_script(peers: Iterable[Peer]) -> str:
     called = " ".join(peer.allowed[0] for peer in peers if peer.keepalive)
     # bash sends it, to the discard port.
     knock = f"    for peer in {called}; do echo > /dev/udp/$peer/9; done 2> /dev/null\n"
-    wait = f"while sleep {KNOCK_SECONDS}; do\n{knock}done\n" if called else "exec sleep infinity\n"
+    wait = f"while sleep {KNOCK_INTERVAL_S}; do\n{knock}done\n" if called else "exec sleep infinity\n"
     return f"#!/bin/bash\n{HEADER}{wait}"
 
 

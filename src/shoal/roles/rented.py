@@ -70,7 +70,7 @@ def power_saving(spec: Spec) -> PowerSaving | None:
     if not sets:
         return None
     kinds = {provider_accounts(spec)[name].kind or name for nodeset in sets.values() for name in nodeset.accounts}
-    return PowerSaving(PROGRAMS, max(_boot_seconds(kind) for kind in kinds))
+    return PowerSaving(PROGRAMS, max(_boot_s(kind) for kind in kinds))
 
 
 def suspend_time(spec: Spec, partition: str) -> int | None:
@@ -188,8 +188,8 @@ def _shape(spec: Spec, account: str, type: str | None) -> InstanceShape | None:
     return shape_of(provider_accounts(spec)[account].kind or account, type) if type else None
 
 
-def _boot_seconds(kind: str) -> int:
+def _boot_s(kind: str) -> int:
     try:
-        return abilities(kind).boot_seconds
+        return abilities(kind).boot_s
     except (LookupError, ImportError):
         return 1800  # a third-party provider that is not installed here

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.errors import ProviderError
 
-SECONDS_TO_DIE = 60.0
+KILL_TIMEOUT_S = 60.0
 FOR_SLURM = ("cpuset", "cpu", "memory", "pids")
 """Controllers of cgroup v2 that Slurm's plugins use. Devices need none there."""
 
@@ -98,7 +98,7 @@ class HostCgroups:
 
     async def kill(self) -> None:
         """End every process of the host at once, frozen or not."""
-        for _ in range(int(SECONDS_TO_DIE / 0.05)):
+        for _ in range(int(KILL_TIMEOUT_S / 0.05)):
             pids = self.pids()
             if not pids:
                 return

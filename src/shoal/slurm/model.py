@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 from shoal.slurm.versions import Version
 
 CgroupPlugin = Literal["autodetect", "cgroup/v1", "cgroup/v2", "disabled"]
@@ -61,7 +61,7 @@ class PartitionConf:
     max_nodes: int | None = None
     priority: int | None = None
     """PriorityTier: a higher tier is scheduled first, and preempts jobs of a lower one."""
-    grace: int = GRACE_SECONDS
+    grace: int = GRACE_S
     """GraceTime: seconds from the warning of a preempted job to its end."""
     preemptable: bool = True
     suspend_time: int | None = None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shoal.contract import GRACE_SECONDS, KILL_WAIT
+from shoal.contract import GRACE_S, KILL_WAIT_S
 from shoal.hostlist import expand
 from shoal.slurm.state import PartitionState
 from shoal.slurm.versions import Version, all_support
@@ -30,7 +30,7 @@ def preemption_settings(versions: Iterable[Version]) -> dict[str, str]:
     """
     settings = {
         "JobRequeue": "1",
-        "KillWait": str(KILL_WAIT),
+        "KillWait": str(KILL_WAIT_S),
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
     }
@@ -70,9 +70,9 @@ def contract_violations(settings: Mapping[str, str]) -> list[ContractViolation]:
 
 def _contract_violations(settings: Mapping[str, str]) -> Iterator[ContractViolation]:
     wait = _seconds(settings.get("killwait", ""))
-    if wait is not None and wait < KILL_WAIT:
+    if wait is not None and wait < KILL_WAIT_S:
         yield ContractViolation(
-            "KillWait", "jobs have less time to save after SIGTERM than they count on", f"{wait} s", f"{KILL_WAIT}"
+            "KillWait", "jobs have less time to save after SIGTERM than they count on", f"{wait} s", f"{KILL_WAIT_S}"
         )
     if settings.get("jobrequeue", "1") != "1":
         yield ContractViolation(
@@ -101,13 +101,13 @@ def partition_findings(partitions: Iterable[PartitionState]) -> list[Finding]:
     for partition in partitions:
         if partition.preempt_mode == "OFF" or not _can_lose_nodes(partition, partitions):
             continue
-        if partition.grace < GRACE_SECONDS:
+        if partition.grace < GRACE_S:
             findings.append(
                 Finding(
                     "warning",
                     "a preempted job has less time to save than it counts on",
                     f"{partition.grace} s",
-                    f"say `grace: {GRACE_SECONDS}` or more, and run `shoal up`",
+                    f"say `grace: {GRACE_S}` or more, and run `shoal up`",
                     path=f"partitions.{partition.name}",
                 )
             )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import StrictBool
 
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 from shoal.spec.finding import Path, Problem, nearest, show
 from shoal.spec.values import Between, SetName, SlurmTime, SpecModel, minutes
 
@@ -27,7 +27,7 @@ class Partition(SpecModel):
     """The most nodes one job may have."""
     priority: Annotated[int, Between(1, 65533)] | None = None
     """Slurm's PriorityTier, 1 without it: jobs of a higher tier start first and preempt jobs of a lower one."""
-    grace: Annotated[int, Between(0, 65533)] = GRACE_SECONDS
+    grace: Annotated[int, Between(0, 65533)] = GRACE_S
     """Seconds between the warning and the end of a preempted job, to save its work. The job is requeued."""
     preemptable: StrictBool = True
     """Whether its jobs may be preempted."""
@@ -99,8 +99,8 @@ def _preemption(partitions: Mapping[str, Partition]) -> Iterator[Problem]:
     highest = max((partition.priority or 1 for partition in partitions.values()), default=1)
     for name, partition in partitions.items():
         path, grace = ("partitions", name, "grace"), partition.grace
-        if not partition.preemptable and grace != GRACE_SECONDS:
+        if not partition.preemptable and grace != GRACE_S:
             yield Problem(path, "`grace` where no job is preempted", show(grace), "delete it, or `preemptable`")
-        elif grace < GRACE_SECONDS and (partition.priority or 1) < highest:
+        elif grace < GRACE_S and (partition.priority or 1) < highest:
             what = "a preempted job has less time to save than it counts on"
-            yield Problem(path, what, f"{grace} s", f"give at least {GRACE_SECONDS}", "warning")
+            yield Problem(path, what, f"{grace} s", f"give at least {GRACE_S}", "warning")

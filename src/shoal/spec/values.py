@@ -36,7 +36,7 @@ _MINUTES = re.compile(r"[0-9]{1,7}")
 _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 _DURATION = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _REFERENCE = re.compile(r"(env):[A-Za-z_][A-Za-z0-9_]{0,127}|(file):[^\x00-\x1f]{1,1024}")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class SpecModel(BaseModel):
@@ -262,7 +262,7 @@ def duration(value: object) -> str:
 
 def seconds(text: str) -> int:
     """How many seconds a span of time is."""
-    return int(text[:-1]) * _SECONDS[text[-1]]
+    return int(text[:-1]) * _UNIT_S[text[-1]]
 
 
 def choice(what: str, options: tuple[str, ...]) -> Callable[[object], str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.contract import KILL_WAIT, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
+from shoal.contract import KILL_WAIT_S, SHOAL_GRACE_SECONDS, SHOAL_JOB_DIR, STOP_NOTE, STOP_SIGNALS
 from shoal.train.rank_group import RankGroup
 
 log = logging.getLogger("shoal.train.stop")
@@ -61,7 +61,7 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("create Stopper in the main thread: Python delivers signals to no other")
         self._warning_grace = grace if grace is not None else _read_seconds(environ, SHOAL_GRACE_SECONDS)
-        self._sigterm_grace = grace if grace is not None else float(KILL_WAIT)
+        self._sigterm_grace = grace if grace is not None else float(KILL_WAIT_S)
         self._end_time = _read_seconds(environ, "SLURM_JOB_END_TIME")
         self._signal = 0
         self._received_at = 0.0

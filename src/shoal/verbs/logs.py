@@ -22,7 +22,7 @@ from shoal.verbs.slurmctld import checked_output, gather_answers, slurm_output, 
 
 READER = program_text("log_reader")
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
-_WINDOW = 0.5
+_MERGE_WINDOW_S = 0.5
 """How long a line is held back, so that one from a slower node can come before it."""
 TAIL_BYTES = 256 * 1024
 """Enough of each rank's log to find a traceback in."""
@@ -189,9 +189,9 @@ class _Sorter:
 
     async def tick(self) -> None:
         while True:
-            await asyncio.sleep(_WINDOW / 2)
+            await asyncio.sleep(_MERGE_WINDOW_S / 2)
             # Nothing came for a while, or the oldest has waited long enough: then all that is here is in order.
-            if self._held and time.monotonic() - self._held[0][0] > _WINDOW:
+            if self._held and time.monotonic() - self._held[0][0] > _MERGE_WINDOW_S:
                 self.flush()
 
     def flush(self) -> None:

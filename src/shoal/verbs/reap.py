@@ -242,7 +242,7 @@ class _AccountSweep:
                 failures = 0
                 clean = 0 if self.left else clean + 1
                 dirty += bool(self.left)
-                lag = self._list_lag(provider.abilities.grace_seconds) - waited
+                lag = self._list_lag(provider.abilities.grace_s) - waited
                 if (clean >= CLEAN_LISTS and lag <= 0) or (self.left and not self.delete):
                     return
                 if dirty >= MAX_LISTS:

@@ -32,7 +32,7 @@ async def simulate(
     cluster: str = "",
     image: str = "debian12",
     faults: Path | None = None,
-    boot_seconds: float | None = None,
+    boot_s: float | None = None,
     limited: bool = True,
     keep: bool = False,
 ) -> None:
@@ -61,7 +61,7 @@ async def simulate(
                     metadata = await hosts.listen_for_metadata()
                 except ProviderError as error:
                     warning = f"machines get no notice of preemption: {error.message}"
-        profile = simulator.profile.adjusted(real_hosts=bool(cluster), boot_seconds=boot_seconds)
+        profile = simulator.profile.adjusted(real_hosts=bool(cluster), boot_s=boot_s)
         market = Market(profile, simulator.types, machines, store=hosts.store if hosts else None)
         market.faults = fault_list
         market.adopt()

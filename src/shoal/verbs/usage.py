@@ -72,7 +72,7 @@ def require_accounting(context: Context) -> str:
 
 
 _AGO = re.compile(r"([0-9]{1,5})\s*([hdw])")
-_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
+_UNIT_S = {"h": 3600, "d": 86400, "w": 7 * 86400}
 _FIX = "write 2026-11-01, 2026-11-01T14:30, or how long ago: 12h, 7d, 4w"
 
 
@@ -80,7 +80,7 @@ def parse_when(option: str, text: str, now: float) -> float:
     """A time as seconds since the epoch, in the time zone of this machine."""
     ago = _AGO.fullmatch(text.strip())
     if ago:
-        return now - int(ago[1]) * _SECONDS[ago[2]]
+        return now - int(ago[1]) * _UNIT_S[ago[2]]
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):

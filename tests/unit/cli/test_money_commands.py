@@ -47,7 +47,7 @@ def simulated(kind: str) -> Iterator[str]:
 
     async def simulate() -> None:
         made, over, loop = find_simulator(kind), asyncio.Event(), asyncio.get_running_loop()
-        profile = replace(made.profile, boot_seconds=0.0, address_seconds=0.0, stop_seconds=0.0)
+        profile = replace(made.profile, boot_s=0.0, address_s=0.0, stop_s=0.0)
         simulation = SimulatorApp(made(Market(profile, made.types, NoHosts())), limited=False)
         async with serve(simulation) as url:
             ready.put((url.removesuffix(made.base), partial(loop.call_soon_threadsafe, over.set)))

@@ -147,7 +147,7 @@ async def scene(
     sets = sets or (rented_set("burst", 8, *(choice(CASES[kind]) for kind in kinds)),)
     nodes = [node for nodeset in sets for node in nodeset.nodes]
     slurm = FakeSlurm(clock, nodes)
-    slurm.idle_seconds = 60.0
+    slurm.idle_s = 60.0
     joiner = FakeJoiner(slurm)
     ledger = Ledger.open(tmp_path / "ledger.db")
     simulations: dict[str, SimulatorApp] = {}

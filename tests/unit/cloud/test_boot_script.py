@@ -36,14 +36,14 @@ async def test_every_order_that_reaches_a_provider_tells_the_machine_when_to_end
         abilities = it.context.accounts[kind].abilities
         sent = unpacked(it.machines()[0].order.user_data)
         assert boot_script(abilities, 86400) in sent
-        seconds = abilities.boot_seconds + CONTROLLER_TIMEOUT_S
+        seconds = abilities.boot_s + CONTROLLER_TIMEOUT_S
         assert (f"sleep {seconds}\n" if abilities.container else f"OnBootSec={seconds}\n") in sent
         assert KEY not in sent and "PRIVATE KEY" not in sent
 
 
 def test_a_machine_that_is_to_live_for_less_than_it_may_boot_ends_sooner() -> None:
-    assert "OnBootSec=4200\n" in boot_script(Abilities(boot_seconds=1800), 600)
-    assert "OnBootSec=5400\n" in boot_script(Abilities(boot_seconds=1800), 0)
+    assert "OnBootSec=4200\n" in boot_script(Abilities(boot_s=1800), 600)
+    assert "OnBootSec=5400\n" in boot_script(Abilities(boot_s=1800), 0)
 
 
 def test_a_provider_that_runs_nothing_for_us_is_sent_nothing() -> None:

@@ -15,7 +15,7 @@ from tests.unit.cloud.rentals import rental
 from shoal.cloud.providers.api import Billing, Offer
 from shoal.cloud.rental import Rental, cost, cost_between, cost_of_time, dollars, format_dollars, micros
 from shoal.cloud.service.budget import WARNING_LEAD_S, Purchase, exhausted_nodesets, ledger_start, refusal
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 from shoal.spec.rental import Budget
 
 NOW = datetime(2026, 11, 15, 12, tzinfo=UTC).timestamp()
@@ -170,7 +170,7 @@ def test_a_budget_that_says_end_ends_its_nodesets_before_it_is_used_up() -> None
 
 
 def test_jobs_have_their_grace_and_deletes_a_minute_before_the_money_is_gone() -> None:
-    assert WARNING_LEAD_S == GRACE_SECONDS + 60
+    assert WARNING_LEAD_S == GRACE_S + 60
 
 
 def test_only_nodesets_that_have_machines_are_ended() -> None:

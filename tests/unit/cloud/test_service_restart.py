@@ -173,7 +173,7 @@ class World:
 
     def slurm(self) -> FakeSlurm:
         slurm = FakeSlurm(self.clock, [f"burst{number}" for number in range(1, 5)], self.directory / "slurm.json")
-        slurm.idle_seconds = 60.0
+        slurm.idle_s = 60.0
         return slurm
 
     def serve(self, kill_at: int) -> int:
@@ -274,7 +274,7 @@ class Cloud:
 
 async def _cloud(clock: Clock, pipe: Any, story: Story) -> None:
     kind = find_simulator(story.kind)
-    profile = replace(kind.profile, boot_seconds=1.0, address_seconds=0.0, stop_seconds=0.0)
+    profile = replace(kind.profile, boot_s=1.0, address_s=0.0, stop_s=0.0)
     loop = asyncio.get_running_loop()
     assert await loop.run_in_executor(None, pipe.recv) == "begin"
     while True:

@@ -369,7 +369,7 @@ async def test_google_ends_a_machine_at_its_deadline(it: Trial) -> None:
     assert [one.state for one in await it.listed()] == ["up"]
     it.clock.now += SPOT.lifetime
     assert [one.state for one in await it.listed()] == ["stopping"]
-    it.clock.now += it.market.profile.stop_seconds
+    it.clock.now += it.market.profile.stop_s
     assert await it.listed() == []
 
 
@@ -380,9 +380,9 @@ async def test_a_spot_machine_is_seen_to_end_while_it_still_runs(it: Trial) -> N
     it.market.preempt(found.id)
     assert [(one.state, one.ending) for one in await it.listed()] == [("stopping", True)]
     assert it.market.instances[found.id].live
-    it.clock.now += it.renter.abilities.notice_seconds + it.market.profile.stop_seconds
+    it.clock.now += it.renter.abilities.notice_s + it.market.profile.stop_s
     await it.listed()
-    it.clock.now += it.market.profile.stop_seconds
+    it.clock.now += it.market.profile.stop_s
     assert await it.listed() == []
 
 

@@ -161,7 +161,7 @@ async def test_running_is_not_up_until_there_is_a_way_in() -> None:
         for _ in range(6):
             [found] = await it.listed()
             seen.append((found.raw_state, found.state))
-            it.clock.now += it.market.profile.boot_seconds / 5
+            it.clock.now += it.market.profile.boot_s / 5
         assert ("RUNNING", "pending") in seen
         assert seen[-1] == ("RUNNING", "up")
 

@@ -19,7 +19,7 @@ TYPES = (
     MachineType("big", "H100", 8, 80, 100, 1000, 20.0, 8.0, places={"us-1": 2, "us-2": 0}),
     MachineType("small", usd_hour=0.5, places={"us-1": 5}),
 )
-PROFILE = Profile(boot_seconds=60, address_seconds=10, stop_seconds=5, notice_seconds=30, billing=Billing(1))
+PROFILE = Profile(boot_s=60, address_s=10, stop_s=5, notice_s=30, billing=Billing(1))
 
 
 class Clock:

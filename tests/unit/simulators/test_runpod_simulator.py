@@ -87,7 +87,7 @@ async def test_a_pod_goes_through_its_states_and_is_gone_at_once(it: Trial, clie
     made = (await client.post("/pods", json=ORDER)).json()
     seen = [made["status"]]
     for _ in range(5):
-        it.clock.now += it.market.profile.boot_seconds / 5
+        it.clock.now += it.market.profile.boot_s / 5
         seen.append((await client.get(f"/pods/{made['id']}")).json()["status"])
     assert list(dict.fromkeys(seen)) == ["PROVISIONING", "STARTING", "RUNNING"]
     assert (await client.delete(f"/pods/{made['id']}")).status_code == 204

@@ -125,9 +125,7 @@ async def test_a_port_in_use_is_an_error() -> None:
 async def test_simulate_says_where_it_answers_and_ends_when_cancelled(tmp_path: Path) -> None:
     (tmp_path / "faults.json").write_text('[{"kind": "stockout", "times": -1}]')
     found: asyncio.Future[Simulated] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        simulate("lambda", found.set_result, faults=tmp_path / "faults.json", boot_seconds=3.0)
-    )
+    running = asyncio.create_task(simulate("lambda", found.set_result, faults=tmp_path / "faults.json", boot_s=3.0))
     simulated = await found
     async with httpx.AsyncClient(base_url=simulated.url) as client:
         assert [one["kind"] for one in (await client.get("/_simulator/faults")).json()] == ["stockout"]

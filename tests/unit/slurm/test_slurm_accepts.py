@@ -12,7 +12,7 @@ import pytest
 import real_slurm
 from slurm_clusters import ALIKE, CLUSTERS, CONTROLLER, files
 
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 from shoal.slurm.model import ClusterConf, PartitionConf, Switch
 from shoal.slurm.preemption import contract_violations
 from shoal.slurm.state import parse_config, parse_partitions
@@ -70,7 +70,7 @@ def test_the_contract_is_read_out_of_what_a_real_slurm_says_is_in_force(
     )
     assert contract_violations(parse_config(kept.stdout)) == [], kept.stderr
     assert {breach.key for breach in contract_violations(parse_config(broken.stdout))} == set(BROKEN)
-    assert {partition.grace for partition in parse_partitions(kept.stdout)} == {GRACE_SECONDS}
+    assert {partition.grace for partition in parse_partitions(kept.stdout)} == {GRACE_S}
     assert {partition.preempt_mode for partition in parse_partitions(kept.stdout)} == {"REQUEUE"}
 
 

@@ -24,13 +24,13 @@ def test_what_is_rendered_keeps_the_contract(name: str) -> None:
     text = slurm_conf(CLUSTERS[name])
     assert contract_violations(parse_conf(text).settings) == []
     partitions = [line for line in text.splitlines() if line.startswith("PartitionName=")]
-    assert partitions and all(f" GraceTime={contract.GRACE_SECONDS} " in line for line in partitions)
+    assert partitions and all(f" GraceTime={contract.GRACE_S} " in line for line in partitions)
 
 
 def test_a_job_that_does_not_say_is_warned_as_the_contract_has_it() -> None:
     job = job_from_options({"script": "train.py"})
-    assert (job.signal, job.grace) == (contract.WARNING, contract.WARNING_SECONDS)
-    assert contract.GRACE_SECONDS >= contract.WARNING_SECONDS, "a preempted job has as long"
+    assert (job.signal, job.grace) == (contract.WARNING, contract.WARNING_S)
+    assert contract.GRACE_S >= contract.WARNING_S, "a preempted job has as long"
 
 
 def test_the_word_for_the_user_signal_is_one_that_every_member_can_read() -> None:

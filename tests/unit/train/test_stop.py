@@ -16,7 +16,7 @@ import pytest
 from tests.unit.train.procs import ranks
 
 from shoal import contract
-from shoal.contract import KILL_WAIT
+from shoal.contract import KILL_WAIT_S
 from shoal.remote.runner import processes
 from shoal.train import multiprocess
 from shoal.train.stop import SAVE_MARGIN_S, Stop, Stopper
@@ -69,7 +69,7 @@ def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_
     signal.raise_signal(signal.SIGTERM)
     stop = stopper.agree(1)
     stopper.close()
-    assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT
+    assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= KILL_WAIT_S
 
 
 def test_every_process_between_slurm_and_the_script_passes_on_what_the_script_waits_for() -> None:

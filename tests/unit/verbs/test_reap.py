@@ -19,7 +19,7 @@ from shoal.verbs.reap import MAX_LISTS, Polling, ReapPreview, ReapResult, previe
 from shoal.verbs.rentals import LedgerRental
 from shoal_simulators.fake_host import FakeHost
 
-GRACE = Abilities(grace_seconds=300)
+GRACE = Abilities(grace_s=300)
 ONE_ACCOUNT = RENTING.replace("  cloud: {kind", "  #").replace(", {provider: cloud, type: g2-standard-4}", "")
 
 

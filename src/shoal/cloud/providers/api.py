@@ -75,7 +75,7 @@ class Abilities:
     """Its machines are containers without systemd, TUN, mounts or UDP; else whole virtual machines."""
     user: str = "root"
     """The user to log in as."""
-    notice_seconds: int = 0
+    notice_s: int = 0
     """How long before its end a spot machine gets notice."""
     idempotent: Literal["token", "name", "none"] = "none"
     """What keeps the provider from filling the same order twice."""
@@ -86,9 +86,9 @@ class Abilities:
     billing: Billing = Billing()
     boots_with: Literal["user_data", "args", "script", "none"] = "user_data"
     """How the boot script reaches the machine. With `none`, only the service ends a machine that never joins."""
-    boot_seconds: int = 600
+    boot_s: int = 600
     """The time from the order until the node must have joined: Slurm's ResumeTimeout."""
-    grace_seconds: int = 300
+    grace_s: int = 300
     """How long lists may lag: a machine without a rental is left alone for this time."""
 
 

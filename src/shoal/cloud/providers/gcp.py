@@ -61,11 +61,11 @@ class GoogleProvider(HttpProvider):
 
     abilities = api.Abilities(
         user=USER,
-        notice_seconds=30,
+        notice_s=30,
         idempotent="token",
         at_once=1000,
         billing=api.Billing(step=1, least=60, from_up=True),
-        grace_seconds=90,
+        grace_s=90,
     )
 
     def __init__(self, account: api.ProviderLogin) -> None:

@@ -54,7 +54,7 @@ class LambdaProvider(HttpProvider):
         user="ubuntu",
         create_interval=LAUNCH_INTERVAL_S,
         billing=api.Billing(step=60, from_up=True),
-        boot_seconds=1800,
+        boot_s=1800,
     )
 
     def __init__(self, account: api.ProviderLogin) -> None:

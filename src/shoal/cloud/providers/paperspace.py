@@ -57,7 +57,7 @@ class PaperspaceProvider(HttpProvider):
         user=USER,
         billing=api.Billing(step=3600),
         boots_with="script",
-        boot_seconds=1200,
+        boot_s=1200,
     )
 
     def __init__(self, account: api.ProviderLogin) -> None:

@@ -76,7 +76,7 @@ class RunPodProvider(HttpProvider):
         container=True,
         user="root",
         boots_with="args",
-        boot_seconds=1200,
+        boot_s=1200,
     )
 
     def __init__(self, account: api.ProviderLogin) -> None:

@@ -33,11 +33,11 @@ class SandboxRentalProvider(HttpProvider):
 
     abilities = api.Abilities(
         user="root",
-        notice_seconds=30,
+        notice_s=30,
         idempotent="token",
         at_once=100,
-        boot_seconds=300,
-        grace_seconds=30,
+        boot_s=300,
+        grace_s=30,
     )
 
     def __init__(self, account: api.ProviderLogin) -> None:

@@ -144,7 +144,7 @@ class AccountClient:
             # counted from the timeout of the order, which may take a while; from our start after a restart
             since = max(self._past(rental.intended_at), self._past(self._answered.get(rental.token, self._started_at)))
             return self.listing.at >= since + LOST_ORDER_SEARCH_S
-        lag = self._past(rental.made_at) + self.abilities.grace_seconds
+        lag = self._past(rental.made_at) + self.abilities.grace_s
         if rental.token not in self._first_seen and self.listing.at < lag:
             return False
         absences = self._absences.setdefault(rental.token, 0 if rental.token in self._first_seen else 1)

@@ -27,7 +27,7 @@ def boot_script(abilities: Abilities, lifetime: int) -> str:
     """
     if abilities.boots_with == "none":
         return ""
-    expected = min(abilities.boot_seconds, lifetime) if lifetime else abilities.boot_seconds
+    expected = min(abilities.boot_s, lifetime) if lifetime else abilities.boot_s
     if abilities.container:
         return container_script(expected + CONTROLLER_TIMEOUT_S)
     return machine_script(expected + CONTROLLER_TIMEOUT_S)
@@ -135,12 +135,12 @@ class NodeBooter:
 
     def _late(self, rental: Rental, now: float) -> bool:
         account = self.context.accounts.get(rental.account)
-        if account is None or now < rental.intended_at + account.abilities.boot_seconds:
+        if account is None or now < rental.intended_at + account.abilities.boot_s:
             return False
         cause = self._errors.get(rental.token) or (
             "the machine is not up" if self._up(rental) is None else "not joined"
         )
-        seconds = account.abilities.boot_seconds
+        seconds = account.abilities.boot_s
         self.context.reject(rental, f"{rental.id} of {rental.account} is not a node after {seconds} s: {cause}")
         return True
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from shoal.cloud.providers.api import Billing, Offer
 from shoal.cloud.rental import (
     BY_THE_SECOND,
-    HOUR,
+    HOUR_S,
     Rental,
     cost_between,
     cost_of_time,
@@ -25,10 +25,10 @@ from shoal.cloud.rental import (
     month_of,
 )
 from shoal.cloud.service.context import ServiceContext
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 from shoal.spec.rental import Budget
 
-WARNING_LEAD_S = GRACE_SECONDS + 60.0
+WARNING_LEAD_S = GRACE_S + 60.0
 """How long before their budget is spent machines are drained: jobs save their work, then they are deleted."""
 FIX = "raise `budget` and run `shoal up`, or wait"
 
@@ -102,7 +102,7 @@ def _refusal(purchase: Purchase, budget: Budget, nodeset: str, rentals: Sequence
                 f" {machines} costs {format_dollars(purchase.count * price)} an hour ({FIX} until others end)"
             )
     for limit, period in _periods(budget, now):
-        ahead = min(HOUR, period.end - now)
+        ahead = min(HOUR_S, period.end - now)
         used = _used(rentals, period, now)
         hour = _coming(rentals, now, ahead) + purchase.count * cost_of_time(price, purchase.billing.seconds(ahead))
         if used + hour > limit:

@@ -43,7 +43,7 @@ SSH_WAIT_S = 20.0
 RECENT_JOIN_S = 120.0
 """After this time the ledger has what joined."""
 LOGOUT_TIMEOUT_S = 10.0
-_PAUSE = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class LiveJoiner:
                     if asyncio.get_running_loop().time() > end:
                         del fleet.targets[name]
                         return error.cause
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
                 else:
                     return ""
 

@@ -67,7 +67,7 @@ def without_peers(facts: Facts, gone: Iterable[str], port: int) -> Facts:
 
 GPU_CHECK_TIMEOUT_S = 180.0
 REGISTRATION_TIMEOUT_S = 60.0
-_PAUSE = 0.5
+_POLL_INTERVAL_S = 0.5
 _NOT_YET_UP_STATES = {"POWERING_UP", "POWERED_DOWN", "POWERING_DOWN", "DOWN", "NOT_RESPONDING"}
 
 
@@ -100,5 +100,5 @@ async def unregistered(controller: Host, names: Iterable[str]) -> dict[str, str]
             elif not _NOT_YET_UP_STATES & set(node.state):
                 del waiting[name]
         if waiting:
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_POLL_INTERVAL_S)
     return waiting

@@ -224,9 +224,7 @@ def _is_orphan(context: ServiceContext, account: AccountClient, machine: RentedI
         return False
     now = context.clock.now()
     if known is None:
-        return now >= account.first_seen(machine) + account.abilities.grace_seconds and account.may_retry_delete(
-            machine
-        )
+        return now >= account.first_seen(machine) + account.abilities.grace_s and account.may_retry_delete(machine)
     if known.state == "failed":
         context.ledger.made(known.token, machine.id, machine.usd_hour, max(_created(machine, now), known.intended_at))
     context.ledger.releasing(known.token, "it was listed after the order was given up", now)

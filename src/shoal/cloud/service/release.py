@@ -22,7 +22,7 @@ from shoal.cloud.service.account import DELETE_RETRY_S, AccountClient
 from shoal.cloud.service.context import ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.scheduling import BackgroundCalls, is_due
 from shoal.cloud.service.slurm import QueuedJob, format_reason, is_registered, reason_text, retry_time, set_by_us
-from shoal.contract import GRACE_SECONDS
+from shoal.contract import GRACE_S
 
 REQUEUE_MARGIN_S = 5.0
 """How long before the end jobs that still run are requeued."""
@@ -71,11 +71,11 @@ def _termination(
     account = context.accounts.get(rental.account)
     machine = account.machine(rental) if account else None
     if account is not None and machine is not None and machine.ending:
-        return f"{rental.account} takes {rental.id} away", account.abilities.notice_seconds
+        return f"{rental.account} takes {rental.id} away", account.abilities.notice_s
     nodeset = context.sets.get(rental.nodeset)
-    if nodeset is not None and nodeset.lifetime and (left := rental.begun + nodeset.lifetime - now) <= GRACE_SECONDS:
+    if nodeset is not None and nodeset.lifetime and (left := rental.begun + nodeset.lifetime - now) <= GRACE_S:
         return f"its lifetime of {nodeset.lifetime} s is over", max(0.0, left)
-    return (spent[rental.nodeset], GRACE_SECONDS) if rental.nodeset in spent else None
+    return (spent[rental.nodeset], GRACE_S) if rental.nodeset in spent else None
 
 
 @dataclass

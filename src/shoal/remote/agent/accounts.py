@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 REMOTE = ("autofs", "nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "beegfs", "glusterfs")
 VOLATILE = ("/proc", "/sys", "/dev", "/run")
-SEARCH_SECONDS = 120.0
+SEARCH_TIMEOUT_S = 120.0
 FIRST_USER_UID = 1000
 """The first id of people. Below it are accounts that the host's own programs run as."""
 
@@ -218,14 +218,14 @@ def processes_of(kind: str, number: int, services: list[str]) -> list[str]:
 def files_of(kind: str, number: int, roots: list[str], limit: int, outside: list[str] | None = None) -> Iterator[str]:
     """Paths below `roots` on local disks that belong to an id, except below `outside`; at most `limit` (0: all)."""
     skipped = remote_mounts().union(VOLATILE, outside or ())
-    deadline, count = time.monotonic() + SEARCH_SECONDS, 0
+    deadline, count = time.monotonic() + SEARCH_TIMEOUT_S, 0
     waiting = list(roots)
     while waiting:
         path = waiting.pop()
         if path in skipped:
             continue
         if time.monotonic() > deadline:
-            raise Failure(f"could not search all files for the old id {number} within {SEARCH_SECONDS:.0f} s")
+            raise Failure(f"could not search all files for the old id {number} within {SEARCH_TIMEOUT_S:.0f} s")
         try:
             status = os.lstat(path)
             if stat.S_ISDIR(status.st_mode):

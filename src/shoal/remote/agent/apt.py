@@ -18,7 +18,7 @@ KEEP_FILES = ["-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--
 APT_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock")
 APT_TRIES = 3
 APT_PAUSES = (2.0, 8.0)
-APT_LOCK_WAIT = 900.0
+APT_LOCK_TIMEOUT_S = 900.0
 FETCH_TROUBLE = ("Failed to fetch", "Unable to fetch", "Temporary failure", "Could not connect", "Hash Sum mismatch")
 NOT_FOUND = ("Unable to locate package", "has no installation candidate")
 EXPIRED = ("Release file", "is expired", "is not valid yet")
@@ -104,8 +104,8 @@ def wait_for_apt(context: ConvergeContext) -> None:
         holders = [holder for holder in map(lock_holder, APT_LOCKS) if holder]
         if not holders:
             return
-        if time.monotonic() - start > APT_LOCK_WAIT:
-            raise Failure(f"apt has been locked by {holders[0]} for {APT_LOCK_WAIT:.0f} s; end it and run again")
+        if time.monotonic() - start > APT_LOCK_TIMEOUT_S:
+            raise Failure(f"apt has been locked by {holders[0]} for {APT_LOCK_TIMEOUT_S:.0f} s; end it and run again")
         if not context.connection.is_open():
             raise Failure(OPERATOR_LEFT)
         if holders[0] != reported:

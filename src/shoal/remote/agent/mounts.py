@@ -14,7 +14,7 @@ from shoal.remote.agent.running import run, run_checked, which
 from shoal.remote.agent.services import unit_log
 
 UNITS = "/etc/systemd/system/"
-FIRST_MOUNT_SECONDS = 60.0
+FIRST_MOUNT_TIMEOUT_S = 60.0
 
 
 def check_mount(item: Item, context: ConvergeContext) -> ItemChange | None:
@@ -114,7 +114,7 @@ def make_automount(item: Item) -> str:
             remove(UNITS + name + ".automount")
         run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
     run_checked(["systemctl", "enable", *(["--now"] if watched else []), "--", unit], "could not enable " + unit)
-    status, text = run(["systemctl", "start", "--", name + ".mount"], timeout=FIRST_MOUNT_SECONDS)
+    status, text = run(["systemctl", "start", "--", name + ".mount"], timeout=FIRST_MOUNT_TIMEOUT_S)
     if status:
         raise Failure(f"could not mount {item['what']} on {where}\n{unit_log(name + '.mount', text)}")
     return ""
