@@ -103,17 +103,15 @@ class AgentSession:
     async def facts(self, ask: FactsRequest | None = None) -> Facts:
         """What the host is, and how far its clock is ahead of ours."""
         begin = time.time()
-        await self._request({"op": "facts", **asdict(ask or FactsRequest())})
-        async for event in self._events():
-            if event["event"] == "facts":
-                facts = from_wire(event["facts"])
-                # The host reads its clock as the last thing before it answers, so that the way back is what is unknown.
-                return replace(facts, clock_offset=_offset(begin, time.time(), event))
-        raise AssertionError("unreachable")
+        event = await self._answer("facts", **asdict(ask or FactsRequest()))
+        facts = from_wire(event["facts"])
+        # The clock was read `took` seconds after the request arrived; the rest of the time is the way there and back.
+        travel = time.time() - begin - event["took"]
+        return replace(facts, clock_offset=facts.clock - (begin + event["took"] + travel / 2))
 
     async def check(self, document: Document) -> Report:
         """What applying the document would change. Changes nothing."""
-        await self._request({"op": "check", "items": to_wire(document)})
+        await self._request("check", items=to_wire(document))
         return await self._report(len(document), lambda event: None)
 
     async def apply(
@@ -125,25 +123,18 @@ class AgentSession:
         defer_restarts: bool = False,
     ) -> Report:
         """Apply the document to the host. With `defer_restarts`, running services wait for a later call."""
-        items = to_wire(document, dict(secrets))
-        await self._request({"op": "apply", "items": items, "defer_restarts": defer_restarts})
+        await self._request("apply", items=to_wire(document, dict(secrets)), defer_restarts=defer_restarts)
         return await self._report(len(document), on_event)
 
     async def reach(self, targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
         """What each address and port answers this host: `open`, `refused`, `silent`, or the kernel's error."""
-        await self._request({"op": "reach", "targets": [list(target) for target in targets], "seconds": seconds})
-        async for event in self._events():
-            if event["event"] == "reach":
-                return list(event["answers"])
-        raise AssertionError("unreachable")
+        event = await self._answer("reach", targets=[list(target) for target in targets], seconds=seconds)
+        return list(event["answers"])
 
     async def secret(self, path: str, make: int = 0, *, text: bool = False) -> bytes:
         """The content of a secret file. If there is none it is made first: `make` random bytes, or as `text` digits."""
-        await self._request({"op": "secret", "path": path, "make": make, "text": text})
-        async for event in self._events():
-            if event["event"] == "secret":
-                return base64.b64decode(event["content_b64"])
-        raise AssertionError("unreachable")
+        event = await self._answer("secret", path=path, make=make, text=text)
+        return base64.b64decode(event["content_b64"])
 
     async def close(self) -> None:
         """Let the agent go. Safe to call more than once, and after an error."""
@@ -186,8 +177,12 @@ class AgentSession:
                 return Report(items, event["changed"], event["failed"])
         raise AssertionError("unreachable")
 
-    async def _request(self, request: dict[str, Any]) -> None:
-        await self._process.write(json.dumps(request).encode() + b"\n")
+    async def _answer(self, operation: str, **values: Any) -> dict[str, Any]:
+        await self._request(operation, **values)
+        return await anext(event async for event in self._events() if event["event"] == operation)
+
+    async def _request(self, operation: str, **values: Any) -> None:
+        await self._process.write(json.dumps({"op": operation, **values}).encode() + b"\n")
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         while line := await self._process.readline():
@@ -195,17 +190,12 @@ class AgentSession:
             if event is None:
                 continue
             if event["event"] == "refused":
-                raise AgentFailed(
-                    self._host.name,
-                    f"its python3 is version {event['python']}, and Shoal needs 3.8 or newer",
-                    hint="install a newer python3 on the host, or use a newer release of its distribution",
-                )
+                what = f"its python3 is version {event['python']}, and Shoal needs 3.8 or newer"
+                hint = "install a newer python3 on the host, or use a newer release of its distribution"
+                raise AgentFailed(self._host.name, what, hint=hint)
             if event["event"] == "error":
-                raise AgentFailed(
-                    self._host.name,
-                    event["text"],
-                    hint=f"repair it on the host (`shoal ssh {self._host.name}`), then run the command again",
-                )
+                hint = f"repair it on the host (`shoal ssh {self._host.name}`), then run the command again"
+                raise AgentFailed(self._host.name, event["text"], hint=hint)
             yield event
         raise await self._ended()
 
@@ -214,27 +204,17 @@ class AgentSession:
         result = await self._process.wait()
         output = "\n".join(result.error_text.strip().splitlines()[-10:])
         if result.status == 127 or "python3: not found" in output or "python3: command not found" in output:
-            return AgentFailed(
-                self._host.name, "has no python3, which Shoal needs there", hint="install it: apt-get install python3"
-            )
-        if "No module named" in output:
-            return AgentFailed(
-                self._host.name,
-                f"its python3 is not complete: {output.splitlines()[-1]}",
-                hint="install the whole standard library: apt-get install python3",
-            )
-        if result.status == 137:
-            return AgentFailed(
-                self._host.name,
-                "the agent was killed while it worked",
-                hint="if memory ran out (`journalctl -k` on the host), give it more; then run `shoal up` again",
-            )
-        text = f"the agent ended unexpectedly with status {result.status}"
-        return AgentFailed(
-            self._host.name,
-            f"{text}\n{output}" if output else text,
-            hint="run the command again; should it end so again, report it with these lines",
-        )
+            what, hint = "has no python3, which Shoal needs there", "install it: apt-get install python3"
+        elif "No module named" in output:
+            what = f"its python3 is not complete: {output.splitlines()[-1]}"
+            hint = "install the whole standard library: apt-get install python3"
+        elif result.status == 137:
+            what = "the agent was killed while it worked"
+            hint = "if memory ran out (`journalctl -k` on the host), give it more; then run `shoal up` again"
+        else:
+            what = f"the agent ended unexpectedly with status {result.status}\n{output}".rstrip()
+            hint = "run the command again; should it end so again, report it with these lines"
+        return AgentFailed(self._host.name, what, hint=hint)
 
 
 def _remedy(key: str, host: str) -> str:
@@ -254,10 +234,3 @@ def _event(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None
-
-
-def _offset(begin: float, end: float, event: Mapping[str, Any]) -> float:
-    clock: float = event["facts"]["clock"]
-    took: float = event["took"]
-    # The clock was read `took` seconds after the request arrived; what is left of the time is the way there and back.
-    return clock - (begin + took + (end - begin - took) / 2)

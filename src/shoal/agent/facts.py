@@ -150,29 +150,25 @@ NO_FACTS = Facts()
 """Of a host that does not answer."""
 
 
+_LISTS: dict[str, Any] = {"gpus": Gpu, "disks": Disk, "addresses": Address}
+_TABLES: dict[str, Any] = {"packages": Package, "users": UnixIds, "groups": UnixIds, "files": FileFact}
+
+
 def from_wire(data: Mapping[str, Any]) -> Facts:
     """Facts from the agent's JSON."""
-    fields: dict[str, Any] = {
-        "cpu": _build(Cpu, data.get("cpu", {})),
-        "cgroup": _cgroup(data.get("cgroup", {})),
-        "gpus": tuple(_build(Gpu, gpu) for gpu in data.get("gpus", ())),
-        "filesystems": tuple(data.get("filesystems", ())),
-        "modules": tuple(data.get("modules", ())),
-        "disks": tuple(_build(Disk, disk) for disk in data.get("disks", ())),
-        "addresses": tuple(_build(Address, address) for address in data.get("addresses", ())),
-        "packages": {name: _build(Package, value) for name, value in data.get("packages", {}).items()},
-        "users": {name: _build(UnixIds, value) for name, value in data.get("users", {}).items()},
-        "groups": {name: _build(UnixIds, value) for name, value in data.get("groups", {}).items()},
-        "files": {name: _build(FileFact, value) for name, value in data.get("files", {}).items()},
-    }
-    plain = {name: data[name] for name in Facts.__dataclass_fields__ if name in data and name not in fields}
-    return Facts(**plain, **fields)
+    fields = dict(data)
+    for name in ("filesystems", "modules"):
+        fields[name] = tuple(data.get(name, ()))
+    for name, kind in _LISTS.items():
+        fields[name] = tuple(_build(kind, value) for value in data.get(name, ()))
+    for name, kind in _TABLES.items():
+        fields[name] = {key: _build(kind, value) for key, value in data.get(name, {}).items()}
+    cgroup = data.get("cgroup", {})
+    fields["cgroup"] = Cgroup(cgroup.get("version", 0), tuple(cgroup.get("writable", ())))
+    fields["cpu"] = _build(Cpu, data.get("cpu", {}))
+    return _build(Facts, fields)
 
 
 def _build(kind: type[T], data: Mapping[str, Any]) -> T:
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(**{name: value for name, value in data.items() if name in names})
-
-
-def _cgroup(data: Mapping[str, Any]) -> Cgroup:
-    return Cgroup(version=data.get("version", 0), writable=tuple(data.get("writable", ())))

@@ -14,7 +14,7 @@ STATE = "/var/lib/shoal"
 PACKAGE = "shoal.remote.agent"
 # Each imports only from those before it: they are run in this order.
 MODULES = (
-    *("fast_stdlib", "failure", "file_io", "running", "connection", "context", "network", "apt", "packages"),
+    *("fast_stdlib", "file_io", "running", "context", "network", "packages"),
     *("accounts", "files", "supervise", "services", "mounts", "facts", "converge", "main"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 
 from shoal.agent.document import HEADER, render_unit
@@ -15,19 +16,14 @@ def firewall_rules(members: Iterable[str], ports: Iterable[str], interface: str 
 
     With `interface`, members are accepted only there: elsewhere their addresses can be forged.
     """
-    addresses = sorted(set(members), key=_address_order)
-    v4 = ", ".join(a for a in addresses if ":" not in a)
-    v6 = ", ".join(a for a in addresses if ":" in a)
-    sets = ""
-    accepts = ""
+    sets = accepts = ""
     guarded = ", ".join(ports)
     way = f'iifname "{interface}" ' if interface else ""
-    if v4:
-        sets += f"\tset members4 {{\n\t\ttype ipv4_addr\n\t\telements = {{ {v4} }}\n\t}}\n"
-        accepts += f"\t\t{way}ip saddr @members4 tcp dport {{ {guarded} }} accept\n"
-    if v6:
-        sets += f"\tset members6 {{\n\t\ttype ipv6_addr\n\t\telements = {{ {v6} }}\n\t}}\n"
-        accepts += f"\t\t{way}ip6 saddr @members6 tcp dport {{ {guarded} }} accept\n"
+    for family, addresses in _by_family(members).items():
+        version = "6" if family == "ip6" else "4"
+        elements = ", ".join(addresses)
+        sets += f"\tset members{version} {{\n\t\ttype ipv{version}_addr\n\t\telements = {{ {elements} }}\n\t}}\n"
+        accepts += f"\t\t{way}{family} saddr @members{version} tcp dport {{ {guarded} }} accept\n"
     return (
         f"{HEADER}"
         "table inet shoal\n"
@@ -69,7 +65,8 @@ def open_commands(firewall: str, members: Iterable[str], ports: Iterable[str], u
     A packet must pass every chain: what ours accepts, another one may still drop. `udp` is a port to open to all:
     WireGuard's, which answers known peers only.
     """
-    addresses = sorted(set(members), key=_address_order)
+    families = _by_family(members)
+    addresses = [address for some in families.values() for address in some]
     if firewall == "ufw":
         port_list = ",".join(ports).replace("-", ":")
         commands = [f"ufw allow proto tcp from {address} to any port {port_list}" for address in addresses]
@@ -80,17 +77,17 @@ def open_commands(firewall: str, members: Iterable[str], ports: Iterable[str], u
         commands.append("firewall-cmd --reload")
     else:
         chain, guarded = firewall.partition(" ")[2], ", ".join(ports)
-        families = {"ip": [a for a in addresses if ":" not in a], "ip6": [a for a in addresses if ":" in a]}
         commands = [
             f"nft 'insert rule {chain} {family} saddr {{ {', '.join(some)} }} tcp dport {{ {guarded} }} accept'"
             for family, some in families.items()
-            if some and chain.partition(" ")[0] in ("inet", family)
+            if chain.partition(" ")[0] in ("inet", family)
         ]
         commands += [f"nft 'insert rule {chain} udp dport {udp} accept'"] if udp else []
     return " && ".join(commands)
 
 
-def _address_order(address: str) -> tuple[int, list[int] | list[str]]:
-    if ":" in address:
-        return (1, [address])
-    return (0, [int(part) for part in address.split(".")])
+def _by_family(members: Iterable[str]) -> dict[str, list[str]]:
+    """The addresses, each once and in order, by nftables' name of their family."""
+    v4 = sorted((address for address in set(members) if ":" not in address), key=ipaddress.IPv4Address)
+    v6 = sorted(address for address in set(members) if ":" in address)
+    return {family: addresses for family, addresses in (("ip", v4), ("ip6", v6)) if addresses}

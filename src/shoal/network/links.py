@@ -87,17 +87,17 @@ def groups(links: Iterable[LinkSpeed], names: Iterable[str]) -> tuple[tuple[str,
     limit = _split_speed(sorted(pairs.values()))
     if limit is None:
         return (tuple(names),) if names else ()
-    found: list[list[str]] = []
+    near: list[list[str]] = []
     for name in measured:
-        near = next((group for group in found if pairs[group[0], name] >= limit), None)
-        if near is None:
-            found.append([name])
+        group = next((group for group in near if pairs[group[0], name] >= limit), None)
+        if group is None:
+            near.append([name])
         else:
-            near.append(name)
-    inside = {pair for group in found for pair in combinations(group, 2)}
+            group.append(name)
+    inside = {pair for group in near for pair in combinations(group, 2)}
     if any((speed >= limit) != (pair in inside) for pair, speed in pairs.items()):
         return (tuple(names),)  # a is near b and b near c, but not a near c
-    return (*map(tuple, found), *((name,) for name in names if name not in measured))
+    return (*map(tuple, near), *((name,) for name in names if name not in measured))
 
 
 def _speeds(links: Iterable[LinkSpeed]) -> dict[Pair, float]:
@@ -122,8 +122,8 @@ def _split_speed(speeds: Sequence[float]) -> float | None:
 
 def switches(text: str, names: Iterable[str]) -> dict[str, str]:
     """The switch of each host by the measurement, named after its first host; {} where all are near."""
-    found = groups(read_links(text), names)
-    return {name: SWITCH_PREFIX + group[0] for group in found for name in group} if len(found) > 1 else {}
+    near = groups(read_links(text), names)
+    return {name: SWITCH_PREFIX + group[0] for group in near for name in group} if len(near) > 1 else {}
 
 
 def sockets(text: str, name: str, names: Iterable[str]) -> int | None:

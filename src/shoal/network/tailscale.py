@@ -77,17 +77,17 @@ class Tailnet:
         return next((node for node in (self.own, *self.peers) if address in node.addresses), None)
 
 
-def read_status(found: Mapping[str, Any]) -> Tailnet:
+def read_status(status: Mapping[str, Any]) -> Tailnet:
     """Parse `tailscale status --json`, or the part that an agent sends. Tolerates unknown and missing keys."""
-    if found.get("problem") or not found:
-        return Tailnet(problem=str(found.get("problem", "")))
-    peers = found.get("Peer") or []
+    if status.get("problem") or not status:
+        return Tailnet(problem=str(status.get("problem", "")))
+    peers = status.get("Peer") or []
     listed = peers.values() if isinstance(peers, Mapping) else peers
-    own = found.get("Self") or {}
-    addresses = found.get("TailscaleIPs") or own.get("TailscaleIPs") or ()
+    own = status.get("Self") or {}
+    addresses = status.get("TailscaleIPs") or own.get("TailscaleIPs") or ()
     return Tailnet(
-        state=str(found.get("BackendState", "")),
-        tun=bool(found.get("TUN", True)),
+        state=str(status.get("BackendState", "")),
+        tun=bool(status.get("TUN", True)),
         own=_node({**own, "TailscaleIPs": addresses}),
         peers=tuple(_node(peer) for peer in listed),
     )
@@ -112,8 +112,8 @@ def unreachable_command(addresses: Iterable[str]) -> tuple[str, ...]:
 
 def tailscale_addresses(facts: Mapping[str, Facts]) -> dict[str, str]:
     """The addresses of the hosts that are in the tailnet."""
-    found = {name: read_status(fact.tailscale) for name, fact in facts.items()}
-    return {name: tailnet.address for name, tailnet in found.items() if tailnet.running}
+    tailnets = {name: read_status(fact.tailscale) for name, fact in facts.items()}
+    return {name: tailnet.address for name, tailnet in tailnets.items() if tailnet.running}
 
 
 def tailnet_name(cluster: str, member: str) -> str:
@@ -133,24 +133,24 @@ def up_flags(network: Network, hostname: str) -> tuple[str, ...]:
     )
 
 
-def _node(found: Mapping[str, Any]) -> TailnetNode:
+def _node(status: Mapping[str, Any]) -> TailnetNode:
     return TailnetNode(
-        name=str(found.get("HostName", "")),
-        addresses=tuple(found.get("TailscaleIPs") or ()),
-        online=bool(found.get("Online")),
-        active=bool(found.get("Active")),
-        endpoint=str(found.get("CurAddr") or ""),
-        relay=str(found.get("PeerRelay") or found.get("Relay") or ""),
-        expires=_seconds(found.get("KeyExpiry")),
-        expired=bool(found.get("Expired")),
-        tags=tuple(found.get("Tags") or ()),
+        name=str(status.get("HostName", "")),
+        addresses=tuple(status.get("TailscaleIPs") or ()),
+        online=bool(status.get("Online")),
+        active=bool(status.get("Active")),
+        endpoint=str(status.get("CurAddr") or ""),
+        relay=str(status.get("PeerRelay") or status.get("Relay") or ""),
+        expires=_seconds(status.get("KeyExpiry")),
+        expired=bool(status.get("Expired")),
+        tags=tuple(status.get("Tags") or ()),
     )
 
 
 def _seconds(text: object) -> float | None:
     """A time in Go's format, where the year 1 means never."""
     try:
-        found = datetime.fromisoformat(str(text))
+        time = datetime.fromisoformat(str(text))
     except ValueError:
         return None
-    return found.replace(tzinfo=found.tzinfo or UTC).timestamp() if found.year > 1 else None
+    return time.replace(tzinfo=time.tzinfo or UTC).timestamp() if time.year > 1 else None

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.document import HEADER, render_unit
+from shoal.agent.document import HEADER, daemon_unit
 from shoal.agent.facts import Facts
+from shoal.remote import program_text
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 29001
@@ -93,7 +94,7 @@ def service(node: str) -> str:
 
 def ssh_conf(tunnel: Tunnel) -> str:
     """The ssh configuration of one tunnel. Both ends detect a lost connection within seconds."""
-    back = "".join(f"RemoteForward {LOOPBACK}:{b.port} {_bracketed(b.address)}:{b.there}\n" for b in tunnel.back)
+    back = "".join(f"RemoteForward {LOOPBACK}:{b.port} {bracketed(b.address)}:{b.there}\n" for b in tunnel.back)
     return (
         f"{HEADER}Host tunnel\n"
         f"HostName {tunnel.host}\n"
@@ -126,56 +127,18 @@ def program() -> str:
     address may belong to another machine. It checks every 30 s whether Slurm starts the node again, which then has a
     minute to register.
     """
-    return (
-        f"#!/bin/sh\n{HEADER}"
-        f'ssh="ssh -F {DIRECTORY}/$1.conf -o ConnectTimeout=5"\n'
-        "pause=1\n"
-        "while :; do\n"
-        "    # One that was rented and given back. Slurm says when it comes again.\n"
-        '    case $(timeout 5 scontrol show node "$1" -o 2> /dev/null) in\n'
-        "    *State=*POWERED_DOWN*) sleep 30; continue ;;\n"
-        "    esac\n"
-        "    began=$(date +%s)\n"
-        "    $ssh -o ClearAllForwardings=yes tunnel clear && $ssh tunnel hold\n"
-        "    if [ $(($(date +%s) - began)) -gt 30 ]; then pause=1; fi\n"
-        '    sleep "$pause"\n'
-        "    pause=$((pause < 8 ? pause * 2 : 10))\n"
-        "done\n"
-    )
+    return program_text("tunnel.sh", DIRECTORY=DIRECTORY)
 
 
 def unit() -> str:
     """The service of one tunnel."""
-    return render_unit(
-        Unit={
-            "Description": "The way to Slurm in container %i",
-            "After": "network.target",
-            "Before": "slurmctld.service",
-            "StartLimitIntervalSec": 0,
-        },
-        Service={"ExecStart": f"{PROGRAM} %i", "Restart": "always", "RestartSec": 1},
-        Install={"WantedBy": "multi-user.target"},
-    )
+    order = {"After": "network.target", "Before": "slurmctld.service"}
+    return daemon_unit("The way to Slurm in container %i", f"{PROGRAM} %i", 1, order)
 
 
 def end_script() -> str:
     """What the key starts in the container: `hold` records the sshd process that has the ports, `clear` ends it."""
-    return (
-        f"#!/bin/sh\n{HEADER}"
-        "note=/run/shoal-tunnel\n"
-        "case $SSH_ORIGINAL_COMMAND in\n"
-        "clear)\n"
-        '    old=$(cat "$note" 2> /dev/null) || exit 0\n'
-        '    case $(cat "/proc/$old/comm" 2> /dev/null) in sshd*) kill "$old" ;; esac\n'
-        '    while [ -e "/proc/$old" ] && ! grep -q "^State:.Z" "/proc/$old/status"; do sleep 0.1; done\n'
-        '    rm -f "$note"\n'
-        "    ;;\n"
-        "hold)\n"
-        '    echo "$PPID" > "$note"\n'
-        '    while kill -0 "$PPID" 2> /dev/null; do sleep 5; done\n'
-        "    ;;\n"
-        "esac\n"
-    )
+    return program_text("tunnel_end.sh")
 
 
 def authorized(public_key: str, tunnel: Tunnel) -> str:
@@ -203,5 +166,5 @@ def recorded(text: str) -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if line and not line.startswith("#"))
 
 
-def _bracketed(address: str) -> str:
+def bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address

@@ -13,7 +13,7 @@ import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.agent.document import HEADER, Settings, render_unit
+from shoal.agent.document import HEADER, Settings, daemon_unit, render_unit
 from shoal.agent.facts import Facts
 from shoal.network.addresses import candidates, lan_addresses
 
@@ -85,46 +85,31 @@ def member_config(
         if other != name and (end.public_key or other in apart)
     }
     through = [end for other, end in ends.items() if other in links and links[other] is None]
+    through_hub = [end.address for end in through]
     peers = [
-        Peer(
-            other,
-            ends[other].public_key,
-            (ends[other].address, *(end.address for end in through if other == hub)),
-            link.endpoint,
-            link.keepalive,
-        )
+        Peer(other, ends[other].public_key, (ends[other].address, *(through_hub if other == hub else ())), *link)
         for other, link in links.items()
         if link is not None
     ]
     mtu = me.mtu - OVERHEAD
-    paths = {end.address: _path_mtu(me, end, ends.get(hub) if end in through else None) for end in ends.values()}
-    slower = tuple((end.address, paths[end.address]) for other, end in ends.items() if other in links)
-    return MemberConfig(
-        address=me.address,
-        peers=tuple(peers),
-        mtu=mtu,
-        slower=tuple((address, size) for address, size in slower if size < mtu),
-        relays=name == hub,
-    )
+    paths = [
+        (end.address, _path_mtu(me, end, ends.get(hub) if end in through else None))
+        for other, end in ends.items()
+        if other in links
+    ]
+    slower = tuple((address, size) for address, size in paths if size < mtu)
+    return MemberConfig(me.address, tuple(peers), mtu, slower, relays=name == hub)
 
 
-@dataclass(frozen=True)
-class _Link:
-    endpoint: str = ""
-    keepalive: bool = False
-
-
-def _link(me: MemberFacts, other: MemberFacts, port: int, known: Mapping[str, Peer]) -> _Link | None:
-    """How two members reach each other; None where they cannot, and use the hub."""
-    if other.reaches is None:  # it does not answer now: keep its configuration
-        before = known.get(other.name)
-        if before:
-            return _Link(before.endpoint, before.keepalive)
+def _link(me: MemberFacts, other: MemberFacts, port: int, known: Mapping[str, Peer]) -> tuple[str, bool] | None:
+    """The endpoint of another member, and whether to keep the path open; None where both use the hub."""
+    if other.reaches is None and (before := known.get(other.name)):
+        return before.endpoint, before.keepalive  # it does not answer now: keep its configuration
     there, back = _endpoint(me, other, port), _endpoint(other, me, port)
     if not there and not back:
         return None
     # A member that others can reach needs no keepalive; one behind NAT does, also if the spec gives it an endpoint.
-    return _Link(there, keepalive=bool(there) and not back)
+    return there, bool(there) and not back
 
 
 def _endpoint(me: MemberFacts, other: MemberFacts, port: int) -> str:
@@ -179,24 +164,19 @@ def worth_trying(me: Facts, my_site: str, other_site: str, address: str) -> bool
 
     A private address of another site that is also in our own network would be another machine.
     """
-    found = ipaddress.ip_address(address)
-    if my_site == other_site or found.is_global:
+    parsed = ipaddress.ip_address(address)
+    if my_site == other_site or parsed.is_global:
         return True
-    return not any(found in ipaddress.ip_interface(f"{a.address}/{a.prefix}").network for a in candidates(me))
+    return not any(parsed in ipaddress.ip_interface(f"{a.address}/{a.prefix}").network for a in candidates(me))
 
 
 def assign_addresses(subnet: str, names: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
     """An address of the subnet for each member. Members keep theirs; new ones get the first free addresses."""
     network = ipaddress.IPv4Network(subnet)
     names = list(names)
-    kept = {name: before[name] for name in names if name in before and _inside(before[name], network)}
+    kept = {name: before[name] for name in names if name in before and ipaddress.ip_address(before[name]) in network}
     free = (str(address) for address in network.hosts() if str(address) not in set(kept.values()))
     return {name: kept[name] if name in kept else next(free) for name in names}
-
-
-def _inside(address: str, network: ipaddress.IPv4Network) -> bool:
-    found = ipaddress.ip_address(address)
-    return isinstance(found, ipaddress.IPv4Address) and found in network
 
 
 INTERFACE = "shoal0"
@@ -304,15 +284,8 @@ def knock_script(peers: Iterable[Peer]) -> str:
 
 
 def knock_unit() -> str:
-    return render_unit(
-        Unit={
-            "Description": "Signs of life for the private network of the cluster (WireGuard)",
-            "After": f"{SERVICE}.service",
-            "StartLimitIntervalSec": 0,
-        },
-        Service={"ExecStart": KNOCK, "Restart": "always", "RestartSec": 1},
-        Install={"WantedBy": "multi-user.target"},
-    )
+    what = "Signs of life for the private network of the cluster (WireGuard)"
+    return daemon_unit(what, KNOCK, 1, {"After": f"{SERVICE}.service"})
 
 
 def hub_rules() -> str:
@@ -342,16 +315,11 @@ def unit(subnet: str, *, kernel: bool) -> str:
     Packets for the subnet must not leave by the default route while the interface restarts: an unreachable route below
     its own prevents that.
     """
-    start: Settings = (
-        {"Type": "oneshot", "RemainAfterExit": "yes", "ExecStart": f"/sbin/ip link add {INTERFACE} type wireguard"}
-        if kernel
-        else {
-            "Type": "forking",
-            "Restart": "always",
-            "RestartSec": 1,
-            "ExecStart": f"/usr/bin/wireguard-go {INTERFACE}",
-        }
-    )
+    start: Settings = {"Type": "forking", "Restart": "always", "RestartSec": 1}
+    command = f"/usr/bin/wireguard-go {INTERFACE}"
+    if kernel:
+        start = {"Type": "oneshot", "RemainAfterExit": "yes"}
+        command = f"/sbin/ip link add {INTERFACE} type wireguard"
     return render_unit(
         Unit={
             "Description": "The private network of the cluster (WireGuard)",
@@ -365,6 +333,7 @@ def unit(subnet: str, *, kernel: bool) -> str:
                 f"-/sbin/ip link delete {INTERFACE}",
             ),
             **start,
+            "ExecStart": command,
             "ExecStartPost": APPLY,
             "ExecReload": APPLY,
             "ExecStopPost": f"-/sbin/ip link delete {INTERFACE}",

@@ -19,8 +19,7 @@ from shoal.roles.accounting import slurmdbd_skew
 from shoal.roles.assembly import assemble
 from shoal.roles.auth import auth_skew
 from shoal.roles.base import MUNGE_KEY, munge_secret
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.elastic import SPEC

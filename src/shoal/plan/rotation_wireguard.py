@@ -20,8 +20,7 @@ from shoal.plan.diff import cluster_goal
 from shoal.plan.observe import observe
 from shoal.plan.reachability import connection_addresses, slurm_ports, try_connections
 from shoal.plan.rotation import RotationContext, RotationResult, apply_all, raise_failed, run_on, scheduling_paused
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.wireguard import WireGuardComponent, config_of
 
 HANDSHAKE_TIMEOUT_S = 60

@@ -4,12 +4,17 @@ Each is sent as text over the SSH connection that is there. Modules here import 
 imports constants from them, so that both sides agree.
 """
 
+from functools import cache
 from importlib import resources
 
 
-def program_text(name: str) -> str:
-    """The source of a program of this package, for a host's `python3` to run."""
-    return resources.files("shoal.remote").joinpath(name + ".py").read_text("utf-8")
+@cache
+def program_text(name: str, **words: object) -> str:
+    """The source of a program of this package, with a value for each `@WORD@` in it; `name` without `.py`."""
+    text = resources.files("shoal.remote").joinpath(name if "." in name else name + ".py").read_text("utf-8")
+    for word, value in words.items():
+        text = text.replace(f"@{word}@", str(value))
+    return text
 
 
 def python_command(name: str, *arguments: str) -> tuple[str, ...]:

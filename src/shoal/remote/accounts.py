@@ -5,7 +5,7 @@
     accounts.py apply GOAL RECORD COMMAND..  run COMMAND (a backup), then the commands
 
 RECORD lists what earlier runs added: of this, what GOAL no longer names is removed. What others added with sacctmgr
-stays. Jobs that have ended keep their records in any case. Python 3.8, standard library only.
+stays. Jobs that have ended keep their records in any case.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ if TYPE_CHECKING:
 RETRY_PAUSES_S = (2, 3, 5, 5)
 """Between attempts: slurmdbd may have just started."""
 
-ASSOCIATION = {
+LIMITS = {
     # the names of a setting in `sacctmgr modify` and in `sacctmgr show`
-    "Fairshare": "Share",
-    "QOS": "QOS",
-    "DefaultQOS": "DefaultQOS",
-    "MaxJobs": "MaxJobs",
-    "MaxSubmitJobs": "MaxSubmit",
     "MaxWall": "MaxWall",
     "MaxTRESPerJob": "MaxTRES",
     "GrpJobs": "GrpJobs",
     "GrpTRES": "GrpTRES",
     "GrpTRESMins": "GrpTRESMins",
 }
+ASSOCIATION = {
+    "Fairshare": "Share",
+    "QOS": "QOS",
+    "DefaultQOS": "DefaultQOS",
+    "MaxJobs": "MaxJobs",
+    "MaxSubmitJobs": "MaxSubmit",
+    **LIMITS,
+}
 QOS = {
     "Priority": "Priority",
     "MaxJobsPerUser": "MaxJobsPU",
     "MaxSubmitJobsPerUser": "MaxSubmitPU",
     "MaxTRESPerUser": "MaxTRESPU",
-    "MaxWall": "MaxWall",
-    "MaxTRESPerJob": "MaxTRES",
-    "GrpJobs": "GrpJobs",
-    "GrpTRES": "GrpTRES",
-    "GrpTRESMins": "GrpTRESMins",
+    **LIMITS,
 }
 
 
@@ -143,15 +142,18 @@ def write(path: str, value: Data | dict[str, Words]) -> None:
 
 def read_current(cluster: str) -> Data:
     """What Slurm has: settings of QOS, accounts and users in accounts, and each user's default account."""
-    # All three at once: sacctmgr mostly waits.
     queries = [
-        SacctmgrQuery(
-            "assoc", ["cluster=" + cluster, "wopl"], ["Account", "User", "ParentName", *ASSOCIATION.values()]
-        ),
-        SacctmgrQuery("qos", [], ["Name", *QOS.values()]),
-        SacctmgrQuery("user", [], ["User", "DefaultAccount"]),
+        (["assoc", "cluster=" + cluster, "wopl"], ["Account", "User", "ParentName", *ASSOCIATION.values()]),
+        (["qos"], ["Name", *QOS.values()]),
+        (["user"], ["User", "DefaultAccount"]),
     ]
-    associations, found_qos, found_users = [query.rows() for query in queries]
+    lines = [["sacctmgr", "-n", "-P", "show", *words, "format=" + ",".join(fields)] for words, fields in queries]
+    processes = [start(line) for line in lines]  # all at once: sacctmgr mostly waits
+    outputs = [finish(process, " ".join(line)) for process, line in zip(processes, lines)]
+    associations, qos_rows, user_rows = [
+        [dict(zip(fields, line.split("|"))) for line in text.splitlines() if line.count("|") >= len(fields) - 1]
+        for text, (_, fields) in zip(outputs, queries)
+    ]
     accounts: Data = {}
     users: dict[tuple[str, str], Data] = {}
     for row in associations:
@@ -160,23 +162,9 @@ def read_current(cluster: str) -> Data:
             users[row["User"], row["Account"]] = settings
         else:
             accounts[row["Account"]] = {"parent": row["ParentName"], "settings": settings}
-    qos = {row["Name"]: {name: row[shown] for name, shown in QOS.items()} for row in found_qos}
-    defaults = {row["User"]: row["DefaultAccount"] for row in found_users}
+    qos = {row["Name"]: {name: row[shown] for name, shown in QOS.items()} for row in qos_rows}
+    defaults = {row["User"]: row["DefaultAccount"] for row in user_rows}
     return {"accounts": accounts, "users": users, "qos": qos, "defaults": defaults}
-
-
-class SacctmgrQuery:
-    """A running `sacctmgr show`."""
-
-    def __init__(self, kind: str, words: Words, fields: Words) -> None:
-        self.fields = fields
-        self.words = ["sacctmgr", "-n", "-P", "show", kind, *words, "format=" + ",".join(fields)]
-        self.process = start(self.words)
-
-    def rows(self) -> list[dict[str, str]]:
-        lines = finish(self.process, " ".join(self.words)).splitlines()
-        enough = len(self.fields) - 1
-        return [dict(zip(self.fields, line.split("|"))) for line in lines if line.count("|") >= enough]
 
 
 def sacctmgr(*words: str) -> None:
@@ -202,12 +190,16 @@ def diff_commands(goal: Data, recorded: dict[str, Words], existing: Data) -> lis
     """The sacctmgr commands that change what exists into the goal."""
     where = "cluster=" + goal["cluster"]
     commands: list[Words] = []
+
+    def modify(target: Words, settings: Data, old: Data) -> None:
+        changed = assignments(settings, old)
+        if changed:
+            commands.append(["modify", *target, "set", *changed])
+
     for name, settings in goal["qos"].items():
         if name not in existing["qos"]:
             commands.append(["add", "qos", name])
-        changed = assignments(settings, existing["qos"].get(name, {}))
-        if changed:
-            commands.append(["modify", "qos", name, "set", *changed])
+        modify(["qos", name], settings, existing["qos"].get(name, {}))
     for name, account in goal["accounts"].items():
         old = existing["accounts"].get(name)
         if old is None:
@@ -215,17 +207,13 @@ def diff_commands(goal: Data, recorded: dict[str, Words], existing: Data) -> lis
             commands.append(["add", "account", name, where, "parent=" + account["parent"], *about])
         elif old["parent"] != account["parent"]:
             commands.append(["modify", "account", name, where, "set", "parent=" + account["parent"]])
-        changed = assignments(account["settings"], old["settings"] if old else {})
-        if changed:
-            commands.append(["modify", "account", name, where, "set", *changed])
+        modify(["account", name, where], account["settings"], old["settings"] if old else {})
     for user, entry in goal["users"].items():
         for account, settings in entry["accounts"].items():
             old = existing["users"].get((user, account))
             if old is None:
                 commands.append(["add", "user", user, "account=" + account, where])
-            changed = assignments(settings, old or {})
-            if changed:
-                commands.append(["modify", "user", user, "where", where, "account=" + account, "set", *changed])
+            modify(["user", user, "where", where, "account=" + account], settings, old or {})
         if existing["defaults"].get(user) not in (None, "", entry["default"]):
             commands.append(["modify", "user", user, "where", where, "set", "defaultaccount=" + entry["default"]])
     return commands + removal_commands(goal, recorded, existing, where)
@@ -261,7 +249,7 @@ def assignments(settings: Data, existing: dict[str, str]) -> Words:
     for key, value in settings.items():
         old = existing.get(key, "")
         if isinstance(value, dict):
-            old_counts = counts(old)
+            old_counts = dict(part.split("=", 1) for part in old.split(",") if "=" in part)
             parts = [name + "=" + (count or "-1") for name, count in value.items() if count != old_counts.get(name)]
             if parts:
                 changed.append(key + "=" + ",".join(parts))
@@ -277,10 +265,6 @@ def assignments(settings: Data, existing: dict[str, str]) -> Words:
 
 
 DEFAULTS = {"Fairshare": "1", "Priority": "0"}
-
-
-def counts(text: str) -> dict[str, str]:
-    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
 
 
 def minutes(text: str) -> float | None:

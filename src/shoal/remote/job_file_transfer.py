@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
     try:
         if what == "take":
             Receiver(root, job, way).run(sys.stdin.buffer, sys.stdout.buffer)
-        elif way == "there":
-            Sender(root, job, sys.stdin.buffer, sys.stdout.buffer).send_there(argv[4], argv[5])
         else:
-            Sender(root, job, sys.stdin.buffer, sys.stdout.buffer).send_back(argv[4])
+            sender = Sender(root, job, sys.stdin.buffer, sys.stdout.buffer)
+            (sender.send_there if way == "there" else sender.send_back)(*argv[4:])
+            sender.end()
     except BrokenPipeError:
         return 1  # the other end has ended, and reports the cause itself
     except OSError as error:
@@ -92,7 +92,6 @@ class Sender:
                 self._send(name, path)
             self._send_header({"name": self._name(READY), "mode": 0o644, "time": 0})
             self._send_chunk(b"")
-        self._end()
 
     def send_back(self, ended: str) -> None:
         """Send what the job writes until it has ended, then the rest."""
@@ -109,7 +108,6 @@ class Sender:
             self.out.flush()
             if not last:
                 time.sleep(min(MAX_PAUSE_S, max(MIN_PAUSE_S, 5 * (time.monotonic() - began))))
-        self._end()
 
     def _name(self, inside: str) -> str:
         return "%s/%s" % (self.job, inside)
@@ -129,18 +127,15 @@ class Sender:
         if known == now:
             return
         if stat.S_ISLNK(status.st_mode):
-            self._send_link(name, path, now)
+            target = os.readlink(path)
+            if stays_inside(target):
+                self._send_header({"name": name, "link": target})
+                self.receiver_files[name] = now
         elif stat.S_ISREG(status.st_mode):
             changing = status.st_size > SMALL_FILE_BYTES and time.time() - status.st_mtime < SETTLE_S
             safe = is_append_only(name) or name.startswith(self._name(CHECKPOINTS) + "/")
             if last or safe or not changing:
                 self._send_file(name, path, now, known)
-
-    def _send_link(self, name: str, path: str, now: list[int]) -> None:
-        target = os.readlink(path)
-        if not os.path.isabs(target) and ".." not in target.split("/"):
-            self._send_header({"name": name, "link": target})
-            self.receiver_files[name] = now
 
     def _send_file(self, name: str, path: str, now: list[int], known: list[int] | None) -> None:
         try:
@@ -178,7 +173,7 @@ class Sender:
             for name in [name for name in self.receiver_files if name.startswith(start + deleted + "/")]:
                 del self.receiver_files[name]
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._send_header({"end": True})
         self.out.flush()
 
@@ -237,12 +232,11 @@ class Receiver:
                 os.rename(name, parts[-1], src_dir_fd=directory, dst_dir_fd=directory)
 
     def _write_link(self, parts: list[str], target: str) -> None:
-        if os.path.isabs(target) or ".." in target.split("/"):
-            return
-        with open_directory(self.root, parts) as directory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(parts[-1], dir_fd=directory)
-            os.symlink(target, parts[-1], dir_fd=directory)
+        if stays_inside(target):
+            with open_directory(self.root, parts) as directory:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(parts[-1], dir_fd=directory)
+                os.symlink(target, parts[-1], dir_fd=directory)
 
     def _delete(self, parts: list[str]) -> None:
         if parts[1:2] == [CHECKPOINTS] and len(parts) == 3:
@@ -272,6 +266,10 @@ def walk(directory: str, name: str) -> Iterator[tuple[str, str]]:
                 yield inside, entry.path
         elif not any(mark in entry.name for mark in UNFINISHED):
             yield from walk(entry.path, inside)
+
+
+def stays_inside(target: str) -> bool:
+    return not os.path.isabs(target) and ".." not in target.split("/")
 
 
 def is_local(name: str, path: str) -> bool:

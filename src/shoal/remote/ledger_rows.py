@@ -1,7 +1,6 @@
 """Reads the ledger's rows on the controller, and marks rentals as gone whose machines no provider lists any more.
 
-`shoal reap` and `shoal down` send this program to the controller. It runs with the host's own python3 and the standard
-library only: the service may be stopped, and the Shoal there may be another version.
+`shoal reap` and `shoal down` send it: the service may be stopped, and the Shoal there may be another version.
 
     ledger_rows.py LEDGER STATUS < {"ended": {TOKEN: [STATE, SECONDS AGO]}}
 

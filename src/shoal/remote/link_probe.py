@@ -10,6 +10,7 @@ It reads requests from its standard input, one JSON object a line, answers each 
 # Hosts may have a Python as old as 3.8, where a time-out of a socket is no TimeoutError yet.
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -19,10 +20,7 @@ import struct
 import sys
 import threading
 import time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
-    from typing import Any
+from typing import Any
 
 PEER_TIMEOUT_S = 5.0
 """For a connection, and for a reply of the peer."""
@@ -78,13 +76,10 @@ def serve(server: socket.socket, token: bytes) -> None:
 
 
 def authenticate(peer: socket.socket, token: bytes) -> None:
-    with peer:
-        try:
-            peer.settimeout(PEER_TIMEOUT_S)
-            if receive_exactly(peer, len(token)) == token:
-                serve_peer(peer)
-        except OSError:
-            pass  # the peer reports it
+    with peer, contextlib.suppress(OSError):  # the peer reports it
+        peer.settimeout(PEER_TIMEOUT_S)
+        if receive_exactly(peer, len(token)) == token:
+            serve_peer(peer)
 
 
 def serve_peer(peer: socket.socket) -> None:
@@ -169,15 +164,13 @@ def send_stream(peer: socket.socket, seconds: float) -> tuple[int, float]:
         readable, writable, _ = select.select([peer], [peer], [], max(left, 0))
         if readable:
             peer.settimeout(PEER_TIMEOUT_S)
-            size, elapsed = struct.unpack("!Qd", receive_exactly(peer, 16))
-            return size, elapsed
+            counted: tuple[int, float] = struct.unpack("!Qd", receive_exactly(peer, 16))
+            return counted
         if left <= 0:
             raise socket.timeout
         if writable:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 peer.send(data)
-            except BlockingIOError:
-                pass
 
 
 def receive_exactly(peer: socket.socket, size: int) -> bytes:

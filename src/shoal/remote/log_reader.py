@@ -1,12 +1,12 @@
-"""Reads a job's files on one node and prints them: sent to the node's python3, standard library only.
+"""Reads a job's files on one node and prints them.
 
     reader.py DIRECTORY OUTPUT ERROR TAIL [follow]
 
 Each line out is `FILE<tab>TIME TEXT`, where FILE is `rank-R.N.node`, `rank-R.N.log`, `rank-R.N.end`, or
 `output@STORAGE` and `error@STORAGE` for those of the batch script: every turn of a job appends to these on the node it
 starts on, and only where nodes share storage is it the same file. The node of a rank comes before what it printed. With
-TAIL above 0 only the last so many bytes of each file are read.
-With `follow` it goes on until its input ends or says something.
+TAIL above 0 only the last so many bytes of each file are read. With `follow` it goes on until its input ends or says
+something.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
 Measured: `sshfs -o reconnect` (3.7.3) fails every read and write of an open file with EIO, during and after an outage.
 
 Here a request waits until it has its answer: files are opened again, pending requests are repeated, and what was
-written since the last fsync is written again, as a server that lost power has lost it.
-
-Runs on the hosts: standard library, Python 3.8. Its arguments are those of ssh.
+written since the last fsync is written again, as a server that lost power has lost it. Its arguments are those of ssh.
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 INIT, VERSION, OPEN, CLOSE, READ, WRITE = 1, 2, 3, 4, 5, 6
 FSTAT, FSETSTAT, OPENDIR, READDIR, REMOVE, MKDIR, RMDIR = 8, 10, 11, 12, 13, 14, 15
@@ -123,17 +118,14 @@ class ProxySession:
         at = handle_offset(packet)
         if at is None:
             return packet
-        size = struct.unpack_from(">I", packet, at)[0]
-        file = self.opened.get(packet[at + 4 : at + 4 + size])
-        if file is None:
-            return None
-        return string(packet[4:at] + string(file.handle) + packet[at + 4 + size :])
+        name = string_at(packet, at)
+        file = self.opened.get(name)
+        return string(packet[4:at] + string(file.handle) + packet[at + 4 + len(name) :]) if file else None
 
     def _write(self, data: bytes) -> None:
-        server = self.server
         try:
-            assert server and server.stdin
-            write_all(server.stdin.fileno(), data)
+            assert self.server and self.server.stdin
+            write_all(self.server.stdin.fileno(), data)
         except (OSError, ValueError):
             pass  # the reader of replies notices too, and reconnects
 
@@ -343,10 +335,8 @@ def handle_offset(packet: bytes) -> int | None:
     """Where in a request the handle begins."""
     if packet[4] in WITH_HANDLE:
         return 9
-    if packet[4] == EXTENDED:
-        size = struct.unpack_from(">I", packet, 9)[0]
-        return 13 + size if packet[13 : 13 + size] in HANDLES else None
-    return None
+    extension = string_at(packet, 9) if packet[4] == EXTENDED else b""
+    return 13 + len(extension) if extension in HANDLES else None
 
 
 def request_reply(server: subprocess.Popen[bytes], incoming: Iterator[bytes], kind: bytes, rest: bytes) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from shoal.agent.document import Command, Directory, Document, File, Item, Secret, Service
+from shoal.agent.document import Command, Directory, Document, File, Secret, Service, restart_drop_in
 from shoal.agent.facts import Facts
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.remote import program_text
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.host_address import DROP_INS, address_wait_file, listen_address
 from shoal.slurm import accounting as text
 from shoal.slurm.versions import Version
@@ -53,7 +54,7 @@ class AccountingComponent(Component):
         if has_database(cluster.spec, member):
             services = (*slurmctld_restarts(cluster, member), *database(cluster, member))
             return {Stage.SERVICES: services, Stage.NODES: accounts(cluster, member)}
-        removed = database_removal() if cluster.facts[member.name].has_file(SACCTMGR_CONF) else ()
+        removed = database_removal() if has_records(cluster.facts[member.name]) else ()
         return {Stage.SERVICES: (*slurmctld_restarts(cluster, member), *removed)}
 
     def removal(self) -> Document:
@@ -69,10 +70,8 @@ def slurmctld_restarts(cluster: Cluster, member: Member) -> Document:
     if "controller" not in member.roles:
         return ()
     if cluster.spec.accounting is not None:
-        return (
-            Directory("/etc/systemd/system/slurmctld.service.d"),
-            File(SLURMCTLD_DROP_IN, text.slurmctld_drop_in()),
-        )
+        # It restarts until slurmdbd is up.
+        return (Directory("/etc/systemd/system/slurmctld.service.d"), File(SLURMCTLD_DROP_IN, restart_drop_in()))
     return (File(SLURMCTLD_DROP_IN),) if cluster.facts[member.name].has_file(SLURMCTLD_DROP_IN) else ()
 
 
@@ -91,14 +90,17 @@ def database(cluster: Cluster, member: Member) -> Document:
     """MariaDB, slurmdbd and backups; all run before slurmctld starts."""
     facts, spec, address = cluster.facts[member.name], cluster.spec, listen_address(cluster, member)
     assert spec.accounting is not None
-    root_only = {"owner": "root", "group": "root", "mode": 0o600, "fills": PLACEHOLDERS}
+    sql = File(SQL, text.database_sql(), mode=0o600, fills=PLACEHOLDERS)
+    login = File(LOGIN, text.database_login(), mode=0o600, fills=PLACEHOLDERS)
+    conf_text = text.slurmdbd_conf(facts.hostname, spec.auth, address)
+    conf = File(SLURMDBD_CONF, conf_text, mode=0o600, fills=PLACEHOLDERS)
     return (
         Directory("/etc/shoal"),
         File(MARIADB_CONF, text.mariadb_conf(facts.memory_mb), restarts=("mariadb",)),
         Service("mariadb", command=("/usr/bin/mariadbd-safe",)),
         Secret(PASSWORD),
-        File(SQL, text.database_sql(), **root_only),  # type: ignore[arg-type]
-        File(LOGIN, text.database_login(), **root_only),  # type: ignore[arg-type]
+        sql,
+        login,
         Command(
             "accounting database",
             # The password is in the statement, and MariaDB's error quotes it.
@@ -108,18 +110,9 @@ def database(cluster: Cluster, member: Member) -> Document:
             restarts=("slurmdbd",),
         ),
         Directory("/etc/systemd/system/slurmdbd.service.d"),
-        File(SLURMDBD_DROP_IN, text.slurmdbd_drop_in()),
+        File(SLURMDBD_DROP_IN, restart_drop_in({"Wants": "mariadb.service"})),  # until MariaDB is up
         address_wait_file(cluster, member, "slurmdbd"),
-        File(
-            SLURMDBD_CONF,
-            text.slurmdbd_conf(facts.hostname, spec.auth, address),
-            owner="slurm",
-            group="slurm",
-            mode=0o600,
-            restarts=("slurmdbd",),
-            keep=True,
-            fills=PLACEHOLDERS,
-        ),
+        replace(conf, owner="slurm", group="slurm", restarts=("slurmdbd",), keep=True),
         Directory("/var/log/slurm", owner="slurm", group="slurm"),
         Service("slurmdbd", command=("/usr/sbin/slurmdbd", "-D")),
         File(SACCTMGR_CONF, text.sacctmgr_conf(spec.cluster, cluster.controller.name, spec.auth, address)),
@@ -154,7 +147,7 @@ def accounts(cluster: Cluster, member: Member) -> Document:
     program = (*SACCTMGR_ENV, "python3", "-I", ACCOUNTS_PROGRAM)
     check = port_check(listen_address(cluster, member))
     return (
-        File(ACCOUNTS_PROGRAM, text.accounts_program(), mode=0o755),
+        File(ACCOUNTS_PROGRAM, program_text("accounts"), mode=0o755),
         File(ACCOUNTS, text.accounts_file(spec.cluster, spec.accounting), reloads=(f"command {LIMITS}",)),
         Command(
             LIMITS,
@@ -172,7 +165,7 @@ def database_removal() -> Document:
         *(SQL, LOGIN, PASSWORD, ACCOUNTS, ACCOUNTS_PROGRAM, DATABASE_PROGRAM, BACKUP_TIMER, BACKUP_SERVICE),
         *(SLURMDBD_DROP_IN, DROP_INS["slurmdbd"], SLURMDBD_CONF, MARIADB_CONF),
     )
-    items: list[Item] = [
+    return (
         Command("last backup of the accounting database", (DATABASE_PROGRAM, "backup", "last"), unless=not_ours),
         Service("slurmdbd", enabled=False, running=False),
         Service(TIMER, enabled=False, running=False),
@@ -180,8 +173,7 @@ def database_removal() -> Document:
         Command("stop MariaDB", ("systemctl", "disable", "--now", "mariadb"), unless=not_ours),
         *(File(path) for path in files),
         File(SACCTMGR_CONF),
-    ]
-    return tuple(items)
+    )
 
 
 def has_records(facts: Facts) -> bool:
@@ -192,19 +184,16 @@ def has_records(facts: Facts) -> bool:
 def moved_database_finding(spec: Spec, facts: Mapping[str, Facts]) -> Finding | None:
     """A warning where the database moves to another host: it begins empty there."""
     new = database_host(spec)
-    if new is None or new not in facts or has_records(facts[new]):
-        return None
     old = next((name for name, fact in facts.items() if has_records(fact)), None)
-    if old is None:
+    if new is None or old is None or new not in facts or has_records(facts[new]):
         return None
     last = f"{text.BACKUPS}/{text.DATABASE}-*-last.sql.gz"
-    return Finding(
-        "warning",
-        f"accounting moves here from {old} and begins with an empty database: the records of earlier jobs stay there",
-        fix=f"to move them: after `shoal up`, as root, copy the newest {last}, the last dump on {old}, "
-        f"to the same path on {new}; then run `shoal restore NAME`, as `shoal restore` lists it",
-        host=new,
+    what = f"accounting moves here from {old} and begins with an empty database: the records of earlier jobs stay there"
+    fix = (
+        f"to move them: after `shoal up`, as root, copy the newest {last}, the last dump on {old}, "
+        f"to the same path on {new}; then run `shoal restore NAME`, as `shoal restore` lists it"
     )
+    return Finding("warning", what, fix=fix, host=new)
 
 
 def slurmdbd_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding, ...]:
@@ -214,12 +203,6 @@ def slurmdbd_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding,
         return ()
     if versions[host].release >= versions[controller].release:
         return ()
-    return (
-        Finding(
-            "error",
-            what="slurmdbd older than slurmctld",
-            found=f"Slurm {versions[host]}; the controller {controller} has {versions[controller]}",
-            fix=f"delete `accounting.host`, so that {controller} has the database, or name a host with a newer Slurm",
-            host=host,
-        ),
-    )
+    found = f"Slurm {versions[host]}; the controller {controller} has {versions[controller]}"
+    fix = f"delete `accounting.host`, so that {controller} has the database, or name a host with a newer Slurm"
+    return (Finding("error", "slurmdbd older than slurmctld", found, fix, host=host),)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 from shoal.agent.facts import NO_FACTS, Facts
 from shoal.network.addresses import lan_addresses
@@ -13,23 +14,16 @@ from shoal.network.links import switches as switches_by_links
 from shoal.network.tailscale import tailscale_addresses
 from shoal.network.tunnel import LOOPBACK, choose_ports, needs_tunnel
 from shoal.network.wireguard import assign_addresses
-from shoal.roles.cluster import Cluster, choose_ids
+from shoal.roles import rented as rentals
+from shoal.roles.component import Cluster, choose_ids
 from shoal.roles.containers import separate_containers, tunnels
-from shoal.roles.current_conf import Confinement, CurrentConf, confinement, limit_confinement
+from shoal.roles.current_conf import CurrentConf, confinement, limit_confinement
 from shoal.roles.host_address import address_findings, can_listen_at_one_address
 from shoal.roles.plugins import all_have_pmix, supports_spanning
-from shoal.roles.rented import (
-    addressed_rentals,
-    power_saving,
-    present_rentals,
-    rented_containers,
-    rented_findings,
-    rented_nodes,
-    suspend_time,
-)
+from shoal.roles.rented import rented_containers, suspend_time
 from shoal.slurm.accounting import enforcement
 from shoal.slurm.conf import PORTS, gpu_type, slurm_settings
-from shoal.slurm.model import AccountingConf, ClusterConf, Node, NodeGpu, PartitionConf, Switch
+from shoal.slurm.model import AccountingConf, ClusterConf, Confinement, Node, NodeGpu, PartitionConf, Switch
 from shoal.slurm.parsed_conf import parse_conf
 from shoal.slurm.preemption import contract_violations
 from shoal.slurm.versions import Version, packaged_version
@@ -59,31 +53,32 @@ def assemble(
     before = before or CurrentConf()
     leaving = tuple(name for name in leaving if name in before.nodes)
     always = members_of(spec)
-    members = (*always, *present_rentals(spec, facts))
+    members = (*always, *rentals.present_rentals(spec, facts))
     tunneled = _tunneled_members(spec, members, facts, before)
     rented_boxes = rented_containers(spec)
     known_ports = {name: node.port for name, node in before.nodes.items() if node.port}
     ports = choose_ports((*(name for name in tunneled if name not in rented_boxes), *rented_boxes), known_ports)
     outside = tuple(m for m in members if m.name not in tunneled)
     meshed = tuple(name for name in leaving if not before.nodes[name].port)
-    awaited = tuple(name for name in addressed_rentals(spec, facts, before) if name not in rented_boxes)
+    awaited = tuple(name for name in rentals.addressed_rentals(spec, facts, before) if name not in rented_boxes)
     addresses = _addresses(spec, outside, facts, reached, before, (*meshed, *awaited))
     versions = {m.name: v for m in members if m.name in facts and (v := slurm_version(facts[m.name])) is not None}
     permanent = tuple(m for m in outside if not m.rented)
     # A machine that is not rented yet has no facts: it counts as one like the permanent ones.
     computes = [m.name for m in permanent if "compute" in m.roles] or [always[0].name]
-    nodes = [
-        node
+    permanent_nodes = [
+        _node(m, facts[m.name], addresses, ports.get(m.name)) if m.name in facts else before.nodes.get(m.name)
         for m in always
-        if "compute" in m.roles and (node := _node(m, facts, addresses, before.nodes, ports.get(m.name))) is not None
+        if "compute" in m.roles
     ]
     controller = members[0]
-    confined = _confinement(computes, facts, versions, before, meshed)
     rented = [
-        replace(n, address=LOOPBACK, port=ports[n.name]) if n.name in rented_boxes else n for n in rented_nodes(spec)
+        replace(n, address=LOOPBACK, port=ports[n.name]) if n.name in rented_boxes else n
+        for n in rentals.rented_nodes(spec)
     ]
-    all_nodes = (*nodes, *rented, *(before.nodes[name] for name in leaving))
+    all_nodes = (*filter(None, permanent_nodes), *rented, *(before.nodes[name] for name in leaving))
     all_members = (*always, *rented_members(spec))
+    one_address = not rented_boxes and can_listen_at_one_address(spec.network.kind, permanent, facts, addresses, before)
     conf = ClusterConf(
         name=spec.cluster,
         controller=controller.name,
@@ -94,19 +89,15 @@ def assemble(
         partitions=_partitions(spec, all_members, all_nodes, before, leaving),
         switches=_switches(all_members, (node.name for node in all_nodes), before, facts),
         options={key: str(value) for key, value in spec.slurm.options.items()},
-        proctrack_cgroup=confined.tracked,
-        constrain_cores=confined.cores,
-        constrain_devices=confined.devices,
-        constrain_memory=confined.memory,
-        cgroup_plugin=confined.plugin,
+        confinement=_confinement(computes, facts, versions, before, meshed),
         pmix=_pmix(always, facts, versions, before),
         spanning=supports_spanning(spec, facts.get(controller.name), versions.get(controller.name)),
-        one_address=not rented_boxes
-        and can_listen_at_one_address(spec.network.kind, permanent, facts, addresses, before),
+        one_address=one_address,
         accounting=_accounting(spec, controller, addresses),
         auth=spec.auth,
-        power=power_saving(spec),
+        power=rentals.power_saving(spec),
     )
+    boxes = {name: facts[name] for name in tunneled if name in facts}
     return Cluster(
         spec=spec,
         members=members,
@@ -118,26 +109,20 @@ def assemble(
         findings=(
             *_other_firewalls(spec, facts, addresses),
             *_contract_findings(conf),
-            *rented_findings(spec),
+            *rentals.rented_findings(spec),
             *address_findings(spec.network.kind, permanent, facts, addresses),
         ),
-        tunnels=tunnels(
-            spec, {n: facts[n] for n in tunneled if n in facts}, ports, addresses, controller.name, conf.one_address
-        ),
+        tunnels=tunnels(spec, boxes, ports, addresses, controller.name, conf.one_address),
     )
 
 
 def slurm_version(facts: Facts) -> Version | None:
     """The Slurm a host has, or the one its package manager would install."""
-    for choice in ("installed", "candidate"):
-        for name in SLURM_PACKAGES:
-            package = facts.packages.get(name)
-            text = package and getattr(package, choice)
+    packages = [facts.packages[name] for name in SLURM_PACKAGES if name in facts.packages]
+    for text in (*(package.installed for package in packages), *(package.candidate for package in packages)):
+        with suppress(ValueError):  # a package of that name that is not Slurm's
             if text:
-                try:
-                    return Version.parse(text)
-                except ValueError:
-                    continue  # a package of that name that is not Slurm's
+                return Version.parse(text)
     return packaged_version(facts.os_id, facts.os_version or facts.os_codename)
 
 
@@ -145,16 +130,13 @@ def _tunneled_members(
     spec: Spec, members: tuple[Member, ...], facts: Mapping[str, Facts], before: CurrentConf
 ) -> tuple[str, ...]:
     """The containers behind a tunnel. One that does not answer keeps its former state."""
-    return tuple(
-        member.name
-        for member in members[1:]
-        if "compute" in member.roles
-        and (
-            needs_tunnel(spec.network.kind, facts[member.name])
-            if member.name in facts
-            else member.name in before.nodes and before.nodes[member.name].port is not None
-        )
-    )
+
+    def is_tunneled(name: str) -> bool:
+        if name in facts:
+            return needs_tunnel(spec.network.kind, facts[name])
+        return name in before.nodes and before.nodes[name].port is not None
+
+    return tuple(m.name for m in members[1:] if "compute" in m.roles and is_tunneled(m.name))
 
 
 def _addresses(
@@ -230,43 +212,25 @@ def _other_firewalls(spec: Spec, facts: Mapping[str, Facts], addresses: Mapping[
     for name, fact in facts.items() if spec.firewall else ():
         other = FIREWALLD if fact.is_active(FIREWALLD) else fact.firewall
         if other:
-            yield Finding(
-                "warning",
-                "another firewall may block Slurm's ports",
-                other,
-                f"run `{open_commands(other, addresses.values(), PORTS, udp)}` on it, and set `firewall: false`: then "
-                "that firewall guards the ports",
-                host=name,
-            )
+            commands = open_commands(other, addresses.values(), PORTS, udp)
+            fix = f"run `{commands}` on it, and set `firewall: false`: then that firewall guards the ports"
+            yield Finding("warning", "another firewall may block Slurm's ports", other, fix, host=name)
 
 
 def _contract_findings(conf: ClusterConf) -> Iterator[Finding]:
     """The user's options that leave jobs too little time to save their work."""
-    for violation in (
-        contract_violations(parse_conf(slurm_settings(conf)).settings) if conf.versions and conf.options else ()
-    ):
-        yield violation.finding(conf.options, conf.controller)
+    if conf.versions and conf.options:
+        for violation in contract_violations(parse_conf(slurm_settings(conf)).settings):
+            yield violation.finding(conf.options, conf.controller)
 
 
-def _node(
-    member: Member,
-    facts: Mapping[str, Facts],
-    addresses: Mapping[str, str],
-    known: Mapping[str, Node],
-    port: int | None,
-) -> Node | None:
-    if member.name not in facts:
-        return known.get(member.name)
-    fact = facts[member.name]
+def _node(member: Member, fact: Facts, addresses: Mapping[str, str], port: int | None) -> Node:
     return Node(
         name=member.name,
         hostname=fact.hostname,
         address=LOOPBACK if port else addresses.get(member.name, member.name),
         port=port,
-        cpus=fact.cpu.cpus,
-        sockets=fact.cpu.sockets,
-        cores_per_socket=fact.cpu.cores_per_socket,
-        threads_per_core=fact.cpu.threads_per_core,
+        **asdict(fact.cpu),
         memory_mb=fact.memory_mb,
         gpus=tuple(NodeGpu(type=gpu_type(gpu.name), device=gpu.device) for gpu in fact.gpus),
         features=(member.nodeset, *member.features),
@@ -288,18 +252,6 @@ def _partitions(
             *(node for node in leaving if name in before.partitions.get(node, ())),
             *(node for node in leaving if node in separate and before.nodes[node].port and partition.default),
         )
-        lines.append(
-            PartitionConf(
-                name=name,
-                nodes=names,
-                default=partition.default,
-                max_time=partition.max_time,
-                default_time=partition.default_time,
-                max_nodes=partition.max_nodes,
-                priority=partition.priority,
-                grace=partition.grace,
-                preemptable=partition.preemptable,
-                suspend_time=suspend_time(spec, name),
-            )
-        )
+        settings = partition.model_dump(exclude={"nodesets"})
+        lines.append(PartitionConf(name, names, suspend_time=suspend_time(spec, name), **settings))
     return separate_containers(lines, nodes)

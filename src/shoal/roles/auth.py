@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from shoal.agent.document import Directory, Document, File, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
 from shoal.slurm.conf import JWKS, SigningKey, jwks
 from shoal.slurm.versions import Version
 from shoal.spec.finding import Finding
@@ -48,7 +47,7 @@ class AuthComponent(Component):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         if cluster.spec.auth != "slurm":
-            return {Stage.BASE: key_removal()} if cluster.facts[member.name].has_file(JWKS) else {}
+            return {Stage.BASE: self.removal()} if cluster.facts[member.name].has_file(JWKS) else {}
         stages: dict[Stage, Document] = {
             Stage.BASE: key_files(cluster.controller_facts.digest(KEY), cluster.controller_facts.digest(NEXT_KEY))
         }
@@ -58,47 +57,34 @@ class AuthComponent(Component):
         return stages
 
     def removal(self) -> Document:
-        return key_removal()
+        return (Service("sackd", enabled=False, running=False), File(JWKS), File(NEXT_KEY), File(KEY))
 
 
 def key_files(digest: str | None, following: str | None = None, *, flipped: bool = False) -> Document:
     """The key, and during a rotation the next one; `flipped`: the next one signs already."""
-    files: Document = (Directory("/etc/shoal"), _secret(KEY, KEY_SECRET, digest))
     keys = [SigningKey(KEY_PLACEHOLDER, digest or "new", signs=not flipped)]
     fills = [(KEY_PLACEHOLDER, KEY)]
+    next_file = File(NEXT_KEY)
     if following is not None:
-        files = (*files, _secret(NEXT_KEY, NEXT_SECRET, following))
+        next_file = File(NEXT_KEY, SecretRef(NEXT_SECRET, following), mode=0o400)
         keys.append(SigningKey(NEXT_KEY_PLACEHOLDER, following, signs=flipped))
         fills.append((NEXT_KEY_PLACEHOLDER, NEXT_KEY))
-    else:
-        files = (*files, File(NEXT_KEY))
     return (
-        *files,
+        Directory("/etc/shoal"),
+        File(KEY, SecretRef(KEY_SECRET, digest), mode=0o400),
+        next_file,
         Directory("/etc/slurm"),
         File(JWKS, jwks(*keys), owner="slurm", group="slurm", mode=0o600, fills=tuple(fills)),
     )
-
-
-def key_removal() -> Document:
-    return (Service("sackd", enabled=False, running=False), File(JWKS), File(NEXT_KEY), File(KEY))
 
 
 def auth_skew(spec: Spec, versions: Mapping[str, Version]) -> tuple[Finding, ...]:
     """Hosts whose Slurm does not support auth/slurm with several keys."""
     if spec.auth != "slurm":
         return ()
+    fix = "delete `auth: slurm` from the file, or upgrade the host to a distribution with a newer Slurm"
     return tuple(
-        Finding(
-            "error",
-            what="`auth: slurm` needs Slurm 24.05 or later",
-            found=f"Slurm {version}",
-            fix="delete `auth: slurm` from the file, or upgrade the host to a distribution with a newer Slurm",
-            host=name,
-        )
+        Finding("error", "`auth: slurm` needs Slurm 24.05 or later", f"Slurm {version}", fix, host=name)
         for name, version in versions.items()
         if not version.supports("auth_slurm")
     )
-
-
-def _secret(path: str, name: str, digest: str | None) -> File:
-    return File(path, SecretRef(name, digest), mode=0o400)

@@ -8,8 +8,7 @@ from shoal.network.firewall import RULES, UNIT, firewall_rules, firewall_unit
 from shoal.network.tailscale import INTERFACE as TAILSCALE
 from shoal.network.tunnel import needs_tunnel
 from shoal.network.wireguard import INTERFACE as WIREGUARD
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import SharedSecret
+from shoal.roles.component import Cluster, SharedSecret
 from shoal.roles.containers import container_names
 from shoal.roles.host_address import host_name_items
 from shoal.roles.plugins import pmix_items, pmix_packages
@@ -20,6 +19,8 @@ from shoal.spec.model import Spec
 
 INTERFACES = {"wireguard": WIREGUARD, "tailscale": TAILSCALE}
 """The network interface of each kind of network."""
+MUNGE_DIRECTORIES = ("/etc/munge", "/var/lib/munge", "/var/log/munge", "/run/munge")
+SLURM_DIRECTORIES = ("/var/lib/slurm", "/var/log/slurm", "/var/spool/slurm", "/run/slurm", "/etc/slurm")
 MUNGE_KEY = "/etc/munge/munge.key"
 MUNGE_KEY_NEXT = "/etc/munge/munge.key.next"
 """The next key: on the controller, during a rotation."""
@@ -32,8 +33,7 @@ MUNGED = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "/usr/sb
 def base(cluster: Cluster, member: Member) -> Document:
     """What all roles build on."""
     return (
-        *_accounts(cluster),
-        *_packages(cluster, member),
+        *installation(cluster, member),
         *_munge(cluster, member),
         *([container_names(cluster, member)] if member.name in cluster.tunnels else host_name_items(cluster, member)),
         *_firewall(cluster, member),
@@ -42,7 +42,9 @@ def base(cluster: Cluster, member: Member) -> Document:
 
 def installation(cluster: Cluster, member: Member) -> Document:
     """The slowest items, which depend on no other host: service users and packages."""
-    return (*_accounts(cluster), *_packages(cluster, member))
+    facts = cluster.facts[member.name]
+    names = (*packages(cluster.spec, member, facts), *pmix_packages(facts))
+    return (*_accounts(cluster), Packages(names), *pmix_items(facts))
 
 
 def neighbour_items(cluster: Cluster, member: Member) -> Document:
@@ -65,28 +67,17 @@ def _accounts(cluster: Cluster) -> list[Item]:
     ids = cluster.ids
     return [
         Group("munge", ids.munge.gid),
-        User(
-            "munge",
-            ids.munge.uid,
-            group="munge",
-            owns=("/etc/munge", "/var/lib/munge", "/var/log/munge", "/run/munge"),
-            services=("munge",),
-        ),
+        User("munge", ids.munge.uid, group="munge", owns=MUNGE_DIRECTORIES, services=("munge",)),
         Group("slurm", ids.slurm.gid),
         User(
             "slurm",
             ids.slurm.uid,
             group="slurm",
             home="/var/lib/slurm",
-            owns=("/var/lib/slurm", "/var/log/slurm", "/var/spool/slurm", "/run/slurm", "/etc/slurm"),
+            owns=SLURM_DIRECTORIES,
             services=("slurmctld",),
         ),
     ]
-
-
-def _packages(cluster: Cluster, member: Member) -> list[Item]:
-    facts = cluster.facts[member.name]
-    return [Packages((*packages(cluster.spec, member, facts), *pmix_packages(facts))), *pmix_items(facts)]
 
 
 def packages(spec: Spec, member: Member, facts: Facts | None = None) -> tuple[str, ...]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.agent.document import HEADER, Directory, Document, File, Item, Packages, Service, render_unit
+from shoal.agent.document import HEADER, Directory, Document, File, Packages, Service, render_unit
 from shoal.agent.facts import Facts
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
-from shoal.spec.model import Spec
 
 CONF = "/etc/chrony/conf.d/shoal.conf"
 DROP_IN = "/etc/systemd/system/chrony.service.d/shoal.conf"
@@ -27,26 +25,27 @@ class ClockComponent(Component):
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         facts = cluster.facts[member.name]
-        if not uses_chrony(cluster.spec, facts):
-            return {Stage.BASE: chrony_removal()} if facts.digest(CONF) else {}
+        if cluster.spec.time != "chrony" or is_container(facts) or other_daemon(facts):
+            return {Stage.BASE: self.removal()} if facts.digest(CONF) else {}
         controller = cluster.addresses.get(cluster.controller.name, cluster.controller.name)
-        if "controller" in member.roles:
-            text = serving_conf(controller, cluster.addresses.values())
-        else:
-            text = following_conf(controller)
+        serves = "controller" in member.roles
+        text = serving_conf(controller, cluster.addresses.values()) if serves else following_conf(controller)
+        # A container shares its machine's clock, and must not set it.
+        drop_in = render_unit(Unit={"ConditionVirtualization": "!container"})
         return {
             Stage.BASE: (
                 Packages(("chrony",)),
                 Directory("/etc/chrony/conf.d"),
                 File(CONF, text, restarts=("chrony",)),
                 Directory("/etc/systemd/system/chrony.service.d"),
-                File(DROP_IN, chrony_drop_in(), restarts=("chrony",)),
+                File(DROP_IN, drop_in, restarts=("chrony",)),
                 Service("chrony", command=("/usr/sbin/chronyd", "-d")),
             )
         }
 
     def removal(self) -> Document:
-        return chrony_removal()
+        """Removes our part of chrony's configuration; the package stays."""
+        return (File(CONF, restarts=("chrony",)), File(DROP_IN, restarts=("chrony",)))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         """Other time daemons. `plan/diff.py` checks the clocks themselves."""
@@ -57,16 +56,6 @@ class ClockComponent(Component):
                 what = f"{other} sets the clock; Shoal leaves it alone"
                 findings.append(Finding("info", what, fix=f"remove {other} to use chrony", host=name))
         return tuple(findings)
-
-
-def chrony_removal() -> tuple[Item, ...]:
-    """Removes our part of chrony's configuration; the package stays."""
-    return (File(CONF, restarts=("chrony",)), File(DROP_IN, restarts=("chrony",)))
-
-
-def uses_chrony(spec: Spec, facts: Facts) -> bool:
-    """Whether chrony sets this host's clock."""
-    return spec.time == "chrony" and not is_container(facts) and not other_daemon(facts)
 
 
 def is_container(facts: Facts) -> bool:
@@ -93,8 +82,3 @@ def serving_conf(address: str, members: Iterable[str]) -> str:
 def following_conf(controller: str) -> str:
     """chrony's configuration on another member: the controller, beside the sources the host has already."""
     return f"{HEADER}server {controller} iburst\n"
-
-
-def chrony_drop_in() -> str:
-    """A container shares its machine's clock, and must not set it."""
-    return render_unit(Unit={"ConditionVirtualization": "!container"})

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 from shoal.agent.document import HEADER, DeviceRule, Directory, Document, File, Item, Service, render_unit
 from shoal.network.links import LINKS, NCCL, nccl_settings, sockets
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
-from shoal.roles.controller import READ_CONF, advice
-from shoal.roles.current_conf import CONF_FILES, SLURM_CONF
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.roles.controller import slurm_conf_file
+from shoal.roles.current_conf import CONF_FILES
 from shoal.roles.host_address import address_wait_file
-from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_conf, slurm_settings
+from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, slurm_settings
 from shoal.slurm.model import ClusterConf
 from shoal.spec.member import Member
 
@@ -30,18 +29,14 @@ def compute(cluster: Cluster, member: Member) -> Document:
         Directory(SPOOL_DIRECTORY),
         Directory("/etc/tmpfiles.d"),
         File(TMPFILES, tmpfiles_conf()),
-        DeviceRule(DEVICE_RULE, device_rules() if _has_nvidia(cluster, member) else ""),
+        DeviceRule(DEVICE_RULE, device_rules() if cluster.facts_of(member.name).gpus else ""),
         Service("slurmd", command=("/usr/sbin/slurmd", "-D", *slurmd_options(cluster, member))),
     )
 
 
 def login(cluster: Cluster) -> Document:
     """Slurm's clients with the cluster's slurm.conf: they talk to slurmctld and need no local daemon."""
-    text = slurm_conf(cluster.conf)
-    return (
-        Directory("/etc/slurm"),
-        File(SLURM_CONF, text, keep=True, accepted_by=READ_CONF, advice=advice(cluster)),
-    )
+    return (Directory("/etc/slurm"), slurm_conf_file(cluster))
 
 
 def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
@@ -55,13 +50,8 @@ def slurmd_options(cluster: Cluster, member: Member) -> tuple[str, ...]:
 
 def device_rules() -> str:
     """Every user may open the GPUs; Slurm's cgroups decide which of them a job sees."""
-    return (
-        f"{HEADER}"
-        'KERNEL=="nvidia[0-9]*", MODE="0666"\n'
-        'KERNEL=="nvidiactl", MODE="0666"\n'
-        'KERNEL=="nvidia-uvm*", MODE="0666"\n'
-        'KERNEL=="nvidia-modeset", MODE="0666"\n'
-    )
+    kernels = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm*", "nvidia-modeset")
+    return HEADER + "".join(f'KERNEL=="{name}", MODE="0666"\n' for name in kernels)
 
 
 def slurmd_defaults(options: str, conf: ClusterConf) -> str:
@@ -100,10 +90,6 @@ def _configless(cluster: Cluster, member: Member) -> list[Item]:
         # srun would read a file here instead of the one that slurmd fetched.
         items += [File(path, keep=True) for path in CONF_FILES]
     return items
-
-
-def _has_nvidia(cluster: Cluster, member: Member) -> bool:
-    return bool(cluster.facts_of(member.name).gpus)
 
 
 class LinksComponent(Component):

@@ -14,42 +14,13 @@ from shoal.agent.document import Block, Command, Directory, Document, File, Item
 from shoal.agent.facts import NO_FACTS, Facts
 from shoal.jobs.record import JOBS_DIRECTORY
 from shoal.jobs.staging import END_PROGRAM, job_end
-from shoal.network.tunnel import (
-    AUTHORIZED,
-    BLOCK,
-    DIRECTORY,
-    END,
-    FIRST_SHARE_PORT,
-    HOST_KEYS,
-    KEY,
-    LOOPBACK,
-    PROGRAM,
-    PUBLIC_KEY,
-    RECORD,
-    SSH_CONFIG,
-    UNIT,
-    ReverseForward,
-    Tunnel,
-    authorized,
-    conf_file,
-    end_script,
-    known_hosts,
-    known_hosts_file,
-    needs_tunnel,
-    program,
-    record,
-    recorded,
-    service,
-    ssh_conf,
-    ssh_config,
-    unit,
-)
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.network import tunnel as text
+from shoal.network.tunnel import LOOPBACK, ReverseForward, Tunnel, needs_tunnel
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, HOSTS, HOSTS_BLOCK, SLURM_CONF
 from shoal.roles.shares import shares
 from shoal.slurm.conf import SLURMCTLD_PORT, SPOOL_DIRECTORY, cgroup_conf, gres_conf, slurm_conf
-from shoal.slurm.model import ClusterConf, Node, PartitionConf
+from shoal.slurm.model import ClusterConf, Confinement, Node, PartitionConf
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -61,19 +32,24 @@ MAKE_KEY = 'test -s "$1" || exec ssh-keygen -q -t ed25519 -N "" -C "shoal tunnel
 class ContainersComponent(Component):
     """The tunnels: their ends on the controller and in the containers."""
 
-    files: Mapping[str, FileQuery] = dict.fromkeys((PUBLIC_KEY, RECORD, *HOST_KEYS), "text")
+    files: Mapping[str, FileQuery] = dict.fromkeys((text.PUBLIC_KEY, text.RECORD, *text.HOST_KEYS), "text")
     in_containers = True
     changes_with_members = True
 
     def prepare_among(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
         """The controller's key, which the containers must authorize."""
         needed = any(needs_tunnel(spec.network.kind, facts) for facts in everyone.values())
-        if "controller" not in member.roles or not needed or everyone.get(member.name, NO_FACTS).text(PUBLIC_KEY):
+        made = everyone.get(member.name, NO_FACTS).text(text.PUBLIC_KEY)
+        if "controller" not in member.roles or not needed or made:
             return ()
         return (
             Directory("/etc/shoal"),
-            Directory(DIRECTORY, mode=0o700),
-            Command("make a key for tunnels", ("sh", "-c", MAKE_KEY, "sh", KEY), unless=("test", "-s", PUBLIC_KEY)),
+            Directory(text.DIRECTORY, mode=0o700),
+            Command(
+                "make a key for tunnels",
+                ("sh", "-c", MAKE_KEY, "sh", text.KEY),
+                unless=("test", "-s", text.PUBLIC_KEY),
+            ),
         )
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
@@ -84,22 +60,26 @@ class ContainersComponent(Component):
 
     def removal(self) -> Document:
         return (
-            Command("end the tunnels", ("sh", "-c", _REMOVE_TUNNELS, "sh", RECORD), unless=("test", "!", "-e", RECORD)),
-            *(File(path) for path in (RECORD, UNIT, PROGRAM, KEY, PUBLIC_KEY, END, SSH_CONFIG)),
-            Block(AUTHORIZED, BLOCK, ""),
+            Command(
+                "end the tunnels",
+                ("sh", "-c", _REMOVE_TUNNELS, "sh", text.RECORD),
+                unless=("test", "!", "-e", text.RECORD),
+            ),
+            *(File(path) for path in (text.RECORD, text.UNIT, text.PROGRAM, text.KEY, text.PUBLIC_KEY)),
+            *(File(path) for path in (text.END, text.SSH_CONFIG)),
+            Block(text.AUTHORIZED, text.BLOCK, ""),
         )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
-        return tuple(
-            Finding(
-                "info",
-                "is a container without TUN and open ports: its jobs have one node, and `srun` from elsewhere does not "
-                "reach it; use sbatch or `shoal run`",
-                f"partition {', '.join(p.name for p in cluster.conf.partitions if name in p.nodes)}",
-                host=name,
-            )
-            for name in cluster.tunnels
+        what = (
+            "is a container without TUN and open ports: its jobs have one node, and `srun` from elsewhere does not "
+            "reach it; use sbatch or `shoal run`"
         )
+        partitions = {
+            name: ", ".join(partition.name for partition in cluster.conf.partitions if name in partition.nodes)
+            for name in cluster.tunnels
+        }
+        return tuple(Finding("info", what, f"partition {names}", host=name) for name, names in partitions.items())
 
 
 def tunnels(
@@ -114,14 +94,13 @@ def tunnels(
     servers = dict.fromkeys(share.server for share in shares(spec) if share.server in addresses)
     # From loopback to loopback: slurmctld uses the source of a rented node's connection as its address.
     back = [ReverseForward(SLURMCTLD_PORT, addresses.get(controller, "") if one_address else LOOPBACK, SLURMCTLD_PORT)]
-    back += [ReverseForward(FIRST_SHARE_PORT + n, addresses[name], SSH_PORT) for n, name in enumerate(servers)]
+    back += [ReverseForward(text.FIRST_SHARE_PORT + n, addresses[name], SSH_PORT) for n, name in enumerate(servers)]
     by_name = {}
     for name, facts in nodes.items():
         if facts.connected_at is not None:
-            keys = tuple(" ".join(text.split()[:2]) for text in map(facts.text, HOST_KEYS) if text)
-            by_name[name] = Tunnel(
-                name, facts.connected_at.address, facts.connected_at.port, ports[name], tuple(back), keys
-            )
+            keys = tuple(" ".join(line.split()[:2]) for line in map(facts.text, text.HOST_KEYS) if line)
+            ssh = facts.connected_at
+            by_name[name] = Tunnel(name, ssh.address, ssh.port, ports[name], tuple(back), keys)
     return by_name
 
 
@@ -163,11 +142,7 @@ def container_conf(conf: ClusterConf, node: Node) -> ClusterConf:
             replace(p, nodes=(node.name,), suspend_time=None) for p in conf.partitions if node.name in p.nodes
         ),
         switches=(),
-        proctrack_cgroup=False,
-        constrain_cores=False,
-        constrain_devices=False,
-        constrain_memory=False,
-        cgroup_plugin="disabled",
+        confinement=Confinement(plugin="disabled"),
         one_address=False,
         spanning=False,
         accounting=None,
@@ -180,7 +155,7 @@ def _options(conf: ClusterConf) -> dict[str, str]:
     """The user's options without those that a container's kernel does not support."""
     kept = {key: value for key, value in conf.options.items() if key.lower() not in _KERNEL_OPTIONS}
     # With cgroups slurmctld runs prologs at allocation, and the node must agree.
-    return {**kept, "PrologFlags": "Alloc"} if conf.proctrack_cgroup else kept
+    return {**kept, "PrologFlags": "Alloc"} if conf.confinement.tracked else kept
 
 
 _KERNEL_OPTIONS = ("proctracktype", "taskplugin", "prologflags", "jobacctgathertype")
@@ -189,13 +164,11 @@ _KERNEL_OPTIONS = ("proctracktype", "taskplugin", "prologflags", "jobacctgathert
 def container_compute(cluster: Cluster, member: Member) -> Document:
     """slurmd with a local configuration: it starts without a connection to the controller."""
     node = next(node for node in cluster.conf.nodes if node.name == member.name)
-    if member.rented:
-        node = replace(node, cloud=False)
-    # A rented container has another host name, and its kernel booted before Slurm requested the node.
-    rented = ("-b", "-N", member.name) if member.rented else ()
-    conf = container_conf(cluster.conf, node)
+    conf = container_conf(cluster.conf, replace(node, cloud=False))
     if member.rented:
         conf = replace(conf, options={**conf.options, "Epilog": END_PROGRAM})
+    # A rented container has another host name, and its kernel booted before Slurm requested the node.
+    rented = ("-b", "-N", member.name) if member.rented else ()
     restarts = ("slurmd",)
     return (
         *(_job_directories(cluster.spec.cluster) if member.rented else ()),
@@ -227,41 +200,41 @@ def container_names(cluster: Cluster, member: Member) -> Block:
 
 
 def _container_end(cluster: Cluster, tunnel: Tunnel) -> Iterator[Item]:
-    key = cluster.controller_facts.text(PUBLIC_KEY)
+    key = cluster.controller_facts.text(text.PUBLIC_KEY)
     yield Directory("/etc/shoal")
-    yield File(END, end_script(), mode=0o755)
+    yield File(text.END, text.end_script(), mode=0o755)
     yield Directory("/etc/ssh/ssh_config.d")
-    yield File(SSH_CONFIG, ssh_config(tunnel))
+    yield File(text.SSH_CONFIG, text.ssh_config(tunnel))
     if key:
         yield Directory("/root/.ssh", mode=0o700)
-        make = ("install", "-m", "0600", "/dev/null", AUTHORIZED)
-        yield Command("authorized keys", make, unless=("test", "-e", AUTHORIZED))
-        yield Block(AUTHORIZED, BLOCK, authorized(key, tunnel))
+        make = ("install", "-m", "0600", "/dev/null", text.AUTHORIZED)
+        yield Command("authorized keys", make, unless=("test", "-e", text.AUTHORIZED))
+        yield Block(text.AUTHORIZED, text.BLOCK, text.authorized(key, tunnel))
 
 
 def _controller_end(cluster: Cluster) -> Iterator[Item]:
     """The controller's side. The tunnel to a container that does not answer stays."""
     containers = {node.name for node in cluster.conf.nodes if node.port}
-    before = recorded(cluster.controller_facts.text(RECORD))
+    before = text.recorded(cluster.controller_facts.text(text.RECORD))
     for name in before:
         if name not in containers:
-            yield Service(service(name), enabled=False, running=False)
-            yield File(conf_file(name))
-            yield File(known_hosts_file(name))
+            yield Service(text.service(name), enabled=False, running=False)
+            yield File(text.conf_file(name))
+            yield File(text.known_hosts_file(name))
     if containers or before:
         # Written before new tunnels start and after old ones stop: a tunnel that is not in it is never removed.
         yield Directory("/etc/shoal")
-        yield Directory(DIRECTORY, mode=0o700)
-        yield File(RECORD, record(containers) if containers else None)
-        running = tuple(service(name) for name in sorted(cluster.tunnels))
+        yield Directory(text.DIRECTORY, mode=0o700)
+        yield File(text.RECORD, text.record(containers) if containers else None)
+        running = tuple(text.service(name) for name in sorted(cluster.tunnels))
         yield Directory("/usr/local/lib/shoal")
-        yield File(PROGRAM, program() if containers else None, mode=0o755, restarts=running)
-        yield File(UNIT, unit() if containers else None, restarts=running)
+        yield File(text.PROGRAM, text.program() if containers else None, mode=0o755, restarts=running)
+        yield File(text.UNIT, text.unit() if containers else None, restarts=running)
     for name, tunnel in sorted(cluster.tunnels.items()):
-        restarts = (service(name),)
-        yield File(conf_file(name), ssh_conf(tunnel), mode=0o600, restarts=restarts)
-        yield File(known_hosts_file(name), known_hosts(tunnel), mode=0o600, restarts=restarts)
-        yield Service(service(name))
+        restarts = (text.service(name),)
+        yield File(text.conf_file(name), text.ssh_conf(tunnel), mode=0o600, restarts=restarts)
+        yield File(text.known_hosts_file(name), text.known_hosts(tunnel), mode=0o600, restarts=restarts)
+        yield Service(text.service(name))
 
 
 _REMOVE_TUNNELS = r"""

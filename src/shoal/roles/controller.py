@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from shoal.agent.document import HEADER, Command, Directory, Document, File, Service, render_unit
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.agent.document import Command, Directory, Document, File, Service, daemon_unit
+from shoal.remote import program_text
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import CGROUP_CONF, GRES_CONF, JOB_SUBMIT, SLURM_CONF, TOPOLOGY_CONF
 from shoal.roles.host_address import address_wait_file
 from shoal.slurm.accounting import jobcomp_rotation
@@ -32,9 +33,8 @@ READ_CONF = ("env", "SLURM_CONF=/dev/stdin", "scontrol", "show", "hostnames", "x
 
 def controller(cluster: Cluster) -> Document:
     """slurmctld with its configuration. A change that slurmctld can apply while it runs needs no restart."""
-    text = slurm_conf(cluster.conf)
     current = cluster.controller_facts.text(SLURM_CONF)
-    restart = not current or change_cost(current, text) == "restart"
+    restart = not current or change_cost(current, slurm_conf(cluster.conf)) == "restart"
     restarts = ("slurmctld",) if restart else ()
     reloads = (f"command {RECONFIGURE}",)
     topology = topology_conf(cluster.conf) if cluster.conf.switches else None
@@ -47,20 +47,17 @@ def controller(cluster: Cluster) -> Document:
         File(GRES_CONF, gres_conf(cluster.conf), restarts=restarts, reloads=reloads, keep=True),
         File(TOPOLOGY_CONF, topology, restarts=restarts, reloads=reloads, keep=True),
         *([File(JOB_SUBMIT, job_submit_lua(cluster.conf), keep=True)] if topology and cluster.conf.spanning else ()),
-        File(
-            SLURM_CONF,
-            text,
-            restarts=restarts,
-            reloads=reloads,
-            keep=True,
-            accepted_by=READ_CONF,
-            advice=advice(cluster),
-        ),
+        replace(slurm_conf_file(cluster), restarts=restarts, reloads=reloads),
         address_wait_file(cluster, cluster.controller, "slurmctld"),
         Service("slurmctld", command=("/usr/sbin/slurmctld", "-D")),
         # Pushes a new configuration to the nodes that already run.
         Command(RECONFIGURE, ("scontrol", "reconfigure"), on_change=True, retries=15),
     )
+
+
+def slurm_conf_file(cluster: Cluster) -> File:
+    """slurm.conf of the controller and of login hosts, checked by Slurm before it is in place."""
+    return File(SLURM_CONF, slurm_conf(cluster.conf), keep=True, accepted_by=READ_CONF, advice=advice(cluster))
 
 
 def advice(cluster: Cluster) -> tuple[tuple[str, str], ...]:
@@ -100,38 +97,14 @@ class NodeResumeComponent(Component):
 
 
 def program() -> str:
-    """The program: it checks the nodes periodically."""
-    return f"#!/bin/bash\n{HEADER}{RESUME_FUNCTION}while sleep {CHECK_INTERVAL_S}; do\n    {RESUME_ALL}done\n"
+    """The program: it checks the nodes periodically.
 
-
-RESUME_FUNCTION = rf"""
-ask() {{
-    [[ $1 =~ ^NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || return
-    local node=${{BASH_REMATCH[1]}} address=${{BASH_REMATCH[2]}} port={SLURMD_PORT}
-    [[ $1 =~ \ Port=([0-9]+) ]] && port=${{BASH_REMATCH[1]}}
-    # slurmd hangs up on what is no message. For one that is stopped the kernel takes the call, and nobody hangs up.
-    timeout 10 bash -c 'exec 3<> "/dev/tcp/$1/$2" && printf "\377\377\377\377" >&3 && {{ read -r -N 1 -u 3 || :; }}' \
-        call "$address" "$port" 2> /dev/null || return
-    echo "$node answers again"
-    timeout 60 scontrol update nodename="$node" state=resume
-}}
-"""
-"""Resumes a node, given by its line of `scontrol -o show nodes`, if its slurmd answers."""
-
-RESUME_ALL = rf"""timeout 60 scontrol -o show nodes 2> /dev/null |
-        grep ' State=DOWN+NOT_RESPONDING .* Reason={NOT_RESPONDING_REASON}' |
-        {{ while read -r line; do ask "$line" & done; wait; }}
-"""
-"""Resumes all silent nodes that answer. Drained and rented nodes have more flags in their state, and are left alone."""
+    Drained and rented nodes have more flags in their state, and are left alone.
+    """
+    words = {"PORT": SLURMD_PORT, "INTERVAL_S": CHECK_INTERVAL_S, "REASON": NOT_RESPONDING_REASON}
+    return program_text("returning_nodes.sh", **words)
 
 
 def unit() -> str:
-    return render_unit(
-        Unit={
-            "Description": "Has Slurm ask nodes again that it has given up, once they are back",
-            "After": "slurmctld.service",
-            "StartLimitIntervalSec": 0,
-        },
-        Service={"ExecStart": PROGRAM, "Restart": "always", "RestartSec": 5},
-        Install={"WantedBy": "multi-user.target"},
-    )
+    what = "Has Slurm ask nodes again that it has given up, once they are back"
+    return daemon_unit(what, PROGRAM, 5, {"After": "slurmctld.service"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.agent.facts import NO_FACTS, Facts
 from shoal.network.addresses import addresses_in
 from shoal.slurm.conf import LUA_SCRIPT
-from shoal.slurm.model import CgroupPlugin, Node
+from shoal.slurm.model import CgroupPlugin, Confinement, Node
 from shoal.slurm.parsed_conf import is_written_by_shoal, nodes_in_conf, parse_conf, switches_of_nodes
 from shoal.slurm.versions import Version, all_support
 
@@ -71,16 +71,6 @@ def _confinement(conf: str, cgroup: str) -> Confinement | None:
     )
 
 
-@dataclass(frozen=True)
-class Confinement:
-    tracked: bool
-    """Slurm can track a job's processes in a cgroup."""
-    devices: bool
-    cores: bool
-    memory: bool
-    plugin: CgroupPlugin
-
-
 def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confinement:
     """The confinement of jobs that the cgroups of all these hosts support.
 
@@ -90,15 +80,13 @@ def confinement(computes: Sequence[Facts], versions: Iterable[Version]) -> Confi
     same = len({fact.cgroup.version for fact in computes}) == 1
     version = computes[0].cgroup.version if same else 0
     shared = set.intersection(*(set(fact.cgroup.writable) for fact in computes)) if same else set()
-    if version == 2 and "cpuset" in shared:
-        return Confinement(True, "devices" in shared, True, "memory" in shared, "autodetect")
-    if version == 1 and "freezer" in shared:
-        return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared, "autodetect")
+    if ("cpuset" if version == 2 else "freezer") in shared:
+        return Confinement(True, "devices" in shared, "cpuset" in shared, "memory" in shared)
     if version == 1:
-        return Confinement(False, False, False, False, "autodetect")
+        return Confinement()
     # An old slurmd requires a plugin; naming v1 keeps it from searching for a cgroup file system.
     plugin: CgroupPlugin = "disabled" if all_support("cgroup_disabled", versions) else "cgroup/v1"
-    return Confinement(False, False, False, False, plugin)
+    return Confinement(plugin=plugin)
 
 
 def limit_confinement(possible: Confinement, before: Confinement) -> Confinement:

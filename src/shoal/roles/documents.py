@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.agent.document import Block, Command, DeviceRule, Document, File, Service
+from shoal.roles import host_address
 from shoal.roles.assembly import FIREWALLD
 from shoal.roles.base import MUNGE_KEY, MUNGE_KEY_NEXT, base, firewall_removal, neighbour_items
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import FileQuery, Stage
+from shoal.roles.component import Cluster, FileQuery, Stage
 from shoal.roles.compute import DEFAULTS, DEVICE_RULE, DROP_IN, TMPFILES, compute, login
 from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
-from shoal.roles.host_address import (
-    CLOUD_INIT,
-    DROP_INS,
-    NAMES_SERVICE,
-    NAMES_UNIT,
-    host_name_removal,
-    leftover_host_names,
-)
 from shoal.roles.plugins import pmix_files, spanning_files
 from shoal.roles.registry import COMPONENTS, component_files, component_services, components_of
 from shoal.spec.member import Member
@@ -29,7 +21,15 @@ from shoal.spec.model import Spec
 
 def fact_services() -> tuple[str, ...]:
     """All services in documents, so that an agent asks systemd once."""
-    return ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, NAMES_SERVICE, *component_services())
+    return (
+        "munge",
+        "slurmctld",
+        "slurmd",
+        "shoal-firewall",
+        FIREWALLD,
+        host_address.NAMES_SERVICE,
+        *component_services(),
+    )
 
 
 def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
@@ -37,7 +37,7 @@ def fact_files(spec: Spec) -> Mapping[str, FileQuery]:
     return {
         MUNGE_KEY: "hash",
         **dict.fromkeys((*CONF_FILES, HOSTS), "text"),
-        **dict.fromkeys((*pmix_files(), *spanning_files(), CLOUD_INIT, NAMES_UNIT), "there"),
+        **dict.fromkeys((*pmix_files(), *spanning_files(), host_address.CLOUD_INIT, host_address.NAMES_UNIT), "there"),
         **component_files(spec),
     }
 
@@ -53,7 +53,7 @@ def documents(cluster: Cluster, member: Member) -> dict[Stage, Document]:
     elif not any(node.name == member.name for node in cluster.conf.nodes):
         # A former compute node. While it is leaving, its slurmd still has jobs.
         nodes += (Service("slurmd", enabled=False, running=False),)
-    nodes += leftover_host_names(cluster, member)
+    nodes += host_address.leftover_host_names(cluster, member)
     if nodes:
         stages[Stage.NODES] = nodes
     for component in components_of(cluster.spec, cluster.facts[member.name]):
@@ -73,16 +73,14 @@ def removal() -> Document:
     """Removes all of Shoal's services and files from a host that leaves; packages stay."""
     return (
         *[item for component in reversed(COMPONENTS) for item in component.removal()],
-        Service("slurmd", enabled=False, running=False),
-        Service("slurmctld", enabled=False, running=False),
-        *[File(path) for path in (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)],
-        *[File(DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")],
+        *(Service(daemon, enabled=False, running=False) for daemon in ("slurmd", "slurmctld")),
+        *map(File, (*CONF_FILES, DEFAULTS, DROP_IN, TMPFILES, ROTATION)),
+        *(File(host_address.DROP_INS[daemon]) for daemon in ("slurmctld", "slurmd")),
         Command("jobs and sites", ("rm", JOB_SUBMIT), unless=("sh", "-c", f"! grep -qs 'by shoal' {JOB_SUBMIT}")),
         DeviceRule(DEVICE_RULE, ""),
         *firewall_removal(),
         Service("munge", enabled=False, running=False),
-        File(MUNGE_KEY),
-        File(MUNGE_KEY_NEXT),
+        *map(File, (MUNGE_KEY, MUNGE_KEY_NEXT)),
         Block(HOSTS, HOSTS_BLOCK, ""),
-        *host_name_removal(),
+        *host_address.host_name_removal(),
     )

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 
-from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, render_unit
+from shoal.agent.document import Command, Directory, Document, File, SecretRef, Service, daemon_unit
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
 from shoal.remote.ledger_rows import SERVICE
 from shoal.remote.power_request import REQUESTS, VERBS
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
+from shoal.roles.environments import install_venv
 from shoal.roles.orphaned_rentals import ACCOUNTS, STATUS, orphan_finding, orphaned_rentals, reported_rentals
 from shoal.roles.rented import PROGRAMS
 from shoal.roles.wheel import SHOAL_WHEEL, build_wheel
@@ -50,17 +49,6 @@ INSTALLED = "/opt/shoal"
 WHEELS = f"{INSTALLED}/wheels"
 WHEEL_SECRET = "shoal itself"
 OLDEST_PYTHON = (3, 11)
-
-INSTALL = r"""
-set -eu
-place=$1 wheel=$2 extras=$3
-shift 3
-rm -rf "$place"
-python3 -m venv "$place"
-"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$wheel$extras" "$@"
-touch "$place/.complete"
-"""
-"""A venv without its mark is incomplete, and is created again. The service never runs from it."""
 
 TAKE_LEAD = r"""
 now=$(date +%s)
@@ -111,22 +99,14 @@ class ElasticComponent(Component):
         facts = cluster.facts.get(name)
         orphans = orphaned_rentals(cluster.spec, facts)
         others = [(host, fact) for host, fact in cluster.facts.items() if host != name and has_service(fact)]
-        findings = (
-            *((orphan_finding(cluster.spec, orphans, name),) if orphans else ()),
-            *(_move_finding(host, fact, name) for host, fact in others),
-        )
-        if facts is None or not _rents(cluster.spec, cluster.controller) or _new_enough(facts.python):
-            return findings
-        return (
-            *findings,
-            Finding(
-                "error",
-                "the rental service needs Python 3.11 or newer",
-                f"Python {facts.python}",
-                "use a controller with Debian 12, Ubuntu 24.04 or newer",
-                host=name,
-            ),
-        )
+        findings = [orphan_finding(cluster.spec, orphans, name)] if orphans else []
+        findings += [_move_finding(host, fact, name) for host, fact in others]
+        python = [int(number) for number in facts.python.split(".")[:2] if number.isdigit()] if facts else []
+        if facts and rented_sets(cluster.spec) and len(python) == 2 and tuple(python) < OLDEST_PYTHON:
+            what = "the rental service needs Python 3.11 or newer"
+            fix = "use a controller with Debian 12, Ubuntu 24.04 or newer"
+            findings.append(Finding("error", what, f"Python {facts.python}", fix, host=name))
+        return tuple(findings)
 
 
 def secret_name(account: str) -> str:
@@ -161,22 +141,13 @@ def install_prefix(spec: Spec) -> str:
 
 def unit(spec: Spec) -> str:
     """The unit. The service changes the controller's files when nodes join or leave, so it is not sandboxed."""
-    return render_unit(
-        Unit={
-            "Description": "Rents nodes when Slurm asks for them, and gives them back",
-            "After": "network-online.target munge.service slurmctld.service",
-            "Wants": "network-online.target",
-            "StartLimitIntervalSec": 0,
-        },
-        Service={
-            "ExecStart": f"{install_prefix(spec)}/bin/python -m shoal.elastic",
-            # Machines bill on while the service is down.
-            "Restart": "always",
-            "RestartSec": 3,
-            "UMask": "0077",
-            "Environment": f"HOME=/root XDG_CACHE_HOME={STATE}/cache",
-        },
-        Install={"WantedBy": "multi-user.target"},
+    order = {"After": "network-online.target munge.service slurmctld.service", "Wants": "network-online.target"}
+    return daemon_unit(
+        "Rents nodes when Slurm asks for them, and gives them back",
+        f"{install_prefix(spec)}/bin/python -m shoal.elastic",
+        3,  # soon: machines bill on while the service is down
+        order,
+        {"UMask": "0077", "Environment": f"HOME=/root XDG_CACHE_HOME={STATE}/cache"},
     )
 
 
@@ -196,43 +167,29 @@ def accounts_json(spec: Spec) -> str:
 
 def start_program() -> str:
     """The program that slurmctld runs before each job: it waits for the job's nodes."""
-    text = files("shoal.remote").joinpath("job_start.sh").read_text(encoding="utf-8")
-    return text.replace("@STARTS@", STARTS).replace("@LOOK@", str(START_CHECK_INTERVAL_S))
+    return program_text("job_start.sh", STARTS=STARTS, LOOK=START_CHECK_INTERVAL_S)
 
 
 def service_removal() -> Document:
     """Removes the service and its keys. The ledger stays: it records rentals and their cost."""
     paths = (SETTINGS, REQUESTS, STATUS, SUPERSEDED)
     absent = " && ".join(f"! test -e {path}" for path in paths)
-    return (
-        Service(SERVICE, enabled=False, running=False),
-        File(UNIT),
-        Command(
-            "forget accounts at providers",
-            ("sh", "-c", f"rm -rf {' '.join(paths)} {INSTALLED}/shoal-* {WHEELS}"),
-            unless=("sh", "-c", absent),
-        ),
-    )
+    away = f"rm -rf {' '.join(paths)} {INSTALLED}/shoal-* {WHEELS}"
+    forget = Command("forget accounts at providers", ("sh", "-c", away), unless=("sh", "-c", absent))
+    return (Service(SERVICE, enabled=False, running=False), File(UNIT), forget)
 
 
 def program_removal() -> Document:
     """Removes the programs that slurmctld starts."""
-    away = Command(
-        "forget programs that wake nodes", ("rm", "-rf", PROGRAMS, STARTS), unless=("test", "!", "-e", PROGRAMS)
-    )
-    return (away,)
+    away = ("rm", "-rf", PROGRAMS, STARTS)
+    return (Command("forget programs that wake nodes", away, unless=("test", "!", "-e", PROGRAMS)),)
 
 
 def _service_files(spec: Spec) -> Document:
     wheel = f"{WHEELS}/{build_wheel().mark}/{build_wheel().name}"
-    proxies = spec.proxy.variables if spec.proxy else {}
-    environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
-    restarts = (SERVICE,)
-    keys = [
-        File(f"{KEYS}/{name}", SecretRef(secret_name(name)), mode=0o600, restarts=restarts)
-        for name, account in provider_accounts(spec).items()
-        if account.key
-    ]
+    prefix, restarts = install_prefix(spec), (SERVICE,)
+    make_key = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY)
+    accounts = [name for name, account in provider_accounts(spec).items() if account.key]
     return (
         Directory("/etc/shoal"),
         Directory(SETTINGS, mode=0o700),
@@ -249,25 +206,14 @@ def _service_files(spec: Spec) -> Document:
         Directory(STARTS, owner="slurm", group="slurm", mode=0o700),
         Directory(PROGRAMS),
         File(f"{PROGRAMS}/start", start_program(), mode=0o755),
-        *(File(f"{PROGRAMS}/{verb}", _program(), mode=0o755) for verb in VERBS),
-        Command(
-            "make a key for rented machines",
-            ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"shoal {spec.cluster}", "-f", IDENTITY),
-            unless=("test", "-s", f"{IDENTITY}.pub"),
-        ),
+        *(File(f"{PROGRAMS}/{verb}", program_text("power_request"), mode=0o755) for verb in VERBS),
+        Command("make a key for rented machines", make_key, unless=("test", "-s", f"{IDENTITY}.pub")),
         Directory(INSTALLED),
         Directory(f"{WHEELS}/{build_wheel().mark}"),
         File(wheel, SecretRef(WHEEL_SECRET, build_wheel().sha256)),
         # Before the accounts: if this fails, a restarted service must not find accounts without their packages.
-        Command(
-            "install Shoal",
-            (*environment, "sh", "-c", INSTALL, "sh", install_prefix(spec), wheel, _extras(spec), *_packages(spec)),
-            unless=("test", "-e", f"{install_prefix(spec)}/.complete"),
-            timeout=1800.0,
-            restarts=restarts,
-            fix="give the host access to a package index, or set `proxy`",
-        ),
-        *keys,
+        install_venv("install Shoal", spec, prefix, f"{wheel}{_extras(spec)}", *_packages(spec), restarts=restarts),
+        *(File(f"{KEYS}/{x}", SecretRef(secret_name(x)), mode=0o600, restarts=restarts) for x in accounts),
         File(ACCOUNTS, accounts_json(spec), mode=0o600, restarts=restarts),
         File(SPEC, spec.model_dump_json(exclude_defaults=True, indent=1) + "\n", mode=0o600, restarts=restarts),
         File(UNIT, unit(spec), restarts=restarts),
@@ -296,15 +242,5 @@ def _service_start(spec: Spec) -> Document:
     )
 
 
-def _program() -> str:
-    """The program that slurmctld starts, the same under three names."""
-    return program_text("power_request")
-
-
 def _rents(spec: Spec, member: Member) -> bool:
     return "controller" in member.roles and bool(rented_sets(spec))
-
-
-def _new_enough(python: str) -> bool:
-    version = tuple(int(number) for number in python.split(".")[:2] if number.isdigit())
-    return len(version) < 2 or version >= OLDEST_PYTHON

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.agent.document import HEADER, Document, File
+from shoal.agent.document import HEADER, Command, Document, File
 from shoal.agent.facts import Facts
 from shoal.roles.component import Component, FileQuery
 from shoal.spec.environments import SHARED_DIRECTORY, Environment, Proxy
 from shoal.spec.member import Member
 from shoal.spec.members import members
 from shoal.spec.model import Spec
-from shoal.spec.storage import SharedDirectory
 
 APT_PROXY = "/etc/apt/apt.conf.d/80shoal-proxy"
 
@@ -37,7 +36,9 @@ class EnvironmentsComponent(Component):
 
 def directory_of(spec: Spec, entry: Environment) -> str:
     """The directory of an environment."""
-    shared = [path for path, share in spec.storage.items() if share.kind != "stage" and not is_home(path, share)]
+    shared = [
+        path for path, share in spec.storage.items() if share.kind != "stage" and not share.homes and path != "/home"
+    ]
     return entry.directory or (f"{shared[0]}/environments" if shared else SHARED_DIRECTORY)
 
 
@@ -48,19 +49,40 @@ def builder_of(spec: Spec, entry: Environment) -> str:
     return spec.storage[max(inside, key=len)].server(controller) if inside else controller
 
 
-def is_home(path: str, share: SharedDirectory) -> bool:
-    return share.homes or path == "/home"
+INSTALL = r"""
+set -eu
+place=$1
+shift
+rm -rf "$place"
+mkdir -p "$(dirname "$place")"
+python3 -m venv "$place"
+"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
+touch "$place/.complete"
+"""
+
+
+def install_venv(name: str, spec: Spec, prefix: str, *packages: str, restarts: tuple[str, ...] = ()) -> Command:
+    """Installs packages for a service of Shoal's own. A venv without its mark is incomplete, and is created again."""
+    proxies = spec.proxy.variables if spec.proxy else {}
+    environment = ("env", *(f"{key}={value}" for key, value in proxies.items())) if proxies else ()
+    return Command(
+        name,
+        (*environment, "sh", "-c", INSTALL, "sh", prefix, *packages),
+        unless=("test", "-e", f"{prefix}/.complete"),
+        timeout=3600.0,
+        restarts=restarts,
+        fix="give the host access to a package index, or set `proxy`",
+    )
 
 
 def apt_proxy(proxy: Proxy) -> str:
     """apt's configuration of the proxies. apt has no list of direct hosts, so each has a line."""
     names = proxy.variables
+    hosts = names.get("no_proxy", "").split(",")
+    direct = [host for host in hosts if host and "/" not in host and "*" not in host]
     lines = [HEADER.rstrip()]
     for scheme in ("http", "https"):
         if f"{scheme}_proxy" in names:
             lines.append(f'Acquire::{scheme}::Proxy "{names[f"{scheme}_proxy"]}";')
-            direct = [
-                host for host in names.get("no_proxy", "").split(",") if host and "/" not in host and "*" not in host
-            ]
             lines += [f'Acquire::{scheme}::Proxy::{host.lstrip(".")} "DIRECT";' for host in direct]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from shoal.network.addresses import (
     own_names,
 )
 from shoal.network.tailscale import read_status
-from shoal.roles.cluster import Cluster
+from shoal.roles.component import Cluster
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, CurrentConf
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -67,11 +67,10 @@ def address_findings(
 def _obstacles(
     kind: str, members: Iterable[Member], facts: Mapping[str, Facts], addresses: Mapping[str, str]
 ) -> Iterator[tuple[str, Obstacle]]:
-    host_name_items = [member.name for member in members]
-    addresses = {name: addresses[name] for name in host_name_items if name in addresses}
-    for name in host_name_items:
-        obstacle = _obstacle(kind, name, facts[name], addresses) if name in facts else None
-        if obstacle:
+    names = [member.name for member in members]
+    addresses = {name: addresses[name] for name in names if name in addresses}
+    for name in names:
+        if name in facts and (obstacle := _obstacle(kind, name, facts[name], addresses)):
             yield name, obstacle
 
 
@@ -93,27 +92,22 @@ def _lan_obstacle(name: str, facts: Facts, addresses: Mapping[str, str]) -> Obst
     if address is None:
         return "it has no address that others can reach", "connect it to the network of the others"
     own = {a.address: ipaddress.ip_interface(f"{a.address}/{a.prefix}").network for a in facts.addresses}
-    if address not in own and not _is_loopback(address):
+    ip = _parse_ip(address)
+    if address not in own and not (ip and ip.is_loopback):
         return f"others reach it at {address}, which is not its own", "use `network: wireguard` for hosts behind NAT"
     for other, target in addresses.items():
-        near = [source for source, network in own.items() if _is_in(target, network)]
+        ip = _parse_ip(target)
+        near = [source for source, network in own.items() if ip and ip in network]
         if near and address not in near and other != name:
             return f"it is {address} to the others, and {near[0]} to {other}", "give all hosts addresses in one subnet"
     return None
 
 
-def _is_loopback(address: str) -> bool:
+def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(address)
     except ValueError:
-        return False
-
-
-def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
-    try:
-        return ipaddress.ip_address(address) in network
-    except ValueError:
-        return False
+        return None  # a name
 
 
 def address_wait_file(cluster: Cluster, member: Member, daemon: str) -> File:
@@ -161,13 +155,11 @@ def leftover_host_names(cluster: Cluster, member: Member) -> Document:
 
 def host_name_removal() -> Document:
     """Removes the names, and restores the lines of `/etc/hosts`."""
-    unchanged = ("sh", "-c", f"! grep -q '^{MARK}' {HOSTS}")
+    restore = ("sed", "-i", "-e", f"/{SPLIT_LINE_MARK}$/d", "-e", f"s/^{MARK}//", HOSTS)
     return (
         Service(NAMES_SERVICE, enabled=False, running=False),
-        *(File(path) for path in (NAMES_UNIT, NAMES_PROGRAM, HOSTS_COPY)),
-        Command(
-            "own name", ("sed", "-i", "-e", f"/{SPLIT_LINE_MARK}$/d", "-e", f"s/^{MARK}//", HOSTS), unless=unchanged
-        ),
+        *map(File, (NAMES_UNIT, NAMES_PROGRAM, HOSTS_COPY)),
+        Command("own name", restore, unless=("sh", "-c", f"! grep -q '^{MARK}' {HOSTS}")),
     )
 
 

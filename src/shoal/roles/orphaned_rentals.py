@@ -50,24 +50,16 @@ def dropped_accounts(spec: Spec, controller: Facts | None) -> frozenset[str]:
 def orphan_finding(spec: Spec, machines: Sequence[Rental], host: str) -> Finding:
     """An error that names the orphaned rentals and the reason."""
     named = provider_accounts(spec)
-    removed = list(dict.fromkeys(rental.account for rental in machines if rental.account not in named))
-    changed = list(dict.fromkeys(rental.account for rental in machines if rental.account in named))
+    accounts = dict.fromkeys(rental.account for rental in machines)
+    removed = [name for name in accounts if name not in named]
+    what, missing = "the file has no rented nodeset any more", "one"
     if removed:
-        why, back = f"the file has no account {', '.join(removed)} any more", "put it back until they are released"
+        what, missing = f"the file has no account {', '.join(removed)} any more", "it"
     elif rented_sets(spec):
-        why, back = (
-            f"account {', '.join(changed)} is another one in the file now",
-            "put it back until they are released",
-        )
-    else:
-        why, back = "the file has no rented nodeset any more", "put one back until they are released"
-    return Finding(
-        "error",
-        f"rented machines would never be released, as {why}",
-        ", ".join(map(str, machines)),
-        f"{back}, or run `shoal reap` with the old file",
-        host=host,
-    )
+        what, missing = f"account {', '.join(accounts)} is another one in the file now", "it"
+    what = f"rented machines would never be released, as {what}"
+    fix = f"put {missing} back until they are released, or run `shoal reap` with the old file"
+    return Finding("error", what, ", ".join(map(str, machines)), fix, host=host)
 
 
 def _has_changed(spec: Spec, name: str, old: object) -> bool:

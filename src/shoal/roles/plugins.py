@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from shoal.agent.document import Item, Link
 from shoal.agent.facts import Facts
@@ -15,46 +14,31 @@ LUA_DISTRIBUTIONS = (("debian", "12"), ("debian", "13"), ("debian", ""))
 """Distributions whose slurmctld includes the plugin. Debian's sid has no version number."""
 
 
-@dataclass(frozen=True)
-class PmixPackage:
-    """How a distribution packages the library that Slurm's plugin loads."""
+PMIX_DISTRIBUTIONS = {("debian", "12"): ("libpmix.so", "libpmix2"), ("debian", "13"): ("libpmix.so.2", "")}
+"""The library that Slurm's plugin loads, and its package; empty where Slurm's packages depend on it.
 
-    library: str
-    """The file name that the plugin loads."""
-    package: str = ""
-    """The package to install beside Slurm; empty where Slurm's packages depend on it."""
-
-
-# Debian 12's plugin loads a file name that only the development package has.
-PMIX_DISTRIBUTIONS = {
-    ("debian", "12"): PmixPackage("libpmix.so", package="libpmix2"),
-    ("debian", "13"): PmixPackage("libpmix.so.2"),
-}
+Debian 12's plugin loads a file name that only the development package has.
+"""
 ARCHITECTURES = ("x86_64", "aarch64")
 INSTALLED_AS = "libpmix.so.2"
+PMIX = "mpi_pmix.so"
 
 
 def pmix_files() -> tuple[str, ...]:
     """The files that a host with PMIx has."""
-    names = {how.library for how in PMIX_DISTRIBUTIONS.values()}
-    return tuple(
-        path
-        for arch in ARCHITECTURES
-        for path in (_pmix_plugin(arch), *(_library(arch, name) for name in sorted(names)))
-    )
+    names = sorted({library for library, _ in PMIX_DISTRIBUTIONS.values()})
+    return tuple(path for arch in ARCHITECTURES for path in (_plugin(arch, PMIX), *(_library(arch, n) for n in names)))
 
 
 def pmix_packages(facts: Facts) -> tuple[str, ...]:
-    how = _pmix_package(facts)
-    return (how.package,) if how and how.package else ()
+    _, package = _pmix(facts)
+    return (package,) if package else ()
 
 
 def pmix_items(facts: Facts) -> list[Item]:
     """The library under the name that the plugin loads."""
-    how = _pmix_package(facts)
-    if how is None or how.library == INSTALLED_AS:
-        return []
-    return [Link(_library(facts.arch, how.library), INSTALLED_AS)]
+    library, _ = _pmix(facts)
+    return [Link(_library(facts.arch, library), INSTALLED_AS)] if library not in ("", INSTALLED_AS) else []
 
 
 def all_have_pmix(
@@ -72,27 +56,28 @@ def all_have_pmix(
 
 
 def _has_pmix(facts: Facts) -> bool:
-    how = _pmix_package(facts)
-    paths = [_pmix_plugin(facts.arch), _library(facts.arch, how.library)] if how else []
-    return bool(paths) and all(map(facts.has_file, paths))
+    library, _ = _pmix(facts)
+    return bool(library) and all(map(facts.has_file, (_plugin(facts.arch, PMIX), _library(facts.arch, library))))
 
 
 def _will_have_pmix(facts: Facts, version: Version | None) -> bool:
-    ships = packaged_version(facts.os_id, facts.os_version)
-    return (
-        _pmix_package(facts) is not None
-        and version is not None
-        and ships is not None
-        and version.release == ships.release
-    )
+    return _pmix(facts)[0] != "" and _is_packaged(facts, version)
 
 
-def _pmix_package(facts: Facts) -> PmixPackage | None:
-    return PMIX_DISTRIBUTIONS.get((facts.os_id, facts.os_version)) if facts.arch in ARCHITECTURES else None
+def _is_packaged(facts: Facts, version: Version | None) -> bool:
+    """Whether it is the version of the host's distribution, in which we know the plugins."""
+    packaged = packaged_version(facts.os_id, facts.os_version)
+    return version is not None and packaged is not None and version.release == packaged.release
 
 
-def _pmix_plugin(arch: str) -> str:
-    return f"/usr/lib/{arch}-linux-gnu/slurm-wlm/mpi_pmix.so"
+def _pmix(facts: Facts) -> tuple[str, str]:
+    """The library and its package; empty where the distribution has none."""
+    known = PMIX_DISTRIBUTIONS.get((facts.os_id, facts.os_version)) if facts.arch in ARCHITECTURES else None
+    return known or ("", "")
+
+
+def _plugin(arch: str, name: str) -> str:
+    return f"/usr/lib/{arch}-linux-gnu/slurm-wlm/{name}"
 
 
 def _library(arch: str, name: str) -> str:
@@ -101,21 +86,15 @@ def _library(arch: str, name: str) -> str:
 
 def spanning_files() -> tuple[str, ...]:
     """The files that a host with the Lua plugin has."""
-    return tuple(_lua_plugin(arch) for arch in ARCHITECTURES)
+    return tuple(_plugin(arch, LUA_PLUGIN) for arch in ARCHITECTURES)
 
 
 def supports_spanning(spec: Spec, facts: Facts | None, version: Version | None) -> bool:
     """Whether slurmctld has the Lua plugin, or will have it, and the user does not use it otherwise."""
     if facts is None or version is None or any(key.lower() == "jobsubmitplugins" for key in spec.slurm.options):
         return False
-    if facts.has_file(_lua_plugin(facts.arch)):
-        return True
     package = facts.packages.get("slurmctld")
-    ships = packaged_version(facts.os_id, facts.os_version)
     is_new = package is None or package.installed is None
     includes_it = (facts.os_id, facts.os_version) in LUA_DISTRIBUTIONS
-    return is_new and includes_it and ships is not None and ships.release == version.release
-
-
-def _lua_plugin(arch: str) -> str:
-    return f"/usr/lib/{arch}-linux-gnu/slurm-wlm/{LUA_PLUGIN}"
+    will_have = is_new and includes_it and _is_packaged(facts, version)
+    return facts.has_file(_plugin(facts.arch, LUA_PLUGIN)) or will_have

@@ -11,8 +11,7 @@ from shoal.network.tunnel import needs_tunnel
 from shoal.roles.accounting import AccountingComponent
 from shoal.roles.auth import AuthComponent
 from shoal.roles.clock import ClockComponent
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, SharedSecret
+from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret
 from shoal.roles.compute import LinksComponent
 from shoal.roles.containers import ContainersComponent
 from shoal.roles.controller import NodeResumeComponent

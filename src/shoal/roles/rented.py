@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 
 from shoal.agent.facts import Facts
 from shoal.cloud.providers import abilities
+from shoal.cloud.providers.api import Abilities
 from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
 from shoal.roles.current_conf import CurrentConf
 from shoal.slurm.conf import gpu_type
@@ -22,6 +23,7 @@ PROGRAMS = "/usr/local/lib/shoal/elastic"
 """The programs that slurmctld starts to resume and suspend nodes."""
 SMALLEST_SHAPE = InstanceShape(cpus=1, memory_mb=1024)
 """The shape of a machine of which nothing is known."""
+UNKNOWN_BOOT_S = 1800
 SIMILARITY = 0.75
 """Above this ratio two words count as a misspelling of each other: `edgegpu` and `megagpu` do not."""
 
@@ -32,11 +34,11 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
     for nodeset in rented_sets(spec).values():
         shape = minimum_shape(spec, nodeset)
         gpus = tuple(NodeGpu(shape.gpu, f"/dev/nvidia{number}") for number in range(shape.gpus))
-        for name in nodeset.nodes:
-            node = Node(
-                name=name,
-                hostname=name,
-                address=name,
+        nodes += [
+            Node(
+                name,
+                name,
+                name,
                 cpus=shape.cpus,
                 cores_per_socket=shape.cpus,
                 memory_mb=shape.memory_mb,
@@ -45,7 +47,8 @@ def rented_nodes(spec: Spec) -> tuple[Node, ...]:
                 weight=nodeset.weight,
                 cloud=True,
             )
-            nodes.append(node)
+            for name in nodeset.nodes
+        ]
     return tuple(nodes)
 
 
@@ -54,7 +57,8 @@ def minimum_shape(spec: Spec, nodeset: RentedSet) -> InstanceShape:
 
     The GPU is Slurm's type; empty where the offers differ.
     """
-    known = _shapes(spec, nodeset) or [SMALLEST_SHAPE]
+    shapes = (_shape(spec, offer.provider, offer.type) for offer in nodeset.offers)
+    known = list(filter(None, shapes)) or [SMALLEST_SHAPE]
     kinds = {gpu_type(shape.gpu) if shape.gpu else "" for shape in known}
     return InstanceShape(
         cpus=nodeset.cpus or min(shape.cpus for shape in known),
@@ -70,7 +74,8 @@ def power_saving(spec: Spec) -> PowerSaving | None:
     if not sets:
         return None
     kinds = {provider_accounts(spec)[name].kind or name for nodeset in sets.values() for name in nodeset.accounts}
-    return PowerSaving(PROGRAMS, max(_boot_s(kind) for kind in kinds))
+    boots = [known.boot_s if (known := _abilities(kind)) else UNKNOWN_BOOT_S for kind in kinds]
+    return PowerSaving(PROGRAMS, max(boots))
 
 
 def suspend_time(spec: Spec, partition: str) -> int | None:
@@ -102,14 +107,8 @@ def rented_containers(spec: Spec) -> tuple[str, ...]:
 
 def _kinds_of(spec: Spec, nodeset: RentedSet) -> set[bool]:
     """Whether the machines of a nodeset are containers; both values where its offers differ."""
-    return {_is_container(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts}
-
-
-def _is_container(kind: str) -> bool:
-    try:
-        return abilities(kind).container
-    except (LookupError, ImportError):
-        return False
+    kinds = (_abilities(provider_accounts(spec)[name].kind or name) for name in nodeset.accounts)
+    return {bool(kind and kind.container) for kind in kinds}
 
 
 def rented_findings(spec: Spec) -> Iterator[Finding]:
@@ -123,13 +122,10 @@ def rented_findings(spec: Spec) -> Iterator[Finding]:
         times = {inside: sets[inside].idle for inside in partition.nodesets if inside in sets}
         if len(set(times.values())) > 1:
             longest = max(times, key=lambda inside: times[inside])
-            yield Finding(
-                "warning",
-                f"partition `{name}`: Slurm has one idle time for a partition, so all nodes wait as long as {longest}",
-                ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items()),
-                "give them the same `idle`, or a partition each",
-                path=f"partitions.{name}",
-            )
+            what = f"Slurm has one idle time for a partition, so all nodes wait as long as {longest}"
+            found = ", ".join(f"{inside} {seconds} s" for inside, seconds in times.items())
+            fix = "give them the same `idle`, or a partition each"
+            yield Finding("warning", f"partition `{name}`: {what}", found, fix, path=f"partitions.{name}")
 
 
 def _nodeset_problems(spec: Spec, nodeset: RentedSet) -> Iterator[tuple[Level, str, str, str]]:
@@ -179,17 +175,13 @@ def _similar(word: str, other: str) -> bool:
     return word == other or (not word.isdigit() and SequenceMatcher(None, word, other).ratio() > SIMILARITY)
 
 
-def _shapes(spec: Spec, nodeset: RentedSet) -> list[InstanceShape]:
-    shapes = (_shape(spec, offer.provider, offer.type) for offer in nodeset.offers)
-    return [shape for shape in shapes if shape is not None]
-
-
 def _shape(spec: Spec, account: str, type: str | None) -> InstanceShape | None:
     return shape_of(provider_accounts(spec)[account].kind or account, type) if type else None
 
 
-def _boot_s(kind: str) -> int:
+def _abilities(kind: str) -> Abilities | None:
+    """What a provider can do; None for a third-party one that is not installed here."""
     try:
-        return abilities(kind).boot_s
+        return abilities(kind)
     except (LookupError, ImportError):
-        return 1800  # a third-party provider that is not installed here
+        return None

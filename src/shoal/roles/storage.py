@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 
 from shoal.agent.document import HEADER, Command, Directory, Document, File, Item, Mount
 from shoal.agent.facts import Facts
+from shoal.network.tunnel import bracketed
 from shoal.remote import program_text
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
-from shoal.roles.share_server import (
-    FOREIGN_EXPORTS,
-    PACKAGE_SERVICES,
-    RPCBIND,
-    has_foreign_exports,
-    nfs_server_removal,
-    rpcbind_removal,
-    server_items,
-    ssh_server_removal,
-)
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.shares import (
     COPIES,
+    FOREIGN_EXPORTS,
+    PACKAGE_SERVICES,
     RECORD,
+    RPCBIND,
     SERVED_RECORD,
     SERVES_NFS,
     SERVES_SSH,
     ServedShare,
     access_kind,
-    bracketed,
+    has_foreign_exports,
     moved_share_findings,
+    nfs_server_removal,
+    rpcbind_removal,
+    server_items,
     shares,
     shares_account,
+    ssh_server_removal,
 )
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -78,22 +74,13 @@ class StorageComponent(Component):
 
     def prepare(self, spec: Spec, member: Member, facts: Facts) -> Document:
         """A key that the servers must authorize. It never leaves the host."""
-        over_ssh = any(
-            choose_access(share.share, share.server, member.name, facts).kind in ("sshfs", "stage")
-            for share in shares(spec)
-        )
-        if not over_ssh or sshfs.strip_comment(facts.text(sshfs.PUBLIC_KEY)):
+        kinds = {choose_access(share.share, share.server, member.name, facts).kind for share in shares(spec)}
+        if kinds.isdisjoint(("sshfs", "stage")) or sshfs.strip_comment(facts.text(sshfs.PUBLIC_KEY)):
             return ()
         make = 'rm -f "$1" "$1.pub" && exec ssh-keygen -q -t ed25519 -N "" -C "shoal $2" -f "$1"'
-        return (
-            Directory("/etc/shoal"),
-            Directory(sshfs.DIRECTORY, mode=0o700),
-            Command(
-                "make a key for shares",
-                ("sh", "-c", make, "sh", sshfs.KEY, member.name),
-                unless=("test", "-s", sshfs.PUBLIC_KEY),
-            ),
-        )
+        argv = ("sh", "-c", make, "sh", sshfs.KEY, member.name)
+        key = Command("make a key for shares", argv, unless=("test", "-s", sshfs.PUBLIC_KEY))
+        return (Directory("/etc/shoal"), Directory(sshfs.DIRECTORY, mode=0o700), key)
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
         served, used = tuple(server_items(cluster, member)), tuple(client_items(cluster, member))
@@ -105,18 +92,13 @@ class StorageComponent(Component):
 
     def removal(self) -> Document:
         """Unmounts and stops serving all shares; their files stay on the server."""
+        unmount = ("sh", "-c", _REMOVE_MOUNTS, "sh", RECORD)
         return (
-            Command(
-                "take the shares away", ("sh", "-c", _REMOVE_MOUNTS, "sh", RECORD), unless=("test", "!", "-e", RECORD)
-            ),
+            Command("take the shares away", unmount, unless=("test", "!", "-e", RECORD)),
             *nfs_server_removal(),
             *ssh_server_removal(),
             *copy_removal(),
-            File(sshfs.KEY),
-            File(sshfs.PUBLIC_KEY),
-            File(sshfs.KNOWN_HOSTS),
-            File(sshfs.PROXY_PROGRAM),
-            File(RECORD),
+            *map(File, (sshfs.KEY, sshfs.PUBLIC_KEY, sshfs.KNOWN_HOSTS, sshfs.PROXY_PROGRAM, RECORD)),
         )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
@@ -137,11 +119,8 @@ def _record_items(
     lines = facts.text(RECORD).splitlines()
     before = [tuple(line.split(" ", 1)) for line in lines if line.startswith(("automount /", "mount /"))]
     mounts = [("automount" if mount.automount else "mount", mount.where) for mount in items if isinstance(mount, Mount)]
-    mounts += [
-        (kind, where)
-        for kind, where in before
-        if any(f"{where}/".startswith(f"{share}/") for share in unreachable_shares)
-    ]
+    away = tuple(f"{share}/" for share in unreachable_shares)
+    mounts += [(kind, where) for kind, where in before if f"{where}/".startswith(away)]
     files = {item.path for item in items if isinstance(item, File)}
     kept = [line for line, signs in _RECORD_FILES.items() if not files.isdisjoint(signs)]
     if not mounts and not lines and not kept and not keeps:
@@ -149,12 +128,10 @@ def _record_items(
     for kind, where in before:
         if (kind, where) not in mounts:
             yield Mount(where, fstype="none", mounted=False, automount=kind == "automount")
-    if SERVES_NFS in lines and SERVES_NFS not in kept:
-        yield from nfs_server_removal()
-    if SERVES_SSH in lines and SERVES_SSH not in kept:
-        yield from ssh_server_removal()
-    if COPIES in lines and COPIES not in kept:
-        yield from copy_removal()
+    removals = {SERVES_NFS: nfs_server_removal, SERVES_SSH: ssh_server_removal, COPIES: copy_removal}
+    for line, removal in removals.items():
+        if line in lines and line not in kept:
+            yield from removal()
     text = "".join(f"{line}\n" for line in (*(f"{kind} {where}" for kind, where in mounts), *kept, *keeps))
     yield Directory("/etc/shoal")
     yield File(RECORD, HEADER + text if text else None)
@@ -183,13 +160,9 @@ def _findings(cluster: Cluster) -> Iterator[Finding]:
             continue
         facts = cluster.facts[share.server]
         if share.share.kind == "nfs" and kernel_serves_nfs(facts) and has_foreign_exports(facts):
-            yield Finding(
-                "warning",
-                "this host has other exports, so its NFS server listens on all addresses",
-                FOREIGN_EXPORTS,
-                "remove them, or close port 2049 to other hosts yourself",
-                host=share.server,
-            )
+            what = "this host has other exports, so its NFS server listens on all addresses"
+            fix = "remove them, or close port 2049 to other hosts yourself"
+            yield Finding("warning", what, FOREIGN_EXPORTS, fix, host=share.server)
     for name, facts in cluster.facts.items():
         text = facts.text(SSHD_CONFIG)
         if text and "/etc/ssh/sshd_config.d/" not in text:
@@ -211,7 +184,7 @@ def client_items(cluster: Cluster, member: Member) -> Iterator[Item]:
         yield File(sshfs.KNOWN_HOSTS, servers)
         yield Directory("/usr/local/lib/shoal")
     if "sshfs" in ways.values():
-        yield File(sshfs.PROXY_PROGRAM, _transport(), mode=0o755)
+        yield File(sshfs.PROXY_PROGRAM, program_text("sftp_proxy"), mode=0o755)
     copies = [share for share, kind in ways.items() if kind == "stage" and not share.homes]
     if copies:
         yield from _copies(cluster, copies, servers)
@@ -266,18 +239,10 @@ def _copies(cluster: Cluster, copies: list[ServedShare], servers: str) -> Iterat
     yield File(stage.SUDOERS, stage.render_sudoers("shoal-users"), mode=0o440, accepted_by=("visudo", "-c", "-f", "-"))
 
 
-@cache
-def _transport() -> str:
-    return program_text("sftp_proxy")
-
-
 def _server_keys(cluster: Cluster, member: Member) -> dict[str, str]:
     """The servers' host keys by address. A server that does not answer keeps its known key."""
-    known = dict(
-        line.split(" ", 1)
-        for line in cluster.facts[member.name].text(sshfs.KNOWN_HOSTS).splitlines()
-        if line and not line.startswith("#")
-    )
+    lines = cluster.facts[member.name].text(sshfs.KNOWN_HOSTS).splitlines()
+    known = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
     keys = {}
     for share in shares(cluster.spec):
         address = cluster.addresses.get(share.server, "")

@@ -14,14 +14,12 @@ from shoal.hostlist import compress
 from shoal.network.tailscale import EXPIRES_SOON_S, INTERFACE, Tailnet, read_status, tailnet_name, up_flags
 from shoal.remote import python_command
 from shoal.remote.tailnet_join import LOGIN_FIX
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
 from shoal.roles.elastic import SETTINGS
 from shoal.roles.rented import rented_containers
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.members import members, rented_members
-from shoal.spec.members import members as members_of
 from shoal.spec.model import Spec
 
 PACKAGE = "tailscale"
@@ -62,7 +60,10 @@ class TailscaleComponent(Component):
         return {SOURCE: "text"} if _is_used(spec) and rented_machines(spec) else {}
 
     def shared_secrets(self, spec: Spec) -> Mapping[str, SharedSecret]:
-        return keyring_secret(spec) if _is_used(spec) else {}
+        """The controller's keyring; it is never generated."""
+        if not _is_used(spec) or not rented_machines(spec):
+            return {}
+        return {KEYRING_COPY: SharedSecret(members(spec)[0].name, KEYRING, 0, text=False)}
 
     def prepare_among(self, spec: Spec, member: Member, everyone: Mapping[str, Facts]) -> Document:
         facts = everyone[member.name]
@@ -71,7 +72,7 @@ class TailscaleComponent(Component):
         if is_joined(spec, member, facts):
             return join(spec, member, facts, verify=True) if _is_lost(member, everyone) else ()
         needs_source = member.rented and not facts.tailscale and not _offered(facts)
-        source = package_source(everyone.get(members_of(spec)[0].name), facts) if needs_source else ()
+        source = package_source(everyone.get(members(spec)[0].name), facts) if needs_source else ()
         return (*source, *join(spec, member, facts))
 
     def documents(self, cluster: Cluster, member: Member) -> Mapping[Stage, Document]:
@@ -79,11 +80,16 @@ class TailscaleComponent(Component):
         if _is_used(cluster.spec):
             return {Stage.BASE: daemon(facts), Stage.SERVICES: _for_rented(cluster.spec, member)}
         if facts.text(JOINED):
-            return {Stage.NODES: leave()}
+            return {Stage.NODES: self.removal()}
         return {Stage.SERVICES: (File(CONTROLLER_KEY),)} if facts.has_file(CONTROLLER_KEY) else {}
 
     def removal(self) -> Document:
-        return leave()
+        """Leaves the tailnet, unless an administrator joined the host."""
+        out = "tailscale logout; systemctl disable --now tailscaled || true"
+        return (
+            Command("leave the tailnet", ("sh", "-c", out), unless=("test", "!", "-e", JOINED)),
+            *map(File, (KEY, CONTROLLER_KEY, DROP_IN, FLAGS, JOINED)),
+        )
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         return tuple(_findings(cluster)) if _is_used(cluster.spec) else ()
@@ -140,15 +146,6 @@ def _drop_in(tun: bool) -> str:
     )
 
 
-def leave() -> Document:
-    """Leave the tailnet, unless an administrator joined the host."""
-    out = "tailscale logout; systemctl disable --now tailscaled || true"
-    return (
-        Command("leave the tailnet", ("sh", "-c", out), unless=("test", "!", "-e", JOINED)),
-        *(File(path) for path in (KEY, CONTROLLER_KEY, DROP_IN, FLAGS, JOINED)),
-    )
-
-
 def _for_rented(spec: Spec, member: Member) -> Document:
     """On the controller, the auth key for rented machines."""
     if "controller" not in member.roles:
@@ -183,27 +180,19 @@ def _offered(facts: Facts) -> bool:
 def _findings(cluster: Cluster) -> Iterator[Finding]:
     rented = rented_machines(cluster.spec)
     if rented and not cluster.spec.network.auth_key:
-        yield Finding(
-            "error",
-            "rented machines cannot join the tailnet without an auth key",
-            compress(rented),
-            "set a key: `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}`",
-            path="network",
-        )
+        what = "rented machines cannot join the tailnet without an auth key"
+        fix = "set a key: `network: {kind: tailscale, auth_key: env:TS_AUTHKEY}`"
+        yield Finding("error", what, compress(rented), fix, path="network")
     tailnets = {name: read_status(fact.tailscale) for name, fact in cluster.facts.items()}
     for name, fact in cluster.facts.items():
         yield from _host_findings(name, fact, tailnets[name], name in rented)
     hub = tailnets.get(cluster.controller.name, Tailnet())
-    unseen = [
-        name for name, tailnet in tailnets.items() if hub.running and tailnet.running and not hub.at(tailnet.address)
-    ]
+    running = [name for name, tailnet in tailnets.items() if hub.running and tailnet.running]
+    unseen = [name for name in running if not hub.at(tailnets[name].address)]
     if unseen:
-        yield Finding(
-            "error",
-            "is in a tailnet, and the controller does not see it there: another tailnet, or its rules forbid it",
-            fix="allow connections between members in the tailnet's rules, or log the host out of the other tailnet",
-            host=compress(unseen),
-        )
+        what = "is in a tailnet, and the controller does not see it there: another tailnet, or its rules forbid it"
+        fix = "allow connections between members in the tailnet's rules, or log the host out of the other tailnet"
+        yield Finding("error", what, fix=fix, host=compress(unseen))
     yield from _relay_findings(cluster, hub)
     yield from _tag_findings(cluster, tailnets)
 
@@ -216,23 +205,17 @@ def _host_findings(name: str, fact: Facts, tailnet: Tailnet, rented: bool) -> It
         yield Finding("error", "is not in the tailnet", cause, f"`shoal up` joins it again; or {LOGIN_FIX}", host=name)
     elif tailnet.own.expires is not None and tailnet.own.expires - fact.clock < EXPIRES_SOON_S:
         days = max(0, int((tailnet.own.expires - fact.clock) / 86400))
-        yield Finding(
-            "warning",
-            "its key in the tailnet expires soon, and then the host is not reachable",
-            f"in {days} days",
-            "run `shoal keys rotate tailscale`; keys of hosts with `tags` do not expire",
-            host=name,
-        )
+        what = "its key in the tailnet expires soon, and then the host is not reachable"
+        fix = "run `shoal keys rotate tailscale`; keys of hosts with `tags` do not expire"
+        yield Finding("warning", what, f"in {days} days", fix, host=name)
     if tailnet.running and not tailnet.tun:
-        yield Finding(
-            # A rented machine can be replaced by another type.
-            "error" if rented else "warning",
+        what = (
             "has no TUN device: others reach it through the tailnet, it reaches them only through a proxy, and because "
-            "of it Slurm listens on all addresses of all hosts, behind their firewall",
-            "userspace networking",
-            "give the host /dev/net/tun, if it is a container of yours; jobs over several hosts do not work there",
-            host=name,
+            "of it Slurm listens on all addresses of all hosts, behind their firewall"
         )
+        fix = "give the host /dev/net/tun, if it is a container of yours; jobs over several hosts do not work there"
+        # A rented machine can be replaced by another type.
+        yield Finding("error" if rented else "warning", what, "userspace networking", fix, host=name)
 
 
 def _relay_findings(cluster: Cluster, hub: Tailnet) -> Iterator[Finding]:
@@ -240,13 +223,9 @@ def _relay_findings(cluster: Cluster, hub: Tailnet) -> Iterator[Finding]:
     for name, address in cluster.addresses.items():
         node = hub.at(address) if name != cluster.controller.name else None
         if node is not None and node.way == "relayed":
-            yield Finding(
-                "warning",
-                "the controller reaches it through a relay, too slow for training over several hosts",
-                f"relay {node.relay}",
-                "open UDP port 41641 on one of the two, or forward it on their router",
-                host=name,
-            )
+            what = "the controller reaches it through a relay, too slow for training over several hosts"
+            fix = "open UDP port 41641 on one of the two, or forward it on their router"
+            yield Finding("warning", what, f"relay {node.relay}", fix, host=name)
 
 
 def _tag_findings(cluster: Cluster, tailnets: Mapping[str, Tailnet]) -> Iterator[Finding]:
@@ -255,13 +234,9 @@ def _tag_findings(cluster: Cluster, tailnets: Mapping[str, Tailnet]) -> Iterator
     joined = [name for name, tailnet in tailnets.items() if tailnet.running and cluster.facts[name].text(JOINED)]
     if lacking := [name for name in joined if not tags <= {*tailnets[name].own.tags}]:
         own = sorted({tag for name in lacking for tag in tailnets[name].own.tags})
-        yield Finding(
-            "warning",
-            f"lacks tags of `network.tags`: {', '.join(sorted(tags))}",
-            f"it has {', '.join(own) or 'none'}",
-            "create an auth key with these tags, then run `shoal keys rotate tailscale`",
-            host=compress(lacking),
-        )
+        what = f"lacks tags of `network.tags`: {', '.join(sorted(tags))}"
+        fix = "create an auth key with these tags, then run `shoal keys rotate tailscale`"
+        yield Finding("warning", what, f"it has {', '.join(own) or 'none'}", fix, host=compress(lacking))
 
 
 def rented_machines(spec: Spec) -> tuple[str, ...]:
@@ -275,11 +250,6 @@ def controller_spec(spec: Spec) -> Spec:
     if spec.network.kind != "tailscale":
         return spec
     return spec.model_copy(update={"network": spec.network.model_copy(update={"auth_key": f"file:{CONTROLLER_KEY}"})})
-
-
-def keyring_secret(spec: Spec) -> dict[str, SharedSecret]:
-    """The controller's keyring as a shared secret; it is never generated."""
-    return {KEYRING_COPY: SharedSecret(members(spec)[0].name, KEYRING, 0, text=False)} if rented_machines(spec) else {}
 
 
 def package_source(controller: Facts | None, machine: Facts) -> Document:

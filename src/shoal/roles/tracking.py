@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from shoal.agent.document import Command, Directory, Document, File, Item, Secret, SecretRef, Service
 from shoal.agent.facts import Facts
 from shoal.remote import program_text
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, SharedSecret, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, SharedSecret, Stage
+from shoal.roles.environments import install_venv
 from shoal.roles.shares import ServedShare, shares
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
@@ -57,14 +57,14 @@ class TrackingComponent(Component):
             stage = Stage.NODES if remote_share(cluster.spec, server) else Stage.SERVICES
             items[stage] = _server_items(cluster.spec, server)
         elif cluster.facts_of(member.name).has_file(mlflow.UNIT):
-            items[Stage.SERVICES] = server_removal()
+            items[Stage.SERVICES] = SERVER_REMOVAL
         if "controller" in member.roles:
             items[Stage.SERVICES] = items.get(Stage.SERVICES, ()) + _address_items(cluster, server)
         return {stage: document for stage, document in items.items() if document}
 
     def removal(self) -> Document:
         """The records stay, and so do the accounts and their passwords."""
-        return (*server_removal(), File(mlflow.ADDRESS))
+        return (*SERVER_REMOVAL, File(mlflow.ADDRESS))
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         host = server_host(cluster.spec)
@@ -97,22 +97,17 @@ def remote_share(spec: Spec, server: MlflowServer) -> ServedShare | None:
     return next((share for share in inside if share.server != server.name), None)
 
 
-def server_removal() -> tuple[Item, ...]:
-    """Removes the service. What jobs reported stays."""
-    return (Service(mlflow.SERVICE, enabled=False, running=False), File(mlflow.UNIT))
+SERVER_REMOVAL = (Service(mlflow.SERVICE, enabled=False, running=False), File(mlflow.UNIT))
+"""Removes the service. What jobs reported stays."""
 
 
 def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
-    proxies = spec.proxy.variables if spec.proxy else {}
-    environment = ("env", *(f"{name}={value}" for name, value in proxies.items())) if proxies else ()
-    requirements = mlflow.requirements(server.database)
-    restarts = (mlflow.SERVICE,)
+    requirements, restarts = mlflow.requirements(server.database), (mlflow.SERVICE,)
+    make_user = ("useradd", "--system", "--user-group", "--no-create-home", "--home-dir", mlflow.STATE, mlflow.USER)
+    auth, password = mlflow.auth_settings(), (("@PASSWORD@", mlflow.ADMIN_PASSWORD),)
+    session_key = (("@KEY@", mlflow.SESSION_KEY),)
     return (
-        Command(
-            "make the user of MLflow",
-            ("useradd", "--system", "--user-group", "--no-create-home", "--home-dir", mlflow.STATE, mlflow.USER),
-            unless=("id", "-u", mlflow.USER),
-        ),
+        Command("make the user of MLflow", make_user, unless=("id", "-u", mlflow.USER)),
         Directory(mlflow.STATE, owner=mlflow.USER, group=mlflow.USER, mode=0o700),
         _artifacts(spec, server),
         Directory("/etc/shoal"),
@@ -120,28 +115,10 @@ def _server_items(spec: Spec, server: MlflowServer) -> tuple[Item, ...]:
         File(RECORD, f"{server.artifacts}\n"),
         *(Secret(path, digits=PASSWORD_DIGITS) for path in (mlflow.ADMIN_PASSWORD, mlflow.JOBS_PASSWORD)),
         Secret(mlflow.SESSION_KEY, digits=64),
-        Command(
-            f"install MLflow {mlflow.VERSION}",
-            (*environment, "sh", "-c", mlflow.INSTALL, "sh", server.prefix, *requirements),
-            unless=("test", "-e", f"{server.prefix}/.complete"),
-            timeout=3600.0,
-        ),
+        install_venv(f"install MLflow {mlflow.VERSION}", spec, server.prefix, *requirements),
         *(_database() if server.database == "postgresql" else ()),
-        File(
-            mlflow.AUTH,
-            mlflow.auth_settings(),
-            group=mlflow.USER,
-            mode=0o640,
-            restarts=restarts,
-            fills=(("@PASSWORD@", mlflow.ADMIN_PASSWORD),),
-        ),
-        File(
-            mlflow.VARIABLES,
-            mlflow.variables(),
-            mode=0o600,
-            restarts=restarts,
-            fills=(("@KEY@", mlflow.SESSION_KEY),),
-        ),
+        File(mlflow.AUTH, auth, group=mlflow.USER, mode=0o640, restarts=restarts, fills=password),
+        File(mlflow.VARIABLES, mlflow.variables(), mode=0o600, restarts=restarts, fills=session_key),
         File(mlflow.UNIT, mlflow.unit(server), restarts=restarts),
         Service(mlflow.SERVICE),
         Command(
@@ -172,21 +149,16 @@ def _artifacts(spec: Spec, server: MlflowServer) -> Item:
 def _database() -> tuple[Item, ...]:
     """PostgreSQL on the same host. The server logs in through a socket as its own user, without a password."""
     as_postgres = ("runuser", "-u", "postgres", "--")
-    query = (*as_postgres, "psql", "-tAc")
+
+    def command(name: str, table: str, *argv: str) -> Command:
+        query = f"select 1 / count(*) from {table}"
+        return Command(name, (*as_postgres, *argv), unless=(*as_postgres, "psql", "-tAc", query), retries=5)
+
+    role, database = f"pg_roles where rolname = '{mlflow.USER}'", "pg_database where datname = 'mlflow'"
     return (
         Service("postgresql"),
-        Command(
-            "make MLflow's role in PostgreSQL",
-            (*as_postgres, "createuser", mlflow.USER),
-            unless=(*query, f"select 1 / count(*) from pg_roles where rolname = '{mlflow.USER}'"),
-            retries=5,
-        ),
-        Command(
-            "make MLflow's database",
-            (*as_postgres, "createdb", "--owner", mlflow.USER, "mlflow"),
-            unless=(*query, "select 1 / count(*) from pg_database where datname = 'mlflow'"),
-            retries=5,
-        ),
+        command("make MLflow's role in PostgreSQL", role, "createuser", mlflow.USER),
+        command("make MLflow's database", database, "createdb", "--owner", mlflow.USER, "mlflow"),
     )
 
 
@@ -199,10 +171,8 @@ def _address_items(cluster: Cluster, server: MlflowServer | None) -> tuple[Item,
         return (Directory("/etc/shoal"), File(mlflow.ADDRESS, mlflow.address_file(tracking.url, ours=False)))
     if server is None:
         return ()
-    items: tuple[Item, ...] = (
-        Directory("/etc/shoal"),
-        File(mlflow.ADDRESS, mlflow.address_file(server.uri, ours=True)),
-    )
+    address = File(mlflow.ADDRESS, mlflow.address_file(server.uri, ours=True))
+    items: tuple[Item, ...] = (Directory("/etc/shoal"), address)
     if server.name == cluster.controller.name:
         return items
     digest = cluster.facts_of(server.name).digest(mlflow.JOBS_PASSWORD)

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from shoal.agent.document import HEADER, Block, Command, Directory, Document, File, Group, Item, User
 from shoal.agent.facts import Facts
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, FileQuery, Stage
+from shoal.roles.component import Cluster, Component, FileQuery, Stage
 from shoal.roles.current_conf import confinement
-from shoal.roles.share_server import host_keys
-from shoal.roles.shares import ServedShare, access_kind, homes_of, reload_sshd, sshd_file
+from shoal.roles.shares import ServedShare, access_kind, homes_of, host_keys, reload_sshd, sshd_file
 from shoal.spec.finding import Finding
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
@@ -62,7 +60,7 @@ class UsersComponent(Component):
 
     def findings(self, cluster: Cluster) -> tuple[Finding, ...]:
         users, findings = cluster.spec.users, []
-        if users and cluster.conf.nodes and not cluster.conf.proctrack_cgroup:
+        if users and cluster.conf.nodes and not cluster.conf.confinement.tracked:
             what = "every user may log in to every node by SSH, with or without a job there"
             cause = "not all hosts let Slurm use cgroups, and pam_slurm_adopt needs them"
             findings.append(Finding("info", what, cause, path="users"))
@@ -149,7 +147,7 @@ def _logins(cluster: Cluster, member: Member) -> Iterator[Item]:
     )
     yield sshd_file(SSHD_CONF, match if users else None)
     yield reload_sshd()
-    guarded = users and cluster.conf.proctrack_cgroup and _restricts_logins(cluster.spec, member)
+    guarded = users and cluster.conf.confinement.tracked and _restricts_logins(cluster.spec, member)
     yield Block(PAM, PAM_BLOCK, pam_block() if guarded else "")
 
 

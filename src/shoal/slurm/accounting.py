@@ -1,16 +1,15 @@
 """Files for accounting: slurmdbd.conf, MariaDB's settings, the backup units, and the spec's accounts.
 
-Pure functions. `remote/accounts.py` and `database.sh` run on the host with the database.
+Pure functions. `remote/accounts.py` and `remote/database.sh` run on the host with the database.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from typing import Any
 
-from shoal.agent.document import HEADER, render_unit, restart_drop_in
+from shoal.agent.document import HEADER, render_unit
 from shoal.remote import program_text
 from shoal.slurm.model import AccountingConf
 from shoal.slurm.state import JOBCOMP
@@ -74,16 +73,6 @@ def slurmdbd_conf(hostname: str, auth: str = "munge", address: str | None = None
     )
 
 
-def slurmdbd_drop_in() -> str:
-    """slurmdbd restarts until MariaDB is up."""
-    return restart_drop_in({"Wants": "mariadb.service"})
-
-
-def slurmctld_drop_in() -> str:
-    """slurmctld restarts until slurmdbd is up."""
-    return restart_drop_in()
-
-
 def mariadb_conf(memory_mb: int) -> str:
     """MariaDB's settings: no TCP port, and the sizes that slurmdbd needs, by the memory of the host."""
     return (
@@ -133,27 +122,13 @@ def sacctmgr_conf(cluster: str, controller: str, auth: str = "munge", address: s
 
 def database_program(cluster: str, keep: int) -> str:
     """The program that makes, lists and restores backups."""
-    text = files("shoal.slurm").joinpath("database.sh").read_text()
-    settings = {"@CLUSTER@": cluster, "@DATABASE@": DATABASE, "@BACKUPS@": BACKUPS, "@KEEP@": str(keep)}
-    for word, value in settings.items():
-        text = text.replace(word, value)
-    return text
-
-
-def accounts_program() -> str:
-    """The program that applies the spec's accounts to Slurm."""
-    return program_text("accounts")
+    return program_text("database.sh", CLUSTER=cluster, DATABASE=DATABASE, BACKUPS=BACKUPS, KEEP=keep)
 
 
 def backup_service(program: str) -> str:
     return render_unit(
         Unit={"Description": "Backup of the accounting database", "After": "mariadb.service"},
-        Service={
-            "Type": "oneshot",
-            "ExecStart": f"{program} backup daily",
-            "Nice": 10,
-            "IOSchedulingClass": "idle",
-        },
+        Service={"Type": "oneshot", "ExecStart": f"{program} backup daily", "Nice": 10, "IOSchedulingClass": "idle"},
     )
 
 

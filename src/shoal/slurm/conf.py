@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.agent.document import HEADER
-from shoal.hostlist import fold
+from shoal.hostlist import compress, expand, fold
+from shoal.remote import program_text
 from shoal.slurm.accounting import accounting_settings
-from shoal.slurm.conf_lines import (
-    checked_names,
-    checked_value,
-    checked_word,
-    memory_of,
-    node_lines,
-    partition_line,
-)
-from shoal.slurm.model import ClusterConf, PowerSaving
+from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, PowerSaving
 from shoal.slurm.preemption import preemption_settings, slurmctld_parameters
 from shoal.slurm.state import JOBCOMP
 from shoal.slurm.versions import all_support
@@ -37,6 +31,8 @@ STATE_DIRECTORY = "/var/lib/slurm/slurmctld"
 SPOOL_DIRECTORY = "/var/lib/slurm/slurmd"
 LOG_DIRECTORY = "/var/log/slurm"
 
+_WORD = re.compile(r"[!$-<>-\[\]-~]+")  # printable ASCII without blank, quote, `#`, `=` and `\`
+_VALUE = re.compile(r"[!$-\[\]-~]+")
 _KEY = re.compile(r"[A-Za-z]+")
 _ENTRIES = frozenset({"nodename", "nodeset", "partitionname", "downnodes", "frontendname", "include"})
 """Keys that may occur many times in a slurm.conf; every other key is a setting."""
@@ -89,18 +85,18 @@ def gres_conf(c: ClusterConf) -> str:
 
 def cgroup_conf(c: ClusterConf) -> str:
     """cgroup.conf: the kernel limits what a job may use of a node, where the nodes' kernels support it."""
-    plugin = c.cgroup_plugin
+    plugin = c.confinement.plugin
     if plugin == "disabled" and not all_support("cgroup_disabled", c.versions):
         plugin = "cgroup/v1"  # named, an older slurmd does not look for cgroups that are not there
 
     def yes_no(constrain: bool) -> str:
-        return "yes" if constrain and c.proctrack_cgroup else "no"
+        return "yes" if constrain and c.confinement.tracked else "no"
 
     return (
         HEADER + f"CgroupPlugin={plugin}\n"
-        f"ConstrainCores={yes_no(c.constrain_cores)}\n"
-        f"ConstrainRAMSpace={yes_no(c.constrain_memory)}\n"
-        f"ConstrainDevices={yes_no(c.constrain_devices)}\n"
+        f"ConstrainCores={yes_no(c.confinement.cores)}\n"
+        f"ConstrainRAMSpace={yes_no(c.confinement.memory)}\n"
+        f"ConstrainDevices={yes_no(c.confinement.devices)}\n"
     )
 
 
@@ -112,9 +108,8 @@ def topology_conf(c: ClusterConf) -> str:
         if switch.nodes
     ]
     if c.spanning and lines:
-        lines.append(
-            f"SwitchName={TOP_SWITCH} Switches={','.join(switch.name for switch in c.switches if switch.nodes)}"
-        )
+        names = ",".join(switch.name for switch in c.switches if switch.nodes)
+        lines.append(f"SwitchName={TOP_SWITCH} Switches={names}")
     return "\n".join([HEADER.rstrip(), *lines]) + "\n"
 
 
@@ -200,11 +195,11 @@ def _settings(c: ClusterConf) -> dict[str, str]:
 
 def _tracking(c: ClusterConf) -> dict[str, str]:
     """How Slurm tracks the processes of a job."""
-    if not c.proctrack_cgroup:
+    if not c.confinement.tracked:
         return {"ProctrackType": "proctrack/linuxproc"}
     return {
         "ProctrackType": "proctrack/cgroup",
-        "TaskPlugin": "task/affinity,task/cgroup" if c.constrain_cores else "task/cgroup",
+        "TaskPlugin": "task/affinity,task/cgroup" if c.confinement.cores else "task/cgroup",
         "PrologFlags": "Contain",
     }
 
@@ -242,6 +237,123 @@ def _with_options(settings: dict[str, str], options: Mapping[str, str]) -> dict[
     return settings
 
 
+# ---- nodes and partitions
+
+
+def node_lines(nodes: Iterable[Node]) -> Iterator[str]:
+    """One line for each run of like nodes whose names, host names and addresses all count up together."""
+    by_name = {node.name: node for node in nodes}
+    runs: list[list[Node]] = []
+    for name in expand(compress(by_name)):
+        node = by_name[name]
+        if runs and _attributes(runs[-1][-1]) == _attributes(node) and _follows(runs[-1][-1], node):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return map(_node_line, runs)
+
+
+def partition_line(partition: PartitionConf, memory: Mapping[str, int]) -> str:
+    parts = [f"PartitionName={checked_word('the name of a partition', partition.name)}"]
+    unknown = [name for name in partition.nodes if name not in memory]
+    if unknown:
+        raise ValueError(f"partition {partition.name} names {compress(unknown)}, which the cluster does not have")
+    if partition.nodes:
+        parts.append(f"Nodes={checked_names(partition.nodes)}")
+        # Without it a job that does not say takes all the memory of its nodes, and nothing runs beside it.
+        parts.append(f"DefMemPerCPU={max(1, min(memory[name] for name in partition.nodes))}")
+    if partition.default:
+        parts.append("Default=YES")
+    parts.append(f"MaxTime={checked_word('the MaxTime of a partition', partition.max_time or 'UNLIMITED')}")
+    if partition.default_time is not None:
+        parts.append(f"DefaultTime={checked_word('the DefaultTime of a partition', partition.default_time)}")
+    if partition.max_nodes is not None:
+        parts.append(f"MaxNodes={partition.max_nodes:d}")
+    if partition.priority is not None:
+        parts.append(f"PriorityTier={partition.priority:d}")
+    parts.append(f"GraceTime={partition.grace:d}")
+    if not partition.preemptable:
+        parts.append("PreemptMode=OFF")
+    if partition.suspend_time is not None:
+        parts.append(f"SuspendTime={partition.suspend_time:d}")
+    return " ".join([*parts, "State=UP"])
+
+
+def real_memory(memory_mb: int) -> int:
+    """The RealMemory to configure: 95 % of what the host has, less a reserve for the system of up to 512 MB.
+
+    slurmd reports the machine's physical memory; a node that reports less than RealMemory is drained. The physical
+    memory varies by a little from boot to boot (kernel, firmware, crash kernel), so the configured value stays below.
+    """
+    return max(1, memory_mb * 95 // 100 - min(512, memory_mb // 32))
+
+
+def _node_line(run: list[Node]) -> str:
+    names = [checked_word("the name of a node", node.name) for node in run]
+    hostnames = [checked_word("the host name of a node", node.hostname or node.name) for node in run]
+    addresses = [checked_word("the address of a node", node.address or node.name) for node in run]
+    line = f"NodeName={fold(names)}"
+    if hostnames != names:
+        line += f" NodeHostname={fold(hostnames)}"
+    if addresses != names:
+        line += f" NodeAddr={fold(addresses)}"
+    return f"{line} {_attributes(run[0])}"
+
+
+def _attributes(node: Node) -> str:
+    text = (
+        f"CPUs={node.cpus:d} Sockets={node.sockets:d} CoresPerSocket={node.cores_per_socket:d}"
+        f" ThreadsPerCore={node.threads_per_core:d} RealMemory={memory_of(node):d}"
+    )
+    if node.gpus:
+        text += f" Gres={_gres(node.gpus)}"
+    if node.features:
+        text += f" Feature={','.join(checked_word('a feature', feature) for feature in node.features)}"
+    text += f" Port={node.port:d}" if node.port else ""
+    text += f" Weight={node.weight:d}"
+    return f"{text} State=CLOUD" if node.cloud else text
+
+
+def _gres(gpus: Iterable[NodeGpu]) -> str:
+    counts = Counter(f"gpu:{checked_word('the type of a GPU', gpu.type)}" if gpu.type else "gpu" for gpu in gpus)
+    return ",".join(f"{kind}:{count}" for kind, count in counts.items())
+
+
+def memory_of(node: Node) -> int:
+    return real_memory(node.memory_mb) if node.real_memory is None else node.real_memory
+
+
+def _follows(node: Node, following: Node) -> bool:
+    return all(_next(getattr(node, key)) == getattr(following, key) for key in ("name", "hostname", "address"))
+
+
+def _next(text: str) -> str | None:
+    """The text that counts one further: gpu10 after gpu09."""
+    prefix = text.rstrip("0123456789")
+    digits = text[len(prefix) :]
+    return f"{prefix}{int(digits) + 1:0{len(digits)}}" if digits else None
+
+
+def checked_names(names: Iterable[str]) -> str:
+    return compress(checked_word("the name of a node", name) for name in names)
+
+
+def checked_word(what: str, text: str) -> str:
+    """A part of a line; rejected when Slurm could read it as more than one."""
+    if not _WORD.fullmatch(text):
+        raise ValueError(f"{what} may not be {text!r}: Slurm's files take no blanks, quotes, `#`, `=` or `\\` there")
+    return text
+
+
+def checked_value(key: str, text: str) -> str:
+    if not _VALUE.fullmatch(text):
+        raise ValueError(f"{key} may not be {text!r}: slurm.conf takes no blanks, quotes, `#` or `\\` there")
+    return text
+
+
+# ---- keys
+
+
 @dataclass(frozen=True)
 class SigningKey:
     """A key of auth/slurm. Its value is in a file on each host, and the host fills it in."""
@@ -252,23 +364,13 @@ class SigningKey:
     """The digest of the file with the value; the key's name is derived from it."""
     signs: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"shoal-{self.digest[:12]}"
-
 
 def jwks(*keys: SigningKey) -> str:
     """slurm.jwks. All keys verify; one signs. The hexadecimal digits are valid base64."""
-    entries = [
-        {
-            "alg": "HS256",
-            "kty": "oct",
-            "kid": key.name,
-            "k": key.placeholder,
-            **({"use": "default"} if key.signs else {}),
-        }
-        for key in keys
-    ]
+    entries = []
+    for key in keys:
+        entry = {"alg": "HS256", "kty": "oct", "kid": f"shoal-{key.digest[:12]}", "k": key.placeholder}
+        entries.append(entry | ({"use": "default"} if key.signs else {}))
     return json.dumps({"keys": entries}, indent=1) + "\n"
 
 
@@ -282,32 +384,4 @@ def auth_settings(auth: str) -> dict[str, str]:
 def job_submit_lua(c: ClusterConf) -> str:
     """The script that keeps a job on one site unless it asks for more with `--switches`."""
     largest = max((len(switch.nodes) for switch in c.switches), default=0)
-    return (
-        "-- Written by shoal; changes here are lost.\n"
-        "-- A job stays on one site unless it says how many it may span: --switches=2.\n"
-        f"local largest_site = {largest}\n"
-        "\n"
-        "local function given(number)\n"
-        "    return number ~= nil and number > 0 and number < 0xfffffff0\n"
-        "end\n"
-        "\n"
-        "function slurm_job_submit(job, partitions, uid)\n"
-        "    if given(job.req_switch) then\n"
-        "        return slurm.SUCCESS\n"
-        "    end\n"
-        "    if given(job.min_nodes) and job.min_nodes > largest_site then\n"
-        '        slurm.log_user("no site has " .. job.min_nodes .. " nodes; "\n'
-        '            .. "a job that may span sites says how many: --switches=2")\n'
-        "        return slurm.ERROR\n"
-        "    end\n"
-        "    job.req_switch = 1\n"
-        f"    job.wait4switch = {SWITCH_WAIT_S}\n"
-        "    return slurm.SUCCESS\n"
-        "end\n"
-        "\n"
-        "function slurm_job_modify(job, record, partitions, uid)\n"
-        "    return slurm.SUCCESS\n"
-        "end\n"
-        "\n"
-        "return slurm.SUCCESS\n"
-    )
+    return program_text("job_submit.lua", LARGEST=largest, SWITCH_WAIT_S=SWITCH_WAIT_S)

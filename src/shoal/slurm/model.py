@@ -87,6 +87,20 @@ class AccountingConf:
 
 
 @dataclass(frozen=True)
+class Confinement:
+    """How far the cgroups of all nodes let Slurm confine a job."""
+
+    tracked: bool = False
+    """Slurm can track a job's processes in a cgroup."""
+    devices: bool = False
+    """Jobs may open only their own GPUs. This and the next two need `tracked`, and the cgroup controllers."""
+    cores: bool = False
+    memory: bool = False
+    plugin: CgroupPlugin = "autodetect"
+    """`disabled` where some node has no cgroups at all."""
+
+
+@dataclass(frozen=True)
 class PowerSaving:
     """Slurm's power saving, by which nodes are rented and released."""
 
@@ -111,14 +125,7 @@ class ClusterConf:
     nodes: tuple[Node, ...]
     partitions: tuple[PartitionConf, ...]
     switches: tuple[Switch, ...] = ()
-    proctrack_cgroup: bool = False
-    """Every node has a cgroup tree in which Slurm can track a job's processes."""
-    constrain_cores: bool = False
-    constrain_memory: bool = False
-    constrain_devices: bool = False
-    """Jobs may open only their own GPUs. All three need `proctrack_cgroup`, and the cgroup controllers."""
-    cgroup_plugin: CgroupPlugin = "autodetect"
-    """`disabled` where some node has no cgroups at all."""
+    confinement: Confinement = Confinement()
     options: Mapping[str, str] = field(default_factory=dict)
     """The user's settings of slurm.conf; they replace ours."""
     slurm_user: str = "slurm"

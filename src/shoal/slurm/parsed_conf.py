@@ -14,6 +14,7 @@ from shoal.hostlist import expand
 from shoal.slurm.model import Node, NodeGpu
 
 ChangeCost = Literal["none", "reconfigure", "restart"]
+_NUMBERS = ("cpus", "sockets", "cores_per_socket", "threads_per_core", "real_memory", "weight")
 _STATE_KEYS = ("clustername", "statesavelocation", "selecttype", "slurmuser")
 """Settings on which slurmctld's saved state depends."""
 
@@ -77,20 +78,16 @@ def _nodes(values: Mapping[str, str], gpus: Mapping[str, tuple[NodeGpu, ...]]) -
     names = expand(values["nodename"])
     hostnames = expand(values.get("nodehostname", values["nodename"]))
     addresses = expand(values.get("nodeaddr", values["nodename"]))
+    numbers = {key: int(values.get(key.replace("_", ""), 1)) for key in _NUMBERS}
     for name, hostname, address in zip(names, hostnames, addresses, strict=True):
         yield Node(
             name=name,
             hostname=hostname,
             address=address,
-            cpus=int(values.get("cpus", 1)),
-            sockets=int(values.get("sockets", 1)),
-            cores_per_socket=int(values.get("corespersocket", 1)),
-            threads_per_core=int(values.get("threadspercore", 1)),
+            **numbers,
             memory_mb=0,
-            real_memory=int(values.get("realmemory", 1)),
             gpus=gpus.get(name, ()),
             features=tuple(part for part in values.get("feature", "").split(",") if part),
-            weight=int(values.get("weight", 1)),
             cloud=values.get("state") == "CLOUD",
             port=int(values["port"]) if "port" in values else None,
         )

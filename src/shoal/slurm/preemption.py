@@ -7,7 +7,7 @@ a finding then says what is lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.contract import GRACE_S, KILL_WAIT_S
@@ -65,65 +65,42 @@ class ContractViolation:
 
 def contract_violations(settings: Mapping[str, str]) -> list[ContractViolation]:
     """Settings of a slurm.conf, or of `scontrol show config`, that cost a job its work. Keys in lower case."""
-    return list(_contract_violations(settings))
+    violations = []
 
+    def add(key: str, what: str, found: str, least: str) -> None:
+        violations.append(ContractViolation(key, what, found, least))
 
-def _contract_violations(settings: Mapping[str, str]) -> Iterator[ContractViolation]:
-    wait = _seconds(settings.get("killwait", ""))
-    if wait is not None and wait < KILL_WAIT_S:
-        yield ContractViolation(
-            "KillWait", "jobs have less time to save after SIGTERM than they count on", f"{wait} s", f"{KILL_WAIT_S}"
-        )
+    wait = re.match(r"[0-9]+", settings.get("killwait", ""))  # `30` of a slurm.conf, or `30 sec` of scontrol
+    if wait and int(wait[0]) < KILL_WAIT_S:
+        what = "jobs have less time to save after SIGTERM than they count on"
+        add("KillWait", what, f"{int(wait[0])} s", f"{KILL_WAIT_S}")
     if settings.get("jobrequeue", "1") != "1":
-        yield ContractViolation(
-            "JobRequeue", "a job that loses its node does not start again", settings["jobrequeue"], "1"
-        )
+        add("JobRequeue", "a job that loses its node does not start again", settings["jobrequeue"], "1")
     if settings.get("preempttype", "").endswith("/none"):
-        return  # no job is ever preempted
+        return violations  # no job is ever preempted
     modes = {mode for mode in settings.get("preemptmode", "REQUEUE").upper().split(",") if mode != "GANG"}
     if modes != {"REQUEUE"}:
-        found = settings["preemptmode"]
-        yield ContractViolation(
-            "PreemptMode", "a preempted job does not save its work and start again", found, "REQUEUE"
-        )
-    words = {*_parameters(settings, "preemptparameters"), *_parameters(settings, "slurmctldparameters")}
-    if not {USER_SIGNAL, OLD_USER_SIGNAL} & words:
-        found = settings.get("preemptparameters", "") or "no such word"
-        yield ContractViolation(
-            "PreemptParameters", "a preempted job is not warned by the signal it asked for", found, USER_SIGNAL
-        )
+        what = "a preempted job does not save its work and start again"
+        add("PreemptMode", what, settings["preemptmode"], "REQUEUE")
+    lists = (settings.get(key, "") for key in ("preemptparameters", "slurmctldparameters"))
+    if {USER_SIGNAL, OLD_USER_SIGNAL}.isdisjoint(",".join(lists).lower().split(",")):
+        what = "a preempted job is not warned by the signal it asked for"
+        add("PreemptParameters", what, settings.get("preemptparameters", "") or "no such word", USER_SIGNAL)
+    return violations
 
 
 def partition_findings(partitions: Iterable[PartitionState]) -> list[Finding]:
     """Partitions of the running cluster whose jobs can be preempted and have too little time to save."""
     partitions = tuple(partitions)
-    findings = []
-    for partition in partitions:
-        if partition.preempt_mode == "OFF" or not _can_lose_nodes(partition, partitions):
-            continue
-        if partition.grace < GRACE_S:
-            findings.append(
-                Finding(
-                    "warning",
-                    "a preempted job has less time to save than it counts on",
-                    f"{partition.grace} s",
-                    f"say `grace: {GRACE_S}` or more, and run `shoal up`",
-                    path=f"partitions.{partition.name}",
-                )
-            )
-    return findings
+    fix = f"say `grace: {GRACE_S}` or more, and run `shoal up`"
+    what = "a preempted job has less time to save than it counts on"
+    return [
+        Finding("warning", what, f"{partition.grace} s", fix, path=f"partitions.{partition.name}")
+        for partition in partitions
+        if partition.grace < GRACE_S and partition.preempt_mode != "OFF" and _can_lose_nodes(partition, partitions)
+    ]
 
 
 def _can_lose_nodes(partition: PartitionState, others: Iterable[PartitionState]) -> bool:
     own = set(expand(partition.nodes))
     return any(other.priority > partition.priority and own & set(expand(other.nodes)) for other in others)
-
-
-def _seconds(text: str) -> int | None:
-    """Parse `30` of a slurm.conf, or `30 sec` of scontrol."""
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else None
-
-
-def _parameters(settings: Mapping[str, str], key: str) -> list[str]:
-    return settings.get(key, "").lower().split(",")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from shoal.hostlist import expand
 
@@ -18,12 +20,8 @@ JOBCOMP = "/var/log/slurm/jobcomp.log"
 
 _RECORD, _FIELD = "\x1e", "\x1f"
 """ASCII's separators. The job's name comes last: it is the only field with free text."""
-JOBS_COMMAND = (
-    "squeue",
-    "-h",
-    "-o",
-    _RECORD + _FIELD.join(("%i", "%T", "%u", "%P", "%N", "%r", "%M", "%l", "%D", "%j")),
-)
+_JOB_FIELDS = ("%i", "%T", "%u", "%P", "%N", "%r", "%M", "%l", "%D", "%j")
+JOBS_COMMAND = ("squeue", "-h", "-o", _RECORD + _FIELD.join(_JOB_FIELDS))
 
 ACTIVE_STATES = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING"})
 """Jobs that hold nodes and have work to lose. A pending job holds none; a COMPLETING one has done its work."""
@@ -69,7 +67,7 @@ NOT_RESPONDING_REASON = "Not responding"
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as slurmctld has it."""
+    """A node as slurmctld has it. Annotations name the key of scontrol."""
 
     name: str
     state: tuple[str, ...]
@@ -77,20 +75,20 @@ class NodeState:
     reason: str = ""
     reason_by: str = ""
     reason_time: str = ""
-    address: str = ""
-    hostname: str = ""
-    version: str = ""
+    address: Annotated[str, "NodeAddr"] = ""
+    hostname: Annotated[str, "NodeHostName"] = ""
+    version: Annotated[str, "Version"] = ""
     """The version of its slurmd; empty until it has registered."""
-    cpus: int = 0
-    cpus_alloc: int = 0
-    memory_mb: int = 0
-    memory_alloc_mb: int = 0
-    gres: str = ""
-    gres_used: str = ""
-    features: tuple[str, ...] = ()
-    partitions: tuple[str, ...] = ()
-    boot_time: str = ""
-    slurmd_start_time: str = ""
+    cpus: Annotated[int, "CPUTot"] = 0
+    cpus_alloc: Annotated[int, "CPUAlloc"] = 0
+    memory_mb: Annotated[int, "RealMemory"] = 0
+    memory_alloc_mb: Annotated[int, "AllocMem"] = 0
+    gres: Annotated[str, "Gres"] = ""
+    gres_used: Annotated[str, "GresUsed"] = ""
+    features: Annotated[tuple[str, ...], "ActiveFeatures"] = ()
+    partitions: Annotated[tuple[str, ...], "Partitions"] = ()
+    boot_time: Annotated[str, "BootTime"] = ""
+    slurmd_start_time: Annotated[str, "SlurmdStartTime"] = ""
 
     @property
     def cloud(self) -> bool:
@@ -124,22 +122,22 @@ class JobState:
 
 @dataclass(frozen=True)
 class PartitionState:
-    """A partition as slurmctld has it."""
+    """A partition as slurmctld has it. Annotations name the key of scontrol."""
 
     name: str
-    state: str
+    state: Annotated[str, "State"]
     default: bool = False
-    nodes: str = ""
+    nodes: Annotated[str, "Nodes"] = ""
     """The hostlist of its nodes."""
-    max_time: str = "UNLIMITED"
-    default_time: str = "NONE"
-    max_nodes: str = "UNLIMITED"
-    priority: int = 1
-    total_nodes: int = 0
-    total_cpus: int = 0
-    grace: int = 0
-    """GraceTime, in seconds."""
-    preempt_mode: str = ""
+    max_time: Annotated[str, "MaxTime"] = "UNLIMITED"
+    default_time: Annotated[str, "DefaultTime"] = "NONE"
+    max_nodes: Annotated[str, "MaxNodes"] = "UNLIMITED"
+    priority: Annotated[int, "PriorityTier"] = 1
+    total_nodes: Annotated[int, "TotalNodes"] = 0
+    total_cpus: Annotated[int, "TotalCPUs"] = 0
+    grace: Annotated[int, "GraceTime"] = 0
+    """In seconds."""
+    preempt_mode: Annotated[str, "PreemptMode"] = ""
 
 
 def parse_nodes(text: str) -> list[NodeState]:
@@ -149,7 +147,13 @@ def parse_nodes(text: str) -> list[NodeState]:
 
 def parse_partitions(text: str) -> list[PartitionState]:
     """Parse the output of PARTITIONS_COMMAND."""
-    return [_partition(_pairs(record)) for record in _records(text, "PartitionName=")]
+    partitions = map(_pairs, _records(text, "PartitionName="))
+    return [
+        PartitionState(
+            values["PartitionName"], default=values.get("Default") == "YES", **_fields(PartitionState, values)
+        )
+        for values in partitions
+    ]
 
 
 def parse_jobs(text: str) -> list[JobState]:
@@ -157,10 +161,9 @@ def parse_jobs(text: str) -> list[JobState]:
     jobs: list[JobState] = []
     for record in text.split(_RECORD)[1:]:
         fields = record.removesuffix("\n").split(_FIELD, 9)
-        if len(fields) != 10 or not fields[8].isdecimal():
-            continue  # the rest of a name that contains our separator
-        job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
-        jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
+        if len(fields) == 10 and fields[8].isdecimal():  # else the rest of a name that contains our separator
+            job_id, state, user, partition, nodes, reason, used, limit, count, name = fields
+            jobs.append(JobState(job_id, state, user, partition, nodes, reason, used, limit, int(count), name))
     return jobs
 
 
@@ -210,59 +213,29 @@ def _node(record: str) -> NodeState:
     reason, by, when = free[1].strip() if free else "", "", ""
     if match := _REASON_BY.match(reason):
         reason, by, when = match[1], match[2], match[3]
-    return NodeState(
-        name=values["NodeName"],
-        state=parse_state(values.get("State", "UNKNOWN")),
-        reason=reason,
-        reason_by=by,
-        reason_time=when,
-        address=_text(values, "NodeAddr"),
-        hostname=_text(values, "NodeHostName"),
-        version=_text(values, "Version"),
-        cpus=_number(values, "CPUTot"),
-        cpus_alloc=_number(values, "CPUAlloc"),
-        memory_mb=_number(values, "RealMemory"),
-        memory_alloc_mb=_number(values, "AllocMem"),
-        gres=_text(values, "Gres"),
-        gres_used=_text(values, "GresUsed"),
-        features=_list(values, "ActiveFeatures"),
-        partitions=_list(values, "Partitions"),
-        boot_time=_text(values, "BootTime"),
-        slurmd_start_time=_text(values, "SlurmdStartTime"),
-    )
+    state = parse_state(values.get("State", "UNKNOWN"))
+    return NodeState(values["NodeName"], state, reason, by, when, **_fields(NodeState, values))
 
 
-def _partition(values: dict[str, str]) -> PartitionState:
-    return PartitionState(
-        name=values["PartitionName"],
-        state=_text(values, "State"),
-        default=values.get("Default") == "YES",
-        nodes=_text(values, "Nodes"),
-        max_time=_text(values, "MaxTime"),
-        default_time=_text(values, "DefaultTime"),
-        max_nodes=_text(values, "MaxNodes"),
-        priority=_number(values, "PriorityTier"),
-        total_nodes=_number(values, "TotalNodes"),
-        total_cpus=_number(values, "TotalCPUs"),
-        grace=_number(values, "GraceTime"),
-        preempt_mode=_text(values, "PreemptMode"),
-    )
+def _fields(kind: type, values: dict[str, str]) -> dict[str, Any]:
+    """The fields of a record whose annotation names a key: text, a number, or a list."""
+    fields: dict[str, Any] = {}
+    for name, hint in _hints(kind).items():
+        if get_origin(hint) is Annotated:
+            value = values.get(hint.__metadata__[0], "")
+            text = "" if value in ("(null)", "N/A", "None", "Unknown") else value
+            if hint.__origin__ is int:
+                fields[name] = int(text) if text.isdecimal() else 0
+            else:
+                fields[name] = text if hint.__origin__ is str else tuple(filter(None, text.split(",")))
+    return fields
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _pairs(record: str) -> dict[str, str]:
     """The `Key=value` pairs of a record; the first of a key counts."""
     return {key: value for key, value in reversed(_PAIR.findall(record))}
-
-
-def _text(values: dict[str, str], key: str) -> str:
-    value = values.get(key, "")
-    return "" if value in ("(null)", "N/A", "None", "Unknown") else value
-
-
-def _number(values: dict[str, str], key: str) -> int:
-    value = values.get(key, "")
-    return int(value) if value.isdecimal() else 0
-
-
-def _list(values: dict[str, str], key: str) -> tuple[str, ...]:
-    return tuple(part for part in _text(values, key).split(",") if part)

@@ -96,18 +96,20 @@ def summarize_usage(
     `nodesets` maps nodes to nodesets, `prices` nodesets to the price of a GPU hour. The GPUs of a job count as
     spread evenly over its nodes.
     """
-    rows: dict[str, list[tuple[JobUsage, float, float, float | None]]] = {}
+    parts: dict[str, list[UsageRow]] = {}
     for run in runs:
         hours = max(0.0, min(run.end, until) - max(run.start, since)) / 3600
         for node in run.nodes or ("",):
             share = 1 / max(1, len(run.nodes))
             nodeset = nodesets.get(node, "(gone)")
-            gpu_hours = run.gpus * hours * share
+            cpu_hours, gpu_hours = run.cpus * hours * share, run.gpus * hours * share
             price = prices.get(nodeset)
-            part = (run, run.cpus * hours * share, gpu_hours, None if price is None else gpu_hours * price)
-            rows.setdefault(_KEYS[by](run, nodeset), []).append(part)
-    unsorted = [_row(name, by, parts) for name, parts in rows.items()]
-    return tuple(sorted(unsorted, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
+            cost, unpriced = (None, gpu_hours) if price is None else (gpu_hours * price, 0.0)
+            detail = f"{run.user}: {run.name}" if by == "job" else ""
+            part = UsageRow(run.id, 1, cpu_hours, gpu_hours, cost, unpriced, detail)
+            parts.setdefault(_KEYS[by](run, nodeset), []).append(part)
+    rows = [usage_total(some, len({part.name for part in some}), name, some[0].detail) for name, some in parts.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.gpu_hours, -row.cpu_hours, row.name)))
 
 
 _KEYS: Mapping[Grouping, Callable[[JobUsage, str], str]] = {
@@ -118,31 +120,12 @@ _KEYS: Mapping[Grouping, Callable[[JobUsage, str], str]] = {
 }
 
 
-def usage_total(rows: Sequence[UsageRow], jobs: int) -> UsageRow:
+def usage_total(rows: Sequence[UsageRow], jobs: int, name: str = "total", detail: str = "") -> UsageRow:
     """The sum of all rows."""
     costs = [row.cost for row in rows if row.cost is not None]
-    return UsageRow(
-        "total",
-        jobs,
-        sum(row.cpu_hours for row in rows),
-        sum(row.gpu_hours for row in rows),
-        sum(costs) if costs else None,
-        sum(row.unpriced for row in rows),
-    )
-
-
-def _row(name: str, by: Grouping, parts: Sequence[tuple[JobUsage, float, float, float | None]]) -> UsageRow:
-    costs = [cost for _, _, _, cost in parts if cost is not None]
-    first = parts[0][0]
-    return UsageRow(
-        name,
-        len({run.id for run, _, _, _ in parts}),
-        sum(cpu for _, cpu, _, _ in parts),
-        sum(gpu for _, _, gpu, _ in parts),
-        sum(costs) if costs else None,
-        sum(gpu for _, _, gpu, cost in parts if cost is None),
-        f"{first.user}: {first.name}" if by == "job" else "",
-    )
+    cpu_hours, gpu_hours = sum(row.cpu_hours for row in rows), sum(row.gpu_hours for row in rows)
+    unpriced = sum(row.unpriced for row in rows)
+    return UsageRow(name, jobs, cpu_hours, gpu_hours, sum(costs) if costs else None, unpriced, detail)
 
 
 def _number(text: str | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shoal.spec.finding import Finding
 
@@ -27,10 +27,34 @@ Feature = Literal[
     "supported",
 ]
 
-ReleaseNumber = tuple[int, int]
-"""A release as (year, month): 22.05 is (22, 5)."""
 
-_FEATURES: dict[Feature, tuple[ReleaseNumber, ReleaseNumber | None]] = {
+class SlurmRelease(NamedTuple):
+    """A release of Slurm, 22.05: all its versions have the same protocol and settings."""
+
+    major: int
+    minor: int
+
+    def supports(self, feature: Feature) -> bool:
+        """Whether this release has a feature. A release newer than the table has what the newest entry has."""
+        since, gone = _FEATURES[feature]
+        return since <= self and (gone is None or self < gone)
+
+    @property
+    def oldest_compatible(self) -> SlurmRelease:
+        """The oldest release whose daemons and commands this one accepts."""
+        if self in _OLDEST_COMPATIBLE:
+            return SlurmRelease(*_OLDEST_COMPATIBLE[self])
+        # Two releases a year, each compatible with three before it: the rule since 24.11.
+        if self > max(_OLDEST_COMPATIBLE) and self.minor in (5, 11):
+            half_years = 2 * self.major + (self.minor == 11) - 3
+            return SlurmRelease(half_years // 2, 11 if half_years % 2 else 5)
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor:02}"
+
+
+_FEATURES: dict[Feature, tuple[tuple[int, int], tuple[int, int] | None]] = {
     # feature: (the first release that supports it, the first that no longer does)
     "supported": ((22, 5), None),  # the oldest that Shoal drives
     "cloud_reg_addrs": ((20, 11), (23, 11)),  # in SlurmctldParameters; 23.11 logs an error
@@ -46,7 +70,7 @@ _FEATURES: dict[Feature, tuple[ReleaseNumber, ReleaseNumber | None]] = {
     "autodetect_nvidia": ((24, 11), None),  # gres.conf AutoDetect=nvidia
 }
 
-_OLDEST_COMPATIBLE: dict[ReleaseNumber, ReleaseNumber] = {
+_OLDEST_COMPATIBLE: dict[tuple[int, int], tuple[int, int]] = {
     # SLURM_MIN_PROTOCOL_VERSION of each release
     (20, 11): (19, 5),
     (21, 8): (20, 2),
@@ -99,34 +123,6 @@ class Version:
         return f"{self.release}.{self.micro}"
 
 
-@dataclass(frozen=True, order=True)
-class SlurmRelease:
-    """A release of Slurm, 22.05: all its versions have the same protocol and settings."""
-
-    major: int
-    minor: int
-
-    def supports(self, feature: Feature) -> bool:
-        """Whether this release has a feature. A release newer than the table has what the newest entry has."""
-        since, gone = _FEATURES[feature]
-        return since <= (self.major, self.minor) and (gone is None or (self.major, self.minor) < gone)
-
-    @property
-    def oldest_compatible(self) -> SlurmRelease:
-        """The oldest release whose daemons and commands this one accepts."""
-        number = (self.major, self.minor)
-        if number in _OLDEST_COMPATIBLE:
-            return SlurmRelease(*_OLDEST_COMPATIBLE[number])
-        # Two releases a year, each compatible with three before it: the rule since 24.11.
-        if number > max(_OLDEST_COMPATIBLE) and self.minor in (5, 11):
-            half_years = 2 * self.major + (self.minor == 11) - 3
-            return SlurmRelease(half_years // 2, 11 if half_years % 2 else 5)
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor:02}"
-
-
 def is_compatible(controller: Version, node: Version) -> bool:
     """Whether a slurmctld accepts a slurmd or a command of that version: never a newer one, nor one too old."""
     return controller.release.oldest_compatible <= node.release <= controller.release
@@ -150,14 +146,9 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
     name, version = controller
     everyone = {name: version, **others}
     fix = _controller_fix(name, everyone)
+    upgrade = f"upgrade the host to a distribution with a newer Slurm ({_packagers()}), or take it out of the spec"
     findings = [
-        Finding(
-            "error",
-            what="Slurm before 22.05 is not supported",
-            found=f"Slurm {its_version}",
-            fix=f"upgrade the host to a distribution with a newer Slurm ({_packagers()}), or take it out of the spec",
-            host=host,
-        )
+        Finding("error", "Slurm before 22.05 is not supported", f"Slurm {its_version}", upgrade, host=host)
         for host, its_version in everyone.items()
         if not its_version.supports("supported")
     ]
@@ -168,15 +159,10 @@ def version_findings(controller: tuple[str, Version], others: Mapping[str, Versi
         if not its_version.supports("supported") or is_compatible(version, its_version):
             continue
         newer = its_version.release > version.release
-        findings.append(
-            Finding(
-                "error",
-                what="Slurm newer than the controller's" if newer else "Slurm too old for the controller's",
-                found=f"Slurm {its_version}; the controller {name} has {version} and talks to {window}",
-                fix=f"{fix}; or install Slurm {window} on {host}; or take {host} out of the spec",
-                host=host,
-            )
-        )
+        what = "Slurm newer than the controller's" if newer else "Slurm too old for the controller's"
+        found = f"Slurm {its_version}; the controller {name} has {version} and talks to {window}"
+        its_fix = f"{fix}; or install Slurm {window} on {host}; or take {host} out of the spec"
+        findings.append(Finding("error", what, found, its_fix, host=host))
     return findings
 
 
@@ -197,9 +183,8 @@ def _window(release: SlurmRelease) -> str:
 
 
 def _packagers() -> str:
-    names = [
+    return ", ".join(
         f"{os_id.capitalize()} {os_version} has {text}"
         for (os_id, os_version), text in _PACKAGED.items()
         if Version.parse(text).supports("supported") and os_version != "sid"
-    ]
-    return ", ".join(names)
+    )

@@ -65,19 +65,6 @@ def requirements(database: str) -> tuple[str, ...]:
     return (f"mlflow[auth]=={VERSION}", *(("psycopg2-binary==2.9.10",) if database == "postgresql" else ()))
 
 
-INSTALL = r"""
-set -eu
-place=$1
-shift
-rm -rf "$place"
-mkdir -p "$(dirname "$place")"
-python3 -m venv "$place"
-"$place/bin/pip" install --disable-pip-version-check --no-input --no-cache-dir --quiet "$@"
-touch "$place/.complete"
-"""
-"""A venv without its mark is incomplete, and is created again."""
-
-
 def unit(server: MlflowServer) -> str:
     """The service. It may write to its own directory and to the artifacts, and sees no home directory."""
     store = (

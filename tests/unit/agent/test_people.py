@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.remote.agent import accounts
-from shoal.remote.agent.failure import Failure
+from shoal.remote.agent.running import Failure
 
 DAEMON = pwd.getpwnam("daemon")
 

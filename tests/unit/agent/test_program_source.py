@@ -102,7 +102,7 @@ def test_a_traceback_names_file_and_line_of_the_tree(tmp_path: Path) -> None:
     places = re.findall(r'File "shoal/remote/agent/(\w+)\.py", line (\d+), in (\w+)', complaint)
     assert [(file, function) for file, _, function in places] == [
         ("main", "main"),
-        ("connection", "request"),
+        ("context", "request"),
         ("fast_stdlib", "loads"),
     ]
     for file, line, _ in places:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.remote.agent import accounts, facts, file_io, mounts
-from shoal.remote.agent.failure import Failure
+from shoal.remote.agent.running import Failure
 
 MOUNTINFO = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.remote.runner.launch import _watch_rendezvous, connection_problem
+from shoal.remote.runner.launch import connection_problem, watch_rendezvous
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_it_is_said_once_with_both_ends(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(silent))
     monkeypatch.setenv("SLURMD_NODENAME", "gpu02")
-    _watch_rendezvous(lambda: False, silence=0)
+    watch_rendezvous(lambda: False, silence=0)
     assert capsys.readouterr().err == (
         f"shoal: torchrun on gpu02 does not reach the one on the first node, at 127.0.0.1 port {silent}:"
         " no answer within 2 s; a firewall between the nodes is the usual cause\n"
@@ -57,5 +57,5 @@ def test_nothing_is_said_once_the_ranks_have_started(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(silent))
-    _watch_rendezvous(lambda: True, silence=0)
+    watch_rendezvous(lambda: True, silence=0)
     assert capsys.readouterr().err == ""

@@ -16,7 +16,7 @@ from shoal.hosts.api import Result, Target
 from shoal.hosts.local import LocalHost
 from shoal.jobs.bundle import Bundle, runtime, working_tree
 from shoal.jobs.ship import KEEP_NEWEST, StorageState, clean, inspect_storage, mark, one_host_per_storage, send
-from shoal.remote.runner import tree as job_code
+from shoal.remote.runner import node as job_code
 
 
 def here(name: str = "here") -> LocalHost:

@@ -1,7 +1,7 @@
 """Which ids the accounts get."""
 
 from shoal.agent.facts import Facts, UnixIds
-from shoal.roles.cluster import AccountIds, ServiceIds, choose_ids
+from shoal.roles.component import AccountIds, ServiceIds, choose_ids
 
 
 def host(users: dict[str, int], groups: dict[str, int]) -> Facts:

@@ -12,7 +12,7 @@ from tests.unit.plan.fake_world import gpus, host_facts, slurm_package, spec_of
 from shoal.agent.facts import Address, Cgroup, Facts, FileFact, Package
 from shoal.network.addresses import hosts_block
 from shoal.roles.assembly import assemble, slurm_version
-from shoal.roles.cluster import Cluster
+from shoal.roles.component import Cluster
 from shoal.roles.current_conf import (
     CGROUP_CONF,
     GRES_CONF,

@@ -14,7 +14,7 @@ from shoal.plan.diff import cluster_goal
 from shoal.plan.observe import Observation
 from shoal.roles.assembly import assemble
 from shoal.roles.auth import KEY, NEXT_KEY, key_files
-from shoal.roles.cluster import Cluster
+from shoal.roles.component import Cluster
 from shoal.roles.documents import documents
 from shoal.roles.registry import preparation, shared_secrets
 from shoal.slurm.conf import JWKS, SigningKey, jwks, slurm_conf

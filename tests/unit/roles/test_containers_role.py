@@ -15,15 +15,14 @@ from shoal.agent.facts import Address, Cgroup, ConnectedAddress, Facts, FileFact
 from shoal.jobs.staging import END_PROGRAM, job_end
 from shoal.network.tunnel import HOST_KEYS, PUBLIC_KEY, RECORD, choose_ports, needs_tunnel, record, recorded
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.containers import container_conf, separate_containers
 from shoal.roles.current_conf import HOSTS, CurrentConf
 from shoal.roles.documents import documents
 from shoal.roles.registry import component_findings, component_packages, preparation
 from shoal.roles.watchdog import WATCHDOG, watchdog
 from shoal.slurm.conf import slurm_conf
-from shoal.slurm.model import Node, PartitionConf
+from shoal.slurm.model import Confinement, Node, PartitionConf
 from shoal.slurm.parsed_conf import nodes_in_conf
 
 SPEC = """
@@ -99,7 +98,7 @@ def test_the_controller_holds_a_tunnel_to_each() -> None:
 
 def test_other_nodes_are_confined_as_before_and_no_container_is_among_members_addresses() -> None:
     cluster = world()
-    assert cluster.conf.proctrack_cgroup
+    assert cluster.conf.confinement.tracked
     assert set(cluster.addresses) == {"c1", "n1"}
     conf = slurm_conf(cluster.conf)
     assert "ProctrackType=proctrack/cgroup\n" in conf
@@ -129,7 +128,7 @@ def test_one_that_does_not_answer_keeps_its_place_its_port_and_its_tunnel() -> N
     }
     cluster = assemble(silent, facts, {}, before)
     assert {node.name: node.port for node in cluster.conf.nodes} == {"n1": None, "p1": 29001, "p2": 29002}
-    assert cluster.conf.proctrack_cgroup
+    assert cluster.conf.confinement.tracked
     services = documents(cluster, cluster.controller)[Stage.SERVICES]
     assert not [item for item in services if isinstance(item, Service) and "tunnel" in item.name]
     kept = next(item for item in services if item.key == f"file {RECORD}")
@@ -285,6 +284,10 @@ def test_the_watchdog_of_a_container_runs_under_the_supervisor_and_ends_it_by_it
 
 
 def test_options_that_want_more_of_a_kernel_than_a_container_has_stay_outside() -> None:
-    conf = replace(world().conf, options={"TaskPlugin": "task/cgroup", "MaxArraySize": "5000"}, proctrack_cgroup=True)
+    conf = replace(
+        world().conf,
+        options={"TaskPlugin": "task/cgroup", "MaxArraySize": "5000"},
+        confinement=Confinement(tracked=True),
+    )
     inside = container_conf(conf, conf.nodes[1])
     assert inside.options == {"MaxArraySize": "5000", "PrologFlags": "Alloc"}

@@ -11,8 +11,7 @@ from tests.unit.plan.fake_world import gpus, host_facts, spec_of
 
 from shoal.agent.document import Document, File, SecretRef
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.controller import READ_CONF, advice
 from shoal.roles.current_conf import SLURM_CONF
 from shoal.roles.documents import documents, removal

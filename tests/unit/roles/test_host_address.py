@@ -16,8 +16,7 @@ from shoal.cloud.service.join_checks import cluster_with_rented_nodes
 from shoal.network.addresses import addresses_in, hosts_block, names_program, own_name_rule
 from shoal.plan.fleet import Fleet
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS, HOSTS_BLOCK, SLURM_CONF, CurrentConf, read_current_conf
 from shoal.roles.documents import documents, membership, removal
 from shoal.roles.host_address import CLOUD_INIT, DROP_INS, HOSTS_COPY, NAMES_PROGRAM, NAMES_UNIT, host_name_removal

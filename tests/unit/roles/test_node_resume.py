@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from shoal.roles.controller import RESUME_ALL, RESUME_FUNCTION, program
+from shoal.roles.controller import CHECK_INTERVAL_S, program
 from shoal.slurm.conf import SLURMD_PORT
 
 GIVEN_UP = "State=DOWN+NOT_RESPONDING"
@@ -40,7 +40,8 @@ def asked(place: Path, nodes: str, slurmd: str = "runs") -> str:
         at = listener.getsockname()[1]
         patience = "timeout 1 bash" if slurmd == "stopped" else "timeout 120 bash"
         script = (
-            (RESUME_FUNCTION + RESUME_ALL)
+            program()
+            .replace(f"while sleep {CHECK_INTERVAL_S}; do", "for once in 1; do")
             .replace(f"port={SLURMD_PORT}", f"port={at}")
             .replace("timeout 10 bash", patience)
         )

@@ -10,8 +10,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Command, File, Item, Mount, Service, User
 from shoal.agent.facts import Facts, FileFact, UnixIds
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Component, Stage
+from shoal.roles.component import Cluster, Component, Stage
 from shoal.roles.current_conf import CurrentConf
 from shoal.roles.shares import RECORD
 from shoal.roles.storage import StorageComponent

@@ -16,13 +16,12 @@ from shoal.agent.document import Command, Document, File, Packages, SecretRef, S
 from shoal.agent.facts import Facts, FileFact, Package
 from shoal.remote import python_command
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS
 from shoal.roles.documents import documents, removal
 from shoal.roles.host_address import DROP_INS, address_wait_drop_in
 from shoal.roles.registry import component_packages, preparation, user_secrets
-from shoal.roles.tailscale import CONTROL_SERVER, DROP_IN, FLAGS, JOINED, KEY, TailscaleComponent, join, leave
+from shoal.roles.tailscale import CONTROL_SERVER, DROP_IN, FLAGS, JOINED, KEY, TailscaleComponent, join
 from shoal.slurm.conf import slurm_settings
 from shoal.spec.member import Member
 from shoal.spec.members import members
@@ -147,7 +146,7 @@ def test_other_networks_ask_for_nothing_and_leave_a_tailnet_that_we_joined() -> 
     assert "command leave the tailnet" not in keys and "service tailscaled" not in keys
     once = {**never, "c1": facts(mark=MARK)}
     found = documents(assemble(lan, once, {}), member)[Stage.NODES]
-    assert set(leave()) <= set(found)
+    assert set(TailscaleComponent().removal()) <= set(found)
 
 
 def test_only_a_host_that_we_brought_into_the_tailnet_leaves_it_at_the_end() -> None:

@@ -21,8 +21,7 @@ from shoal.agent.facts import Facts, FileFact
 from shoal.remote import program_text
 from shoal.roles.assembly import assemble
 from shoal.roles.clock import CONF, DROP_IN, ClockComponent
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.environments import APT_PROXY, EnvironmentsComponent, apt_proxy, builder_of, directory_of
 from shoal.roles.tracking import OWN_DISK, RECORD, TrackingComponent
 from shoal.tracking import mlflow

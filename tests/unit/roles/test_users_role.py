@@ -10,8 +10,7 @@ from tests.unit.plan.fake_world import host_facts, spec_of
 from shoal.agent.document import Block, File, Group, Item, User
 from shoal.agent.facts import Cgroup, FileFact, UnixIds
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.users import PAM, RECORD, SSHD_CONF, USERS_GROUP, UsersComponent, group_ids, home_of, pam_block
 from shoal.storage import sshfs
 

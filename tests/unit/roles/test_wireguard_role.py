@@ -13,8 +13,7 @@ from shoal.agent.facts import Address, Facts, FileFact
 from shoal.network.addresses import hosts_block
 from shoal.network.wireguard import MODULE, PEERS, PRIVATE_KEY, PUBLIC_KEY, UNIT
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.current_conf import HOSTS, SLURM_CONF, read_current_conf
 from shoal.roles.documents import documents
 from shoal.roles.wireguard import WireGuardComponent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.slurm.conf import cgroup_conf, gres_conf, slurm_conf, topology_conf
-from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, PowerSaving, Switch
+from shoal.slurm.model import ClusterConf, Confinement, Node, NodeGpu, PartitionConf, PowerSaving, Switch
 from shoal.slurm.versions import Version
 
 
@@ -46,6 +46,9 @@ RENTED = (
 )
 
 
+NO_CGROUPS = Confinement(plugin="disabled")
+
+
 def _names(nodes: tuple[Node, ...]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
@@ -72,7 +75,7 @@ def _rented(version: str) -> ClusterConf:
     return _cluster(
         version,
         nodes=RENTED,
-        cgroup_plugin="disabled",
+        confinement=NO_CGROUPS,
         partitions=(
             PartitionConf("main", ("n1", *_names(RENTED)), default=True, suspend_time=600),
             PartitionConf("cloud", _names(RENTED[:4]), suspend_time=60),
@@ -83,30 +86,27 @@ def _rented(version: str) -> ClusterConf:
 
 CLUSTERS: dict[str, ClusterConf] = {
     # Hosts without cgroups.
-    "22.05": _cluster("22.05.8", cgroup_plugin="disabled"),
+    "22.05": _cluster("22.05.8", confinement=NO_CGROUPS),
     # Real machines with all that cgroups give, and PMIx.
     "23.11": _cluster(
         "23.11.4",
-        proctrack_cgroup=True,
-        constrain_cores=True,
-        constrain_memory=True,
-        constrain_devices=True,
+        confinement=Confinement(tracked=True, devices=True, cores=True, memory=True),
         pmix=True,
     ),
     # Two sites, no two nodes alike, the user's own settings.
     "24.11": _cluster(
         "24.11.5",
         nodes=MOTLEY,
-        cgroup_plugin="disabled",
+        confinement=NO_CGROUPS,
         switches=(Switch("site-a", ("n1", "desktop")), Switch("site-b", ("box", "cpu7", "cpu8"))),
         options={"KillWait": "60", "slurmdtimeout": "120", "SlurmctldParameters": "preempt_send_user_signal"},
     ),
-    "26.05": _cluster("26.05.5", nodes=(*ALIKE, *MOTLEY), cgroup_plugin="disabled"),
-    "26.05+24.11": _cluster("26.05.5", "24.11.5", "24.11.5", cgroup_plugin="disabled"),
+    "26.05": _cluster("26.05.5", nodes=(*ALIKE, *MOTLEY), confinement=NO_CGROUPS),
+    "26.05+24.11": _cluster("26.05.5", "24.11.5", "24.11.5", confinement=NO_CGROUPS),
     # Some nodes come when a job needs them.
     "22.05 rented": _rented("22.05.8"),
     "26.05 rented": _rented("26.05.5"),
-    "23.11+22.05": _cluster("23.11.4", "22.05.8", cgroup_plugin="disabled", controller_hostname="ctl"),
+    "23.11+22.05": _cluster("23.11.4", "22.05.8", confinement=NO_CGROUPS, controller_hostname="ctl"),
 }
 
 

@@ -12,7 +12,8 @@ import pytest
 from tests.unit.plan.fake_world import spec_of
 from tests.unit.slurm.test_slurm_accounting import BASE
 
-from shoal.slurm.accounting import accounts_file, accounts_program
+from shoal.remote import program_text
+from shoal.slurm.accounting import accounts_file
 
 LAB = "accounting: {accounts: {lab: {users: [ann]}}, qos: {fast: {priority: 10}}}\n"
 SACCTMGR = """\
@@ -41,7 +42,7 @@ def program(tmp_path: Path) -> Program:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "shown-qos").write_text("normal|0" + "|" * 8 + "\n")
     (tmp_path / "accounts.py").write_text(
-        accounts_program().replace("RETRY_PAUSES_S = (2, 3, 5, 5)", "RETRY_PAUSES_S = (0, 0)")
+        program_text("accounts").replace("RETRY_PAUSES_S = (2, 3, 5, 5)", "RETRY_PAUSES_S = (0, 0)")
     )
     wanted, record = tmp_path / "wanted.json", tmp_path / "state" / "record.json"
 

@@ -18,8 +18,7 @@ from shoal.plan.observe import Observation
 from shoal.remote.accounts import diff_commands, list_names, minutes
 from shoal.roles.accounting import SACCTMGR_CONF, AccountingComponent
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents
 from shoal.slurm.accounting import PASSWORD_PLACEHOLDER, accounts_file, buffer_mb
 

@@ -14,11 +14,11 @@ from shoal.slurm.conf import (
     cgroup_conf,
     gpu_type,
     gres_conf,
+    real_memory,
     slurm_conf,
     topology_conf,
 )
-from shoal.slurm.conf_lines import real_memory
-from shoal.slurm.model import ClusterConf, Node, NodeGpu, PartitionConf, Switch
+from shoal.slurm.model import ClusterConf, Confinement, Node, NodeGpu, PartitionConf, Switch
 from shoal.slurm.parsed_conf import change_cost, loses_jobs, nodes_in_conf, parse_conf, switches_of_nodes
 
 BASE = CLUSTERS["22.05"]
@@ -199,7 +199,7 @@ def test_cgroups_are_off_in_a_way_that_the_oldest_member_understands() -> None:
 
 
 def test_nothing_is_constrained_without_cgroups() -> None:
-    text = cgroup_conf(replace(BASE, constrain_devices=True, constrain_cores=True, constrain_memory=True))
+    text = cgroup_conf(replace(BASE, confinement=Confinement(devices=True, cores=True, memory=True)))
     assert text.count("=no\n") == 3
 
 
@@ -235,7 +235,7 @@ def test_a_changed_partition_is_taken_while_slurmctld_runs() -> None:
         replace(BASE, nodes=(*BASE.nodes, MOTLEY[0])),
         replace(BASE, nodes=(replace(CONTROLLER, cpus=1), *BASE.nodes[1:])),
         replace(BASE, options={"KillWait": "10"}),
-        replace(BASE, proctrack_cgroup=True),
+        replace(BASE, confinement=Confinement(tracked=True)),
         CLUSTERS["23.11+22.05"],
     ],
 )

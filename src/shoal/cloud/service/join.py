@@ -30,8 +30,7 @@ from shoal.plan.observe import observe
 from shoal.plan.progress import NoProgress
 from shoal.plan.secret_values import fetch_secrets
 from shoal.roles.base import installation, munge_secret
-from shoal.roles.cluster import Cluster
-from shoal.roles.component import Stage
+from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents, membership
 from shoal.roles.registry import shared_secrets
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines

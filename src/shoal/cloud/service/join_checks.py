@@ -14,7 +14,7 @@ from shoal.plan.fleet import Fleet
 from shoal.plan.reachability import connection_addresses
 from shoal.remote import python_command
 from shoal.roles.assembly import assemble
-from shoal.roles.cluster import Cluster, choose_ids
+from shoal.roles.component import Cluster, choose_ids
 from shoal.roles.current_conf import read_current_conf
 from shoal.roles.registry import component_findings
 from shoal.roles.rented import minimum_shape

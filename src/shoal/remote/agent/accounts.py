@@ -6,11 +6,9 @@ import os
 import stat
 import time
 
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange, clear_due, record_due
-from shoal.remote.agent.failure import Failure
+from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, record_due
 from shoal.remote.agent.file_io import read_text
-from shoal.remote.agent.running import run_checked
+from shoal.remote.agent.running import Failure, run_checked
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:
@@ -29,10 +27,9 @@ def check_group(item: Item, context: ConvergeContext) -> ItemChange | None:
     name, gid, existing = item["name"], item["gid"], group_of(item["name"])
     if existing and existing.gr_gid == gid:
         return None
-    try:
-        raise Failure(describe_taken_id("group", name, gid, grp.getgrgid(gid).gr_name))
-    except KeyError:
-        pass
+    other = _entry(grp.getgrgid, gid)
+    if other:
+        raise Failure(describe_taken_id("group", name, gid, other.gr_name))
     if not existing:
         return ItemChange(f"create group {name} with id {gid}")
     if existing.gr_gid < FIRST_USER_UID and any(not user.get("system", True) for user in _users_of(item, context)):
@@ -46,9 +43,8 @@ def make_group(item: Item, context: ConvergeContext) -> str:
     if not existing:
         run_checked(["groupadd", "--gid", str(gid), "--", name], "could not make group " + name)
         return ""
-    owns, services = _paths_and_services_to_hand_over(item, context)
     change = ["groupmod", "--gid", str(gid), "--", name]
-    return renumber(context, change, "group", existing.gr_gid, gid, owns, services)
+    return renumber(context, change, "group", existing.gr_gid, gid, *_paths_and_services_to_hand_over(item, context))
 
 
 def _paths_and_services_to_hand_over(item: Item, context: ConvergeContext) -> tuple[list[str], list[str]]:
@@ -72,12 +68,9 @@ def check_user(item: Item, context: ConvergeContext) -> ItemChange | None:
     if existing and existing.pw_uid < FIRST_USER_UID and not item.get("system", True):
         raise Failure(describe_system_account("user", name, existing.pw_uid))
     if not existing or existing.pw_uid != uid:
-        try:
-            other = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            other = ""
-        if other and other != item.get("twin_of"):
-            raise Failure(describe_taken_id("user", name, uid, other))
+        other = _entry(pwd.getpwuid, uid)
+        if other and other.pw_name != item.get("twin_of"):
+            raise Failure(describe_taken_id("user", name, uid, other.pw_name))
     if not group and not context.dry:
         raise Failure(f"user {name} is to have the group {item['group']}, which this host does not have")
     if not existing:
@@ -85,15 +78,9 @@ def check_user(item: Item, context: ConvergeContext) -> ItemChange | None:
     if existing.pw_uid != uid:
         reject_dependants(name, "user", existing.pw_uid, uid, item["owns"], item["services"])
         return ItemChange(f"change the id of user {name} from {existing.pw_uid} to {uid}")
-    notes = [
-        note
-        for note, differs in (
-            ("group " + item["group"], not group or existing.pw_gid != group.gr_gid),
-            ("home " + item["home"], existing.pw_dir != item["home"]),
-            ("shell " + item["shell"], existing.pw_shell != item["shell"]),
-        )
-        if differs
-    ]
+    notes = [] if group and existing.pw_gid == group.gr_gid else ["group " + item["group"]]
+    notes += [] if existing.pw_dir == item["home"] else ["home " + item["home"]]
+    notes += [] if existing.pw_shell == item["shell"] else ["shell " + item["shell"]]
     member_of = {entry.gr_name for entry in grp.getgrall() if name in entry.gr_mem} if item["groups"] else set()
     notes += ["member of " + expected for expected in item["groups"] if expected not in member_of]
     notes += ["no member of " + other for other in excess_groups(item)]
@@ -109,14 +96,7 @@ def make_user(item: Item, context: ConvergeContext) -> str:
         return ""
     for group in excess_groups(item):
         run_checked(["gpasswd", "--delete", name, group], f"could not take user {name} out of group {group}")
-    settings = [
-        "--gid",
-        item["group"],
-        "--home-dir" if not existing else "--home",
-        item["home"],
-        "--shell",
-        item["shell"],
-    ]
+    settings = ["--gid", item["group"], "--home" if existing else "--home-dir", item["home"], "--shell", item["shell"]]
     if item["groups"]:
         settings += ["--groups", ",".join(item["groups"])]
     if not existing:
@@ -168,9 +148,8 @@ def renumber(
 
     Files go over first: killed in between, the next run finds the old id and does it all again.
     """
-    stopped = [
-        name for name in services if context.unit(name).get("ActiveState") in ("active", "activating", "reloading")
-    ]
+    up = ("active", "activating", "reloading")
+    stopped = [name for name in services if context.unit(name).get("ActiveState") in up]
     record_due(context, {"start " + name: "its ids changed" for name in stopped})
     for name in stopped:
         run_checked(["systemctl", "stop", "--", name], "could not stop " + name)
@@ -180,25 +159,22 @@ def renumber(
     for name in stopped:
         run_checked(["systemctl", "start", "--", name], f"could not start {name} again")
         clear_due(context, "start " + name)
-    context.invalidate_units()
+    context.known_units = {}
     return f"id {old} became {new}" if old != new else ""
 
 
 def reject_dependants(name: str, kind: str, old: int, new: int, owns: list[str], services: list[str]) -> None:
     """Stop when a process or a file elsewhere depends on the old id."""
+    what = f"{kind} {name} has id {old} here and needs {new}, but"
     processes = processes_of(kind, old, services)
     if processes:
-        raise Failure(
-            f"{kind} {name} has id {old} here and needs {new}, but these run with it: {', '.join(processes[:5])}. "
-            "Stop them and run again"
-        )
+        raise Failure(f"{what} these run with it: {', '.join(processes[:5])}. Stop them and run again")
     files = list(files_of(kind, old, ["/"], limit=5, outside=owns))
     if files:
         flag, program = ("-uid", "chown") if kind == "user" else ("-gid", "chgrp")
         raise Failure(
-            f"{kind} {name} has id {old} here and needs {new}, but files outside its own directories belong to {old}: "
-            f"{', '.join(files)}. Hand them over (find / -xdev {flag} {old} -exec {program} -h {new} {{}} +), or "
-            "remove them, and run again"
+            f"{what} files outside its own directories belong to {old}: {', '.join(files)}. Hand them over (find / "
+            f"-xdev {flag} {old} -exec {program} -h {new} {{}} +), or remove them, and run again"
         )
 
 
@@ -255,16 +231,21 @@ def accounts(names: list[str], find: Callable[[str], Any], table: str) -> list[A
 def user_of(name: str) -> Any:
     import pwd
 
-    try:
-        return pwd.getpwnam(name)
-    except KeyError:
-        return None
+    return _entry(pwd.getpwnam, name)
 
 
 def group_of(name: str) -> Any:
     import grp
 
+    return _entry(grp.getgrnam, name)
+
+
+def _entry(find: Callable[..., Any], key: str | int) -> Any:
+    """An entry of a table of accounts; None where there is none."""
     try:
-        return grp.getgrnam(name)
+        return find(key)
     except KeyError:
         return None
+
+
+ACCOUNT_KINDS = {"group": (check_group, make_group), "user": (check_user, make_user)}

@@ -1,17 +1,64 @@
-"""What one check or apply knows, and which restarts its changes have made due."""
+"""The connection to the operator, what one check or apply knows, and which restarts its changes have made due."""
 
 from __future__ import annotations
 
 import os
+import select
 
-from shoal.remote.agent.connection import Item, OperatorConnection
 from shoal.remote.agent.fast_stdlib import dumps, loads
 from shoal.remote.agent.file_io import read_text, write_atomic
 from shoal.remote.agent.running import run
 
 TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
 if TYPE_CHECKING:
-    from typing import Callable
+    from typing import Any, Callable, TypeAlias
+
+Item: TypeAlias = "dict[str, Any]"
+"""A request, an item of a document or an event: what one line of JSON holds."""
+OPERATOR_LEFT = "the operator disconnected"
+
+
+class OperatorConnection:
+    """The connection to the operator: requests in, events out, and whether it is still open."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+        self.closed = False
+
+    def request(self) -> Item | None:
+        """The next request; None when the operator disconnected."""
+        while b"\n" not in self.buffer:
+            if self.closed or not self._read():
+                return None
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        request: Item = loads(line.decode())
+        return request
+
+    def send(self, event: Item) -> None:
+        data = dumps(event).encode() + b"\n"
+        while data and not self.closed:
+            try:
+                data = data[os.write(1, data) :]
+            except OSError:
+                self.closed = True
+
+    def is_open(self) -> bool:
+        """Looks, without waiting, whether the operator has hung up."""
+        if not self.closed and select.select([0], [], [], 0)[0]:
+            self._read()
+        return not self.closed
+
+    def close(self, *_: object) -> None:
+        self.closed = True
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(0, 1 << 20)
+        except OSError:
+            data = b""
+        self.buffer += data
+        self.closed = self.closed or not data
+        return bool(data)
 
 
 class ItemChange:
@@ -40,29 +87,22 @@ class ConvergeContext:
         self.replaced: list[tuple[Item, bytes | None, os.stat_result | None]] = []  # what files were before this run
         self.defer = False
         self.reload_units = False
-        self._units: dict[str, dict[str, str]] = {}
+        self.known_units: dict[str, dict[str, str]] = {}  # what systemd answered; {} asks it again
 
     def report(self, text: str) -> None:
         self.connection.send({"event": "progress", "key": self.key, "text": text})
 
     def unit(self, name: str) -> dict[str, str]:
         """systemd's view of a service; one call answers for every service of the document."""
-        if name not in self._units:
+        if name not in self.known_units:
             names = [item["name"] for item in self.items if item["kind"] == "service"]
             self.units([name, *names, *(key[8:] for key in self.due if key.startswith("service "))])
-        return self._units[name]
+        return self.known_units[name]
 
     def units(self, names: list[str]) -> dict[str, dict[str, str]]:
         """The same of several services."""
-        self._units.update(show_units([name for name in dict.fromkeys(names) if name not in self._units]))
-        return {name: self._units[name] for name in names}
-
-    def reuse_units(self, other: ConvergeContext) -> None:
-        """Take systemd's answers from what was asked a moment ago: asking again costs as much as all the rest."""
-        self._units = dict(other._units)
-
-    def invalidate_units(self) -> None:
-        self._units = {}
+        self.known_units.update(show_units([name for name in dict.fromkeys(names) if name not in self.known_units]))
+        return {name: self.known_units[name] for name in names}
 
 
 def read_due(state: str) -> dict[str, str]:

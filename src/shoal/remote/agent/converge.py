@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import time
+from _collections_abc import Callable, Iterator
 
-from shoal.remote.agent.accounts import check_group, check_user, make_group, make_user
-from shoal.remote.agent.connection import OPERATOR_LEFT, Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange, clear_due, has_systemd, record_due
-from shoal.remote.agent.failure import Failure, explain
-from shoal.remote.agent.files import (
-    check_block,
-    check_device_rule,
-    check_directory,
-    check_file,
-    check_link,
-    check_secret,
-    make_block,
-    make_device_rule,
-    make_directory,
-    make_file,
-    make_link,
-    make_secret,
+from shoal.remote.agent.accounts import ACCOUNT_KINDS
+from shoal.remote.agent.context import (
+    OPERATOR_LEFT,
+    ConvergeContext,
+    Item,
+    ItemChange,
+    clear_due,
+    has_systemd,
+    record_due,
 )
+from shoal.remote.agent.files import FILE_KINDS
 from shoal.remote.agent.mounts import check_mount, make_mount
 from shoal.remote.agent.packages import check_packages, make_packages
-from shoal.remote.agent.running import last_lines, run
+from shoal.remote.agent.running import Failure, explain, last_lines, run
 from shoal.remote.agent.services import (
     check_service,
     due_reason,
@@ -33,10 +27,6 @@ from shoal.remote.agent.services import (
     restore_files_on_failure,
     start_again,
 )
-
-TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
-if TYPE_CHECKING:
-    from typing import Callable, Iterator
 
 
 def check_command(item: Item, context: ConvergeContext) -> ItemChange | None:
@@ -75,19 +65,14 @@ def guard_passes(item: Item) -> bool:
 
 
 KINDS = {
+    **ACCOUNT_KINDS,
+    **FILE_KINDS,
     "packages": (check_packages, make_packages),
-    "file": (check_file, make_file),
-    "secret": (check_secret, make_secret),
-    "link": (check_link, make_link),
-    "directory": (check_directory, make_directory),
-    "group": (check_group, make_group),
-    "user": (check_user, make_user),
     "service": (check_service, make_service),
-    "block": (check_block, make_block),
     "mount": (check_mount, make_mount),
-    "device_rule": (check_device_rule, make_device_rule),
     "command": (check_command, make_command),
 }
+"""The functions that compare and change each kind of item."""
 
 
 def converge(context: ConvergeContext) -> None:
@@ -99,9 +84,8 @@ def converge(context: ConvergeContext) -> None:
         status = result["status"]
         if status in counts:
             counts[status] += 1
-        context.connection.send(
-            {"event": "item", "index": index, "key": item["key"], "action": "", "diff": "", **result}
-        )
+        event = {"event": "item", "index": index, "key": item["key"], "action": "", "diff": ""}
+        context.connection.send({**event, **result})
 
     for index, item in enumerate(context.items):
         if not stop and not context.dry and not context.connection.is_open():

@@ -8,14 +8,12 @@ import sys
 import time
 
 from shoal.remote.agent.accounts import accounts, group_of, remote_mounts, user_of
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, has_systemd
-from shoal.remote.agent.failure import disk_space
+from shoal.remote.agent.context import ConvergeContext, Item, has_systemd
 from shoal.remote.agent.fast_stdlib import loads
 from shoal.remote.agent.file_io import read_bytes, read_text, sha256
 from shoal.remote.agent.network import addresses, firewall
 from shoal.remote.agent.packages import package_facts, package_manager
-from shoal.remote.agent.running import last_lines, run, which
+from shoal.remote.agent.running import disk_space, last_lines, run, which
 from shoal.remote.agent.services import service_facts
 
 
@@ -45,7 +43,7 @@ def gather_facts(ask: Item, context: ConvergeContext) -> Item:
         "addresses": addresses(),
         "firewall": firewall(),
         "users": {
-            a.pw_name: {"id": a.pw_uid, "gid": a.pw_gid} for a in accounts(ask.get("users", ()), user_of, "passwd")
+            u.pw_name: {"id": u.pw_uid, "gid": u.pw_gid} for u in accounts(ask.get("users", ()), user_of, "passwd")
         },
         "groups": {g.gr_name: {"id": g.gr_gid} for g in accounts(ask.get("groups", ()), group_of, "group")},
         "files": {path: file_fact(path, how) for path, how in ask.get("files", {}).items()},

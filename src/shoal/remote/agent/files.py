@@ -6,11 +6,9 @@ import os
 import stat
 
 from shoal.remote.agent.accounts import group_of, user_of
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange, clear_due, record_due
-from shoal.remote.agent.failure import Failure, advice, most_relevant_line
+from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, record_due
 from shoal.remote.agent.file_io import file_status, read_bytes, read_text, remove, sha256, temporary_name, write_atomic
-from shoal.remote.agent.running import run, run_checked, which
+from shoal.remote.agent.running import Failure, advice, most_relevant_line, run, run_checked, which
 
 WRITTEN_BY_SHOAL = b"Written by shoal"
 DIFF_LINES = 10000
@@ -24,18 +22,14 @@ def check_file(item: Item, context: ConvergeContext) -> ItemChange | None:
         raise Failure(f"{path} is a directory, and a file is wanted there; move it away: mv {path} {path}.old")
     if not is_secret(item) and item["content"] is None:
         return ItemChange(f"remove {path}") if status else None
-    if status is None:
+    before = read_bytes(path) if status and stat.S_ISREG(status.st_mode) else None
+    if status is None or before is None or not _same_content(item, before):
         reject_invalid_content(item)
-        return ItemChange(f"create {path}", _file_diff(item, b"", status, context))
-    if not stat.S_ISREG(status.st_mode):
-        reject_invalid_content(item)
-        return ItemChange(f"replace {path}, which is not a regular file", _file_diff(item, b"", status, context))
-    before = read_bytes(path)
-    if not _same_content(item, before):
-        reject_invalid_content(item)
-        return ItemChange(f"update {path}", _file_diff(item, before, status, context))
-    notes = attribute_change(item, status, context)
-    return ItemChange(f"set {notes} on {path}") if notes else None
+        action = f"update {path}" if status else f"create {path}"
+        if status and before is None:
+            action = f"replace {path}, which is not a regular file"
+        return ItemChange(action, _file_diff(item, before or b"", status, context))
+    return attribute_change(item, status, context)
 
 
 def reject_invalid_content(item: Item) -> None:
@@ -142,11 +136,9 @@ def _file_diff(item: Item, before: bytes, status: os.stat_result | None, context
 
 def check_link(item: Item, context: ConvergeContext) -> ItemChange | None:
     path, status = item["path"], file_status(item["path"])
-    if status is None:
-        return ItemChange(f"link {path} to {item['target']}")
-    if not stat.S_ISLNK(status.st_mode):
-        return None  # the thing itself is there
-    return ItemChange(f"link {path} to {item['target']}") if not os.path.exists(path) else None
+    if status and (not stat.S_ISLNK(status.st_mode) or os.path.exists(path)):
+        return None  # the thing itself is there, or a link to it
+    return ItemChange(f"link {path} to {item['target']}")
 
 
 def make_link(item: Item, context: ConvergeContext) -> str:
@@ -166,8 +158,7 @@ def check_directory(item: Item, context: ConvergeContext) -> ItemChange | None:
         return ItemChange(f"create directory {path}")
     if not stat.S_ISDIR(status.st_mode):
         raise Failure(f"{path} is not a directory, and one is wanted there; move it away: mv {path} {path}.old")
-    notes = attribute_change(item, status, context)
-    return ItemChange(f"set {notes} on {path}") if notes else None
+    return attribute_change(item, status, context)
 
 
 def make_directory(item: Item, context: ConvergeContext) -> str:
@@ -197,11 +188,9 @@ def check_block(item: Item, context: ConvergeContext) -> ItemChange | None:
     path = os.path.realpath(item["path"])
     before = read_bytes(path) if os.path.exists(path) else b""
     after = with_block(before, item["name"], item["content"], path)
-    return (
-        ItemChange(f"update block {item['name']} in {path}", difference(path, before, after, context))
-        if (before != after)
-        else None
-    )
+    if before == after:
+        return None
+    return ItemChange(f"update block {item['name']} in {path}", difference(path, before, after, context))
 
 
 def make_block(item: Item, context: ConvergeContext) -> str:
@@ -242,17 +231,14 @@ def owner_ids(item: Item, context: ConvergeContext) -> tuple[int, int] | None:
     raise Failure(f"there is no {missing} on this host to own {item['path']}; name it earlier in the document")
 
 
-def attribute_change(item: Item, status: os.stat_result, context: ConvergeContext) -> str:
-    """What has to change about owner, group and mode; "" when nothing has to."""
-    ids = owner_ids(item, context)
-    if ids is None:
-        return f"owner {item['owner']}:{item['group']}"
-    notes = []
+def attribute_change(item: Item, status: os.stat_result, context: ConvergeContext) -> ItemChange | None:
+    """What has to change about owner, group and mode; None when nothing has to."""
+    ids, notes = owner_ids(item, context), []
     if (status.st_uid, status.st_gid) != ids:
         notes.append(f"owner {item['owner']}:{item['group']}")
-    if stat.S_IMODE(status.st_mode) != item["mode"]:
+    if ids and stat.S_IMODE(status.st_mode) != item["mode"]:
         notes.append(f"mode {item['mode']:04o}")
-    return ", ".join(notes)
+    return ItemChange(f"set {', '.join(notes)} on {item['path']}") if notes else None
 
 
 def difference(path: str, before: bytes, after: bytes, context: ConvergeContext) -> str:
@@ -277,19 +263,15 @@ def check_secret(item: Item, context: ConvergeContext) -> ItemChange | None:
         return ItemChange(f"make the secret {path}", "(secret)")
     if not stat.S_ISREG(status.st_mode):
         raise Failure(f"{path} is not a regular file, and a secret is wanted there; move it away: mv {path} {path}.old")
-    notes = attribute_change(item, status, context)
-    return ItemChange(f"set {notes} on {path}") if notes else None
+    return attribute_change(item, status, context)
 
 
 def make_secret(item: Item, context: ConvergeContext) -> str:
     path, status = item["path"], file_status(item["path"])
     ids = owner_ids(item, context)
     assert ids
-    if status is None or not status.st_size:
-        os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
-        write_atomic(path, random_line(item["digits"]), item["mode"], *ids)
-    else:
-        write_atomic(path, read_bytes(path), item["mode"], *ids)
+    data = read_bytes(path) if status and status.st_size else random_line(item["digits"])
+    write_atomic(path, data, item["mode"], *ids)
     return ""
 
 
@@ -323,3 +305,13 @@ def make_device_rule(item: Item, context: ConvergeContext) -> str:
 
 def rule_file(item: Item) -> str:
     return f"/etc/udev/rules.d/{item['name']}.rules"
+
+
+FILE_KINDS = {
+    "file": (check_file, make_file),
+    "secret": (check_secret, make_secret),
+    "link": (check_link, make_link),
+    "directory": (check_directory, make_directory),
+    "block": (check_block, make_block),
+    "device_rule": (check_device_rule, make_device_rule),
+}

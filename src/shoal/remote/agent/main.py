@@ -5,21 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from _collections_abc import Callable
 
-from shoal.remote.agent.connection import Item, OperatorConnection
-from shoal.remote.agent.context import ConvergeContext, read_due
+from shoal.remote.agent.context import ConvergeContext, Item, OperatorConnection, read_due
 from shoal.remote.agent.converge import converge
 from shoal.remote.agent.facts import gather_facts
-from shoal.remote.agent.failure import explain
 from shoal.remote.agent.fast_stdlib import signal
 from shoal.remote.agent.file_io import read_bytes, write_atomic
 from shoal.remote.agent.files import random_line
 from shoal.remote.agent.network import reach
 from shoal.remote.agent.packages import release_daemons
-
-TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
-if TYPE_CHECKING:
-    from typing import Callable
+from shoal.remote.agent.running import explain
 
 
 def main(state: str, source: Callable[[str], str]) -> None:
@@ -36,7 +32,7 @@ def main(state: str, source: Callable[[str], str]) -> None:
             return
         context = ConvergeContext(connection, state, request.get("items", []), request["op"] == "check", source)
         if before and request["op"] == "check":
-            context.reuse_units(before)
+            context.known_units = before.known_units  # asking again costs as much as all the rest
         try:
             answer(request, context)
             before = context if request["op"] == "facts" else None  # a dry run that follows reuses these facts
@@ -51,25 +47,23 @@ def answer(request: Item, context: ConvergeContext) -> None:
         begin = time.monotonic()
         facts = gather_facts(request, context)
         connection.send({"event": "facts", "facts": facts, "took": time.monotonic() - begin})
-        return
-    if operation == "check":
+    elif operation == "check":
         converge(context)
-        return
-    if operation == "reach":
+    elif operation == "reach":
         connection.send({"event": "reach", "answers": reach(request["targets"], request["seconds"])})
-        return
-    lock_fd = lock(context)
-    try:
-        context.due = read_due(context.state)
-        context.invalidate_units()
-        context.defer = bool(request.get("defer_restarts"))
-        if operation == "apply":
-            release_daemons(context)
-            converge(context)
-        elif operation == "secret":
-            connection.send(secret(request))
-    finally:
-        os.close(lock_fd)
+    else:
+        lock_fd = lock(context)
+        try:
+            context.due = read_due(context.state)
+            context.known_units = {}
+            context.defer = bool(request.get("defer_restarts"))
+            if operation == "apply":
+                release_daemons(context)
+                converge(context)
+            elif operation == "secret":
+                connection.send(secret(request))
+        finally:
+            os.close(lock_fd)
 
 
 def lock(context: ConvergeContext) -> int:
@@ -106,9 +100,7 @@ def secret(request: Item) -> Item:
     """
     path = request["path"]
     if request.get("make") and not (os.path.exists(path) and os.path.getsize(path)):
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder):
-            os.makedirs(folder, 0o700)
+        os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         data = random_line(request["make"]) if request.get("text") else os.urandom(request["make"])
         write_atomic(path, data, 0o400, os.geteuid(), os.getegid())
     from binascii import b2a_base64

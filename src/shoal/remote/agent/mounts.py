@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange, has_systemd
-from shoal.remote.agent.failure import Failure
+from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, has_systemd
 from shoal.remote.agent.file_io import read_text, remove, write_atomic
 from shoal.remote.agent.files import make_block
-from shoal.remote.agent.running import run, run_checked, which
+from shoal.remote.agent.running import Failure, run, run_checked, which
 from shoal.remote.agent.services import unit_log
 
 UNITS = "/etc/systemd/system/"
@@ -63,10 +61,8 @@ def make_mount(item: Item, context: ConvergeContext) -> str:
         make_block({"path": path, "name": "mount " + where, "content": text if item["mounted"] else ""}, context)
         if item["mounted"] and not is_mounted(where):
             os.makedirs(where, 0o755, exist_ok=True)
-            run_checked(
-                ["mount", "-t", item["fstype"], "-o", all_options(item), "--", item["what"], where],
-                "could not mount " + where,
-            )
+            argv = ["mount", "-t", item["fstype"], "-o", all_options(item), "--", item["what"], where]
+            run_checked(argv, "could not mount " + where)
         return ""
     if not item["mounted"]:
         remove(path)
@@ -149,18 +145,16 @@ def all_options(item: Item) -> str:
     options: str = item["options"]
     option: str = item.get("if_known") or ""
     program = which(item["fstype"].rpartition(".")[2]) if option else None
-    supported = program is not None and "-o " + option in help_of(program, os.stat(program).st_mtime_ns)
-    return options + "," + option if supported else options
+    if program is None:
+        return options
+    version = program, os.stat(program).st_mtime_ns
+    if version not in HELP:
+        HELP[version] = run([program, "--help"], timeout=10.0)[1]
+    return options + "," + option if "-o " + option in HELP[version] else options
 
 
 HELP: dict[tuple[str, int], str] = {}
-
-
-def help_of(program: str, changed: int) -> str:
-    """The help text of a program, read once for all the homes of a host."""
-    if (program, changed) not in HELP:
-        HELP[program, changed] = run([program, "--help"], timeout=10.0)[1]
-    return HELP[program, changed]
+"""The help text of programs, read once for all the homes of a host."""
 
 
 def has_autofs() -> bool:

@@ -7,14 +7,11 @@ import os
 import select
 import struct
 import time
+from _collections_abc import Iterator
 
-from shoal.remote.agent.connection import Item
+from shoal.remote.agent.context import Item
 from shoal.remote.agent.fast_stdlib import socket
 from shoal.remote.agent.file_io import read_text
-
-TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
-if TYPE_CHECKING:
-    from typing import Iterator
 
 
 def addresses() -> list[Item]:

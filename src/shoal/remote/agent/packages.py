@@ -1,20 +1,32 @@
-"""Packages: which are there, which could be, and installing those that are missing."""
+"""Packages: which are there, which could be, and installing those that are missing.
+
+apt-get is driven patiently: a busy lock, a failing download and an interrupted dpkg are all met sooner or later.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import time
 
-from shoal.remote.agent.apt import have_package_lists, install, update_lists, wait_for_apt
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange
-from shoal.remote.agent.failure import Failure
+from shoal.remote.agent.context import OPERATOR_LEFT, ConvergeContext, Item, ItemChange
 from shoal.remote.agent.file_io import read_bytes, read_text, remove, write_atomic
-from shoal.remote.agent.running import run, which
+from shoal.remote.agent.running import Failure, last_lines, run, space_left, which
 
 POLICY = "/usr/sbin/policy-rc.d"
 POLICY_TEXT = (
     b"#!/bin/sh\n# Made by shoal: daemons start after they are configured, not while packages install.\nexit 101\n"
 )
+APT = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "-o", "Dpkg::Use-Pty=0", "-o", "APT::Status-Fd=3"]
+KEEP_FILES = ["-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold"]
+APT_LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock")
+APT_TRIES = 3
+APT_PAUSES = (2.0, 8.0)
+APT_LOCK_TIMEOUT_S = 900.0
+FETCH_TROUBLE = ("Failed to fetch", "Unable to fetch", "Temporary failure", "Could not connect", "Hash Sum mismatch")
+NOT_FOUND = ("Unable to locate package", "has no installation candidate")
+EXPIRED = ("Release file", "is expired", "is not valid yet")
 
 
 def check_packages(item: Item, context: ConvergeContext) -> ItemChange | None:
@@ -35,7 +47,7 @@ def make_packages(item: Item, context: ConvergeContext) -> str:
     finally:
         if policy_written:
             remove(POLICY)
-    context.invalidate_units()
+    context.known_units = {}
     return ""
 
 
@@ -64,10 +76,8 @@ def release_daemons(context: ConvergeContext) -> None:
 
 
 def package_manager() -> str:
-    for name, program in (("apt", "apt-get"), ("dnf", "dnf"), ("yum", "yum"), ("zypper", "zypper"), ("apk", "apk")):
-        if which(program):
-            return name
-    return "pacman" if which("pacman") else "none"
+    programs = ("apt-get", "dnf", "yum", "zypper", "apk", "pacman")
+    return next((program for program in programs if which(program)), "none").replace("apt-get", "apt")
 
 
 def package_facts(names: list[str], context: ConvergeContext) -> Item:
@@ -81,7 +91,8 @@ def package_facts(names: list[str], context: ConvergeContext) -> Item:
             update_lists([], context)
         except Failure as failure:
             context.report(str(failure))
-    candidates = package_candidates(absent) if absent else {}
+    policy = run(["apt-cache", "policy", *absent], timeout=120.0)[1] if absent else ""
+    candidates = parse_apt_policy(policy)
     return {name: {"installed": installed.get(name), "candidate": candidates.get(name)} for name in names}
 
 
@@ -108,10 +119,6 @@ def parse_dpkg_status(data: bytes, names: list[str]) -> dict[str, str]:
     return packages
 
 
-def package_candidates(names: list[str]) -> dict[str, str]:
-    return parse_apt_policy(run(["apt-cache", "policy", *names], timeout=120.0)[1])
-
-
 def parse_apt_policy(text: str) -> dict[str, str]:
     versions, name = {}, ""
     for line in text.splitlines():
@@ -120,3 +127,139 @@ def parse_apt_policy(text: str) -> dict[str, str]:
         elif line.strip().startswith("Candidate:") and "(none)" not in line:
             versions[name] = line.split()[1]
     return versions
+
+
+def install(names: list[str], context: ConvergeContext) -> None:
+    """apt-get install, patiently: waits for a lock, repairs an interrupted dpkg, tries a failing download again."""
+    extra: list[str] = []
+    if not have_package_lists():
+        update_lists(extra, context)
+    for attempt in range(1, APT_TRIES + 1):
+        wait_for_apt(context)
+        finish_interrupted_dpkg(context)
+        status, text = apt([*extra, *KEEP_FILES, "--no-install-recommends", "install", *names], context)
+        if status == 0:
+            return
+        raise_if_full(text)
+        if attempt == APT_TRIES:
+            break
+        if any(sign in text for sign in NOT_FOUND):
+            if attempt > 1:
+                break
+            context.report(f"apt: {first_error(text)}; fetching package lists")
+        elif any(sign in text for sign in FETCH_TROUBLE):
+            retry_later(text, attempt, context)
+        elif "fix-broken" in text or "needs to be reinstalled" in text:
+            context.report("apt: repairing broken packages")
+            apt([*extra, *KEEP_FILES, "--fix-broken", "install"], context)
+            continue
+        elif "Could not get lock" not in text and "dpkg was interrupted" not in text:
+            break
+        update_lists(extra, context)
+    raise Failure(f"apt-get install {' '.join(names)} failed\n{last_lines(text)}")
+
+
+def update_lists(extra: list[str], context: ConvergeContext) -> None:
+    """apt-get update. Lists past their date are accepted, on another try, only when that is what stood in the way."""
+    for attempt in range(1, APT_TRIES + 1):
+        wait_for_apt(context)
+        _, text = apt([*extra, "update"], context)
+        raise_if_full(text)
+        if EXPIRED[0] in text and any(sign in text for sign in EXPIRED[1:]) and not extra:
+            context.report("apt: the package lists are past their date; accepting them")
+            extra += ["-o", "Acquire::Check-Valid-Until=false", "-o", "Acquire::Check-Date=false"]
+        elif any(sign in text for sign in FETCH_TROUBLE) and attempt < APT_TRIES:
+            retry_later(text, attempt, context)
+        else:
+            break
+    if not have_package_lists():
+        raise Failure(
+            f"apt-get update failed: {first_error(text)}\n"
+            "There are no package lists on this host; look at its network and at /etc/apt/sources.list*"
+        )
+
+
+def retry_later(text: str, attempt: int, context: ConvergeContext) -> None:
+    pause = APT_PAUSES[attempt - 1]
+    context.report(f"apt: {first_error(text)}; trying again in {pause:.0f} s ({attempt + 1} of {APT_TRIES})")
+    time.sleep(pause)
+
+
+def apt(arguments: list[str], context: ConvergeContext) -> tuple[int, str]:
+    """One apt-get, its status lines condensed to `download 40%` and `install 75% (slurmd)`."""
+    last = [""]
+
+    def watch(line: str) -> None:
+        part = line.split(":", 3)
+        if len(part) < 4 or part[0] not in ("dlstatus", "pmstatus"):
+            return
+        percent = int(float(part[2])) // 5 * 5
+        text = f"download {percent}%" if part[0] == "dlstatus" else f"install {percent}%"
+        if text != last[0]:
+            last[0] = text
+            context.report(text if part[0] == "dlstatus" else f"{text} ({part[1].split(':')[0]})")
+
+    return run([*APT, *arguments], timeout=3600.0, watch=watch)
+
+
+def wait_for_apt(context: ConvergeContext) -> None:
+    """Wait until apt's locks are free, and report their holder."""
+    start, reported = time.monotonic(), ""
+    while True:
+        holders = [holder for holder in map(lock_holder, APT_LOCKS) if holder]
+        if not holders:
+            return
+        if time.monotonic() - start > APT_LOCK_TIMEOUT_S:
+            raise Failure(f"apt has been locked by {holders[0]} for {APT_LOCK_TIMEOUT_S:.0f} s; end it and run again")
+        if not context.connection.is_open():
+            raise Failure(OPERATOR_LEFT)
+        if holders[0] != reported:
+            reported = holders[0]
+            context.report(f"apt: waiting for {reported} to release the lock")
+        time.sleep(0.5)
+
+
+def lock_holder(path: str) -> str:
+    """The process that holds a POSIX lock on the file; "" for none."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return ""
+    try:
+        query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, query))
+    finally:
+        os.close(fd)
+    if kind == fcntl.F_UNLCK:
+        return ""
+    return f"{read_text(f'/proc/{pid}/comm').strip() or 'another process'} (pid {pid})"
+
+
+def finish_interrupted_dpkg(context: ConvergeContext) -> None:
+    status = read_text("/var/lib/dpkg/status")
+    half = (" half-installed\n", " unpacked\n", " half-configured\n", " triggers-pending\n")
+    journal = os.path.isdir("/var/lib/dpkg/updates") and os.listdir("/var/lib/dpkg/updates")
+    if journal or any("\nStatus: install ok" + sign in status for sign in half):
+        context.report("dpkg: finishing an interrupted installation")
+        code, text = run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"], timeout=1800.0)
+        if code:
+            raise_if_full(text)
+            context.report(f"dpkg: {first_error(text)}")
+
+
+def have_package_lists() -> bool:
+    try:
+        return any("_Packages" in name for name in os.listdir("/var/lib/apt/lists"))
+    except OSError:
+        return False
+
+
+def first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines()]
+    errors = [line[3:] for line in lines if line.startswith("E: ") or line.startswith("W: Failed to fetch")]
+    return errors[0] if errors else lines[-1] if lines else "no output"
+
+
+def raise_if_full(text: str) -> None:
+    if "No space left on device" in text or "You don't have enough free space" in text:
+        raise Failure("No space left on device while installing packages: " + space_left("/var/cache/apt/archives"))

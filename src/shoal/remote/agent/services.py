@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import time
+from _collections_abc import Callable
 
-from shoal.remote.agent.connection import Item
-from shoal.remote.agent.context import ConvergeContext, ItemChange, clear_due, has_systemd, show_units
-from shoal.remote.agent.failure import Failure, advice, most_relevant_line
+from shoal.remote.agent.context import ConvergeContext, Item, ItemChange, clear_due, has_systemd, show_units
 from shoal.remote.agent.fast_stdlib import loads, signal
 from shoal.remote.agent.file_io import read_text, remove, write_atomic
 from shoal.remote.agent.files import put_back
 from shoal.remote.agent.network import listens, port_holder
-from shoal.remote.agent.running import ENVIRONMENT, has_settled, last_lines, run, run_checked
+from shoal.remote.agent.running import (
+    ENVIRONMENT,
+    Failure,
+    advice,
+    has_settled,
+    last_lines,
+    most_relevant_line,
+    run,
+    run_checked,
+)
 from shoal.remote.agent.supervise import SERVICE_LOGS, SUPERVISED, process_start
-
-TYPE_CHECKING = False  # `typing` is slow to import, and only a type checker needs it
-if TYPE_CHECKING:
-    from typing import Callable
 
 
 def check_service(item: Item, context: ConvergeContext) -> ItemChange | None:
@@ -67,13 +71,14 @@ def make_service(item: Item, context: ConvergeContext) -> str:
 def restore_files_on_failure(step: Callable[[Item, ConvergeContext], str], item: Item, context: ConvergeContext) -> str:
     """A step that starts a service. One that ran, and does not with the files of this run, gets its old ones back."""
     name = item["name"]
-    ran, logged = is_active(name, context), log_size(service_log(name))
+    log = service_log(name)
+    ran, logged = is_active(name, context), os.path.getsize(log) if os.path.exists(log) else 0
     try:
         return step(item, context)
     except Failure as failure:
         new = [entry for entry in context.replaced if name in entry[0]["restarts"]]
         items = [entry[0] for entry in new]
-        text = f"{failure}\n{text_from(service_log(name), logged)}"
+        text = f"{failure}\n{text_from(log, logged)}"
         fix, cause = advice(items, text), most_relevant_line(text, items)
         if not ran or not new:
             raise Failure(f"{failure}\n{cause}" if fix else str(failure), fix) from None
@@ -109,7 +114,7 @@ def start_again(item: Item, context: ConvergeContext) -> str:
     name = item["name"]
     if not has_systemd():
         return make_supervised({"running": True, "enabled": False, "command": [], **item}, context)
-    context.invalidate_units()
+    context.known_units = {}
     reload_units(context, name)
     start_unit(name, context)
     clear_due_service(name, context)
@@ -129,7 +134,7 @@ def bring_up(item: Item, context: ConvergeContext) -> str:
             # Told nothing else, these two have systemd read all its units again, which matters at the next boot only.
             reload = ["--no-reload"] if step in ("enable", "disable") else []
             run_checked(["systemctl", step, *reload, "--", name], f"could not {step} {name}")
-    context.invalidate_units()
+    context.known_units = {}
     if not context.defer or "start" in steps or "stop" in steps:
         clear_due_service(name, context)
     return ""
@@ -140,11 +145,11 @@ def reload_units(context: ConvergeContext, name: str) -> None:
     if context.reload_units or context.unit(name).get("NeedDaemonReload") == "yes":
         run_checked(["systemctl", "daemon-reload"], "could not reload systemd's units")
         context.reload_units = False
-        context.invalidate_units()
+        context.known_units = {}
 
 
 def clear_due_service(name: str, context: ConvergeContext) -> None:
-    context.invalidate_units()
+    context.known_units = {}
     clear_due(context, "service " + name)
     clear_due(context, "start " + name)
 
@@ -216,9 +221,8 @@ def check_supervised(item: Item, context: ConvergeContext) -> ItemChange | None:
     if not supervisor:
         return ItemChange(f"start {name} under a supervisor")
     due = "service " + name in context.due and not context.defer
-    return (
-        ItemChange(f"restart {name}") if due or (item["command"] and supervisor["command"] != item["command"]) else None
-    )
+    other = item["command"] and supervisor["command"] != item["command"]
+    return ItemChange(f"restart {name}") if due or other else None
 
 
 def make_supervised(item: Item, context: ConvergeContext) -> str:
@@ -283,10 +287,6 @@ def find_supervisor(name: str) -> Item | None:
     except ValueError:
         return None
     return record if record and process_start(record["pid"]) == record["start"] else None
-
-
-def log_size(path: str) -> int:
-    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def text_from(path: str, start: int) -> str:

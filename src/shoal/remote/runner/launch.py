@@ -10,13 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-from .processes import STOP_SIGNALS, note_warning, registered
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
-    from types import FrameType
-    from typing import Callable
+from .node import STOP_SIGNALS, ignore_signals, note_warning, registered
 
 REPORT_AFTER_S = 8.0
 """As long as `shoal.train.init` waits before it explains."""
@@ -29,7 +25,7 @@ def spawn(count: int, command: list[str]) -> int:
     node, nodes = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_NNODES"])
     children: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: object) -> None:
         for child in children:
             if child.returncode is None:
                 child.send_signal(number)
@@ -63,7 +59,7 @@ def agent(command: list[str]) -> int:
     os.environ["PET_LOCAL_ADDR"] = os.environ.get("SLURMD_NODENAME", "")
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: object) -> None:
         note_warning(number)
         for pid in registered(directory):
             with contextlib.suppress(OSError):
@@ -71,27 +67,19 @@ def agent(command: list[str]) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    child = subprocess.Popen(command, preexec_fn=_ignore_stop_signals)
+    child = subprocess.Popen(command, preexec_fn=lambda: ignore_signals(STOP_SIGNALS))
     if not first:
-        watch_rendezvous(lambda: bool(registered(directory)))
+        joined = (lambda: bool(registered(directory)),)
+        threading.Thread(target=watch_rendezvous, args=joined, daemon=True).start()
     status = child.wait()
     return status if status >= 0 else 128 - status
 
 
-def _ignore_stop_signals() -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def watch_rendezvous(joined: Callable[[], bool]) -> None:
+def watch_rendezvous(joined: Callable[[], bool], silence: float = REPORT_AFTER_S) -> None:
     """Report why torchrun on this node cannot reach the one on the first node: torchrun itself is silent for a minute.
 
     `joined` says whether it has started its ranks.
     """
-    threading.Thread(target=_watch_rendezvous, args=(joined,), daemon=True).start()
-
-
-def _watch_rendezvous(joined: Callable[[], bool], silence: float = REPORT_AFTER_S) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     time.sleep(silence)
     while not joined():

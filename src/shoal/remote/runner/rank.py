@@ -14,12 +14,16 @@ import subprocess
 import sys
 import time
 
-from .processes import STOP_SIGNALS, note_warning, out_of_memory_kills, register
-from .tree import own_directory, working_tree
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # as typing has it, which takes longer to import than all the rest
-    from types import FrameType
+from .node import (
+    STOP_SIGNALS,
+    WARNING_SIGNALS,
+    ignore_signals,
+    note_warning,
+    out_of_memory_kills,
+    own_directory,
+    register,
+    working_tree,
+)
 
 LONGEST_LINE = 16 * 1024
 
@@ -66,7 +70,7 @@ class Rank:
             out_r, out_w = os.pipe()
             command = profiled(self.command, os.environ.get("SHOAL_PROFILE", ""), self.traces, self.name + ".pid")
             child = self.child = subprocess.Popen(
-                command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_ignore_warning_signals
+                command, stdout=out_w, stderr=out_w, stdin=subprocess.DEVNULL, preexec_fn=_ignore_warnings
             )
         except OSError as error:
             self._say("cannot start %s: %s" % (os.fsdecode(error.filename or self.command[0]), error.strerror))
@@ -152,7 +156,7 @@ class Rank:
             if kind and not left and status == 0:
                 self._say("--profile %s left nothing" % kind)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _pass_on(self, number: int, frame: object) -> None:
         self.signals.append(number)
         note_warning(number)
         self._send(number)
@@ -190,10 +194,9 @@ class Rank:
             file.write(json.dumps(record) + "\n")
 
 
-def _ignore_warning_signals() -> None:
+def _ignore_warnings() -> None:
     """A script that does not handle the warning signals does not die of them; one that does sets its own handler."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals(WARNING_SIGNALS)
 
 
 def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
@@ -222,16 +225,8 @@ def profiled(command: list[str], kind: str, traces: str, pid: str) -> list[str]:
 
 def torch_variables(rank: int) -> None:
     """What torch reads from the environment, where the launcher has not set it."""
-    given = os.environ
-    nodes = int(given.get("SLURM_NNODES", "1"))
-    world = int(given.get("SLURM_NTASKS", "1"))
-    wanted = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": given.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": world // nodes,
-        "GROUP_RANK": given.get("SLURM_NODEID", "0"),
-        "NODE_RANK": given.get("SLURM_NODEID", "0"),
-    }
-    for name, value in wanted.items():
-        given.setdefault(name, str(value))
+    nodes, world = (int(os.environ.get(name, "1")) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
+    local, node = (os.environ.get(name, "0") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world // nodes}
+    for name, value in {**variables, "GROUP_RANK": node, "NODE_RANK": node}.items():
+        os.environ.setdefault(name, str(value))
