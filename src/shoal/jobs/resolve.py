@@ -31,8 +31,8 @@ def resolve(
     inside = _candidates(job, partition, nodes)
     candidates = [node for node in inside if node.name in containers or _will_have_code(job, node)]
     lacking = [node for node in inside if node not in candidates]
-    wanted = _node_count(job, launcher, partition, candidates, lacking)
-    chosen, gpus = _gpus_per_node(job, wanted, candidates)
+    count = _node_count(job, launcher, partition, candidates, lacking)
+    chosen, gpus = _gpus_per_node(job, count, candidates)
     ranks = _ranks_per_node(job, launcher, gpus)
     cpus = _cpus_per_rank(job, ranks, gpus, chosen)
     _check_memory(job, chosen)
@@ -41,7 +41,7 @@ def resolve(
     rented = tuple(node.name for node in candidates if node.cloud and node.name not in containers)
     exclude = tuple(node.name for node in lacking)
     boxes = tuple(node.name for node in candidates if node.name in containers)
-    return ResolvedJob(job, partition.name, wanted, gpus, ranks, cpus, hosts, exclude, rented, boxes)
+    return ResolvedJob(job, partition.name, count, gpus, ranks, cpus, hosts, exclude, rented, boxes)
 
 
 def gpus_of(node: NodeState) -> int:
@@ -61,16 +61,16 @@ def _will_have_code(job: JobSpec, node: NodeState) -> bool:
 def _partition(job: JobSpec, partitions: Sequence[PartitionState]) -> PartitionState:
     names = [partition.name for partition in partitions]
     if job.partition is not None:
-        found = next((partition for partition in partitions if partition.name == job.partition), None)
-        if found is None:
+        choice = next((partition for partition in partitions if partition.name == job.partition), None)
+        if choice is None:
             raise UsageError(f"there is no partition {job.partition!r}", hint=nearest(job.partition, names))
     else:
-        found = next((partition for partition in partitions if partition.default), None)
-        if found is None:
+        choice = next((partition for partition in partitions if partition.default), None)
+        if choice is None:
             raise UsageError("the cluster has no default partition", hint=f"use --partition: {', '.join(names)}")
-    if found.state != "UP":
-        raise UsageError(f"partition {found.name} is {found.state.lower()}", hint="choose another with --partition")
-    return found
+    if choice.state != "UP":
+        raise UsageError(f"partition {choice.name} is {choice.state.lower()}", hint="choose another with --partition")
+    return choice
 
 
 def _candidates(job: JobSpec, partition: PartitionState, nodes: Sequence[NodeState]) -> list[NodeState]:
@@ -90,10 +90,10 @@ def _candidates(job: JobSpec, partition: PartitionState, nodes: Sequence[NodeSta
     if all(re.fullmatch("[A-Za-z0-9_.-]+", feature) for feature in features):  # more than that is Slurm's to work out
         having = [node for node in inside if set(features) <= set(node.features)]
         if not having:
-            known = sorted({feature for node in inside for feature in node.features})
+            available = sorted({feature for node in inside for feature in node.features})
             raise UsageError(
                 f"no node of partition {partition.name} has the features {job.constraint}",
-                hint=f"they have: {', '.join(known) or 'none'}",
+                hint=f"they have: {', '.join(available) or 'none'}",
             )
         inside = having
     return inside
@@ -107,17 +107,17 @@ def _node_count(
     lacking: list[NodeState],
 ) -> int:
     listed = len(expand(job.nodelist)) if job.nodelist else None
-    wanted = job.nodes or listed or 1
-    if listed is not None and listed > wanted:
+    count = job.nodes or listed or 1
+    if listed is not None and listed > count:
         raise UsageError(
-            f"--nodelist {job.nodelist} names {listed} nodes and --nodes says {wanted}", hint=f"use --nodes {listed}"
+            f"--nodelist {job.nodelist} names {listed} nodes and --nodes says {count}", hint=f"use --nodes {listed}"
         )
-    if launcher.one_process and wanted > 1:
+    if launcher.one_process and count > 1:
         raise UsageError(
-            f"the python launcher starts one process, and --nodes says {wanted}",
+            f"the python launcher starts one process, and --nodes says {count}",
             hint="leave out --nodes, or use --launcher srun or torchrun",
         )
-    if wanted > len(candidates):
+    if count > len(candidates):
         which = f" ({compress(node.name for node in candidates)})" if candidates else ""
         fit = " that fit" if job.constraint or job.nodelist else ""
         rented = [node.name for node in lacking if node.cloud]
@@ -125,32 +125,32 @@ def _node_count(
             [node.name for node in lacking], "down"
         )
         hint = f"use --nodes {len(candidates)} or fewer" if candidates else "`shoal status` says why they are down"
-        nodes = "1 node" if wanted == 1 else f"{wanted} nodes"
+        nodes = "1 node" if count == 1 else f"{count} nodes"
         raise UsageError(
             f"the job asks for {nodes}; partition {partition.name} has {len(candidates)}{fit}{which}{down}",
             hint="rented nodes have the code where all hosts share it: use --directory with a path there"
             if rented
             else hint,
         )
-    if partition.max_nodes.isdecimal() and wanted > int(partition.max_nodes):
+    if partition.max_nodes.isdecimal() and count > int(partition.max_nodes):
         raise UsageError(
-            f"the job asks for {wanted} nodes; partition {partition.name} allows {partition.max_nodes}",
+            f"the job asks for {count} nodes; partition {partition.name} allows {partition.max_nodes}",
             hint=f"use --nodes {partition.max_nodes} or fewer",
         )
-    return wanted
+    return count
 
 
 def _unavailable_clause(names: Sequence[str], why: str) -> str:
     return f", and {compress(names)} {'is' if len(names) == 1 else 'are'} {why}" if names else ""
 
 
-def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tuple[list[NodeState], int]:
-    """The GPUs each node gives, and the nodes that can: by default as many as `wanted` nodes have."""
+def _gpus_per_node(job: JobSpec, count: int, candidates: list[NodeState]) -> tuple[list[NodeState], int]:
+    """The GPUs each node gives, and the nodes that can: by default as many as `count` nodes have."""
     ordered = sorted(candidates, key=gpus_of, reverse=True)
     most = gpus_of(ordered[0])
     gpus = job.gpus_per_node
     if gpus is None:
-        gpus = gpus_of(ordered[wanted - 1])
+        gpus = gpus_of(ordered[count - 1])
     elif gpus > most:
         raise UsageError(
             f"the job asks for {gpus} GPUs a node; no node it may use has more than {most}"
@@ -158,10 +158,10 @@ def _gpus_per_node(job: JobSpec, wanted: int, candidates: list[NodeState]) -> tu
             hint=f"use --gpus-per-node {most}, or leave it out to use all",
         )
     having = [node for node in candidates if gpus_of(node) >= gpus]
-    if len(having) < wanted:
+    if len(having) < count:
         raise UsageError(
-            f"the job asks for {wanted} nodes with {gpus} GPUs each; only {compress(n.name for n in having)} has them",
-            hint=f"use --gpus-per-node {gpus_of(ordered[wanted - 1])}, or --nodes {len(having)}",
+            f"the job asks for {count} nodes with {gpus} GPUs each; only {compress(n.name for n in having)} has them",
+            hint=f"use --gpus-per-node {gpus_of(ordered[count - 1])}, or --nodes {len(having)}",
         )
     return having, gpus
 

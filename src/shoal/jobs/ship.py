@@ -139,9 +139,9 @@ async def inspect_storage(host: Host, root: str, code: str, runtime: str) -> Sto
     return StorageState(lines[0], "shared" in lines, "code" in lines, "lib" in lines, "old" in lines)
 
 
-def one_host_per_storage(found: Mapping[str, StorageState]) -> tuple[str, ...]:
+def one_host_per_storage(storages: Mapping[str, StorageState]) -> tuple[str, ...]:
     """One host of each storage."""
-    return tuple({found[name].id: name for name in reversed(list(found))}.values())
+    return tuple({storages[name].id: name for name in reversed(list(storages))}.values())
 
 
 async def mark(host: Host, root: str, shared: bool) -> None:
@@ -149,13 +149,13 @@ async def mark(host: Host, root: str, shared: bool) -> None:
     await host.run(["touch", f"{root}/.shared"] if shared else ["rm", "-f", f"{root}/.shared"], timeout=60)
 
 
-async def send(host: Host, root: str, code: Bundle, runtime: Bundle, found: StorageState) -> int:
+async def send(host: Host, root: str, code: Bundle, runtime: Bundle, state: StorageState) -> int:
     """Send what the host lacks; returns how many bytes."""
     sent = 0
-    if not found.runtime:
+    if not state.runtime:
         await _transfer(host, _UNPACK, f"{root}/lib/{runtime.hash}", runtime.data)
         sent += len(runtime.data)
-    if not found.code:
+    if not state.code:
         await _transfer(host, _STORE_FILE, f"{root}/code/{code.hash}.tar", code.data)
         sent += len(code.data)
     return sent
@@ -179,9 +179,9 @@ async def _transfer(host: Host, program: str, place: str, data: bytes) -> None:
         )
 
 
-def require_all_hosts(wanted: Sequence[str], done: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
+def require_all_hosts(names: Sequence[str], done: Mapping[str, object], failures: Mapping[str, Exception]) -> None:
     """Raise PartialFailure unless every node has the code: the job would fail on the others."""
-    missing = [name for name in wanted if name not in done]
+    missing = [name for name in names if name not in done]
     if missing:
         causes = "; ".join(str(failures[name]).split("\n")[0] for name in missing if name in failures)
         raise PartialFailure(

@@ -193,12 +193,12 @@ def open_context(
 def open_hosts(file: Path | None = None, cluster: str | None = None) -> Context:
     """The same for commands that need only its hosts: they come from a cache where the file is unchanged."""
     try:
-        found = _file(file, cluster)
-        cached = read_cache(state_directory(), *_named(found, cluster))
+        path = _file(file, cluster)
+        cached = read_cache(state_directory(), *_named(path, cluster))
     except (OSError, ValueError, UsageError):
         cached = None  # what is wrong with the file is raised below
     if cached is not None:
-        return Context(cached, found)
+        return Context(cached, path)
     context = open_context(file, cluster)
     name, text = _named(context.file, cluster)
     write_cache(state_directory(), name, text, CachedSpec(context.cluster, context.members, context.shares))

@@ -50,14 +50,14 @@ async def jobs(context: Context, *, ended: bool = False) -> JobsResult:
     async with await context.connections() as fleet:
         controller = await fleet.host(context.controller.name)
         [output] = await gather_answers(controller, slurm_output(controller, show_command()))
-        known = parse_records(output)
+        current = parse_records(output)
         if ended:
-            before = logs.exclude_known(await logs.all_ended_jobs(context, controller), known)
+            before = logs.exclude_known(await logs.all_ended_jobs(context, controller), current)
         else:
             recent = parse_recent(await slurm_output(controller, RECENT_COMMAND))
-            before = logs.exclude_known(recent, known)[-MAX_RECENT_JOBS:]
-        records = [*before, *known]
-        running = [record for record in known if record.state == "RUNNING" and record.work_dir]
+            before = logs.exclude_known(recent, current)[-MAX_RECENT_JOBS:]
+        records = [*before, *current]
+        running = [record for record in current if record.state == "RUNNING" and record.work_dir]
         progress = await _progress(fleet, context.controller.name, running)
         failed = _to_explain(records)
         explained = await asyncio.gather(*(_reason(context, fleet, record) for record in failed))
@@ -83,14 +83,14 @@ async def _reason(context: Context, fleet: Connections, record: JobRecord) -> Fa
 
 async def _progress(fleet: Connections, controller: str, running: list[JobRecord]) -> dict[str, Mapping[str, Any]]:
     """What rank 0 of each running job last wrote of itself. Which node it is on is its launcher's choice."""
-    found: dict[str, Mapping[str, Any]] = {}
+    progress: dict[str, Mapping[str, Any]] = {}
     # A node that is rented shares the directory with the controller, or has it fetched there.
     nodes = {
         record.id: [name for name in expand(record.nodes) if name in fleet.targets] or [controller]
         for record in running
     }
 
-    async def one(name: str) -> None:
+    async def read_progress(name: str) -> None:
         host = await fleet.host(name)
         for record in (record for record in running if name in nodes[record.id]):
             result = await host.run(["cat", f"{record.work_dir}/{record.id}/{PROGRESS_FILE}"], timeout=30)
@@ -98,11 +98,11 @@ async def _progress(fleet: Connections, controller: str, running: list[JobRecord
                 value = json.loads(result.text) if result.status == 0 else None
             except ValueError:
                 continue
-            if isinstance(value, dict) and _updated(value) >= _updated(found.get(record.id, {})):
-                found[record.id] = value
+            if isinstance(value, dict) and _updated(value) >= _updated(progress.get(record.id, {})):
+                progress[record.id] = value
 
-    await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), one)
-    return found
+    await fleet.each(dict.fromkeys(name for names in nodes.values() for name in names), read_progress)
+    return progress
 
 
 def _updated(progress: Mapping[str, Any]) -> float:
@@ -124,13 +124,13 @@ async def cancel(context: Context, jobs: Sequence[str]) -> CancelResult:
     async with context.controller_host() as controller:
         answers = await gather_answers(controller, *(logs.find_records(controller, job) for job in jobs))
         records = dict(zip(jobs, answers, strict=True))
-        unknown = [job for job, known in records.items() if not known]
+        unknown = [job for job, tasks in records.items() if not tasks]
         if unknown:
             raise UsageError(
                 f"there is no job {', '.join(unknown)}; nothing was cancelled",
                 hint="`shoal jobs` lists those that Slurm knows",
             )
-        live = [job for job, known in records.items() if any(record.active for record in known)]
+        live = [job for job, tasks in records.items() if any(record.active for record in tasks)]
         if live:
             result = await controller.run(["scancel", *live], timeout=60, root=False)
             if result.status != 0:

@@ -121,7 +121,7 @@ async def run(
     secrets = check_secrets(job, environ)
     async with connect(context) as connections:
         fleet = connections.fleet
-        prepared, found = await _prepare_and_inspect(context, connections, job, here, limit)
+        prepared, storages = await _prepare_and_inspect(context, connections, job, here, limit)
         resolved = prepared.job
         controller = await fleet.host(context.controller.name)
         if prepared.environment is not None:
@@ -129,9 +129,11 @@ async def run(
 
             await require_environment(fleet, prepared.environment, resolved.hosts)
         await _check_profiler(fleet, resolved)
-        sent, tracking = await asyncio.gather(_ship(fleet, prepared, found), _tracking(connections, resolved, environ))
+        sent, tracking = await asyncio.gather(
+            _ship(fleet, prepared, storages), _tracking(connections, resolved, environ)
+        )
         number = await _sbatch(controller, prepared.script, {**secrets, **tracking})
-        await _clean(fleet, controller, prepared, found)
+        await _clean(fleet, controller, prepared, storages)
     return SubmittedJob(
         number,
         job.name,
@@ -142,7 +144,7 @@ async def run(
         sent,
         prepared.script,
         f"{prepared.shipped.root}/{number}/{PROFILE_DIRECTORY}" if job.profile and not job.array else "",
-        _is_shared(found, resolved),
+        _is_shared(storages, resolved),
         bool(job.array),
     )
 
@@ -162,22 +164,22 @@ async def _prepare_and_inspect(
         if len(fleet.targets) <= MAX_EAGER_HOSTS:
             looking = {name: asyncio.ensure_future(see(name)) for name in compute_hosts(context)}
         prepared = await _resolve(context, connections, job, tree, ours)
-        wanted = prepared.job.hosts
-        _require_known_hosts(wanted, fleet)
+        names = prepared.job.hosts
+        _require_known_hosts(names, fleet)
         if prepared.job.rented or prepared.job.containers:
-            wanted = tuple(dict.fromkeys((*wanted, context.controller.name)))
-        found = await fleet.each(wanted, lambda name: looking.get(name) or see(name))
+            names = tuple(dict.fromkeys((*names, context.controller.name)))
+        storages = await fleet.each(names, lambda name: looking.get(name) or see(name))
     finally:
         for answer in looking.values():
             answer.cancel()
         await asyncio.gather(*looking.values(), return_exceptions=True)
-    require_all_hosts(wanted, found, fleet.failures)
-    if prepared.job.rented and len({state.id for state in found.values()}) > 1:
+    require_all_hosts(names, storages, fleet.failures)
+    if prepared.job.rented and len({state.id for state in storages.values()}) > 1:
         raise UsageError(
             f"{root} is not the same on all hosts, so {compress(prepared.job.rented)} would not have the job's code",
             hint="name a directory on a share of all hosts with --directory, or other nodes with --nodelist",
         )
-    return prepared, found
+    return prepared, storages
 
 
 async def _bundles(job: JobSpec, here: Path, limit: int) -> tuple[Bundle, Bundle]:
@@ -217,8 +219,8 @@ def _require_accounting(context: Context, job: JobSpec) -> None:
         )
 
 
-def _require_known_hosts(wanted: Sequence[str], fleet: Connections) -> None:
-    strangers = [name for name in wanted if name not in fleet.targets]
+def _require_known_hosts(names: Sequence[str], fleet: Connections) -> None:
+    strangers = [name for name in names if name not in fleet.targets]
     if strangers:
         raise UsageError(
             f"the file does not name {', '.join(strangers)}, so the code cannot be sent there",
@@ -244,42 +246,42 @@ async def _check_profiler(fleet: Connections, job: ResolvedJob) -> None:
         )
 
 
-async def _ship(fleet: Connections, prepared: PreparedJob, found: Mapping[str, StorageState]) -> int:
+async def _ship(fleet: Connections, prepared: PreparedJob, storages: Mapping[str, StorageState]) -> int:
     """Send the code to every node, or once to shared storage; returns how many bytes."""
     root = prepared.shipped.root
-    shared = _is_shared(found, prepared.job)
+    shared = _is_shared(storages, prepared.job)
 
     async def give(name: str) -> int:
         host = await fleet.host(name)
-        if found[name].shared != shared:
+        if storages[name].shared != shared:
             await mark(host, root, shared)
-        return await send(host, root, prepared.tree, prepared.runtime, found[name])
+        return await send(host, root, prepared.tree, prepared.runtime, storages[name])
 
-    chosen = one_host_per_storage(found)
+    chosen = one_host_per_storage(storages)
     sent = await fleet.each(chosen, give)
     require_all_hosts(chosen, sent, fleet.failures)
     return sum(sent.values())
 
 
-def _is_shared(found: Mapping[str, StorageState], job: ResolvedJob) -> bool:
-    return len(found) + len(job.rented) > 1 and len({state.id for state in found.values()}) == 1
+def _is_shared(storages: Mapping[str, StorageState], job: ResolvedJob) -> bool:
+    return len(storages) + len(job.rented) > 1 and len({state.id for state in storages.values()}) == 1
 
 
 async def _clean(
-    fleet: Connections, controller: Host, prepared: PreparedJob, found: Mapping[str, StorageState]
+    fleet: Connections, controller: Host, prepared: PreparedJob, storages: Mapping[str, StorageState]
 ) -> None:
     """Remove old code where there is much of it. The job is submitted already, so failures are ignored."""
-    crowded = [name for name in one_host_per_storage(found) if found[name].old]
+    crowded = [name for name in one_host_per_storage(storages) if storages[name].old]
     if not crowded:
         return
     with contextlib.suppress(ShoalError):
         active = [record for record in parse_records(await slurm_output(controller, show_command())) if record.active]
         hashes = {part for record in active if record.note for part in (record.note.code, record.note.runtime)}
 
-        async def one(name: str) -> None:
+        async def clean_host(name: str) -> None:
             await clean(await fleet.host(name), prepared.shipped.root, [record.id for record in active], hashes)
 
-        await fleet.each(crowded, one)
+        await fleet.each(crowded, clean_host)
 
 
 async def _tracking(connections: JobConnections, job: ResolvedJob, environ: Mapping[str, str]) -> dict[str, str]:
