@@ -35,9 +35,6 @@ class HostBackend(Protocol):
     def kill(self, id: str) -> None:
         """Power it off at once."""
 
-    def notice(self, id: str, at: float) -> None:
-        """Announce the preemption on the machine, where the cloud does so."""
-
     def adopt(self, ids: Iterable[str]) -> set[str]:
         """Which of these still exist from an earlier run. Any other host is removed."""
 
@@ -64,9 +61,6 @@ class NoHosts:
 
     def kill(self, id: str) -> None:
         self._hosts[id] = HostStatus("dead")
-
-    def notice(self, id: str, at: float) -> None:
-        pass
 
     def adopt(self, ids: Iterable[str]) -> set[str]:
         for id in ids:

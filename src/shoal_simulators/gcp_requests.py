@@ -29,10 +29,10 @@ GPUS = {
 NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
-def check(asked: str, body: Mapping[str, Any]) -> None:
+def check(request_id: str, body: Mapping[str, Any]) -> None:
     """Reject what Google rejects at once."""
-    if asked and not re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", asked):
-        raise ApiRejection("invalid", f"Invalid value for field 'requestId': '{asked}'.")
+    if request_id and not re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", request_id):
+        raise ApiRejection("invalid", f"Invalid value for field 'requestId': '{request_id}'.")
     named, properties = body.get("perInstanceProperties"), body.get("instanceProperties")
     if not isinstance(named, dict) or not isinstance(properties, dict) or "namePattern" in body:
         raise ApiRejection("invalid", "Exactly one of namePattern and perInstanceProperties, and instanceProperties.")
@@ -56,26 +56,26 @@ def check(asked: str, body: Mapping[str, Any]) -> None:
         raise ApiRejection("invalid", "Instance termination action must be specified with max run duration.")
 
 
-def type_of(asked: Mapping[str, Any]) -> str:
+def type_of(properties: Mapping[str, Any]) -> str:
     """The name in the market, with the GPUs that are attached to it."""
-    gpus = [f"+{gpu['acceleratorType']}:{gpu['acceleratorCount']}" for gpu in asked.get("guestAccelerators", [])]
-    return str(asked.get("machineType", "")) + "".join(gpus)
+    gpus = [f"+{gpu['acceleratorType']}:{gpu['acceleratorCount']}" for gpu in properties.get("guestAccelerators", [])]
+    return str(properties.get("machineType", "")) + "".join(gpus)
 
 
-def read_order(name: str, zone: str, asked: Mapping[str, Any]) -> InstanceOrder:
+def read_order(name: str, zone: str, properties: Mapping[str, Any]) -> InstanceOrder:
     """One machine of an order, by the properties that all of them share."""
-    scheduling = asked.get("scheduling", {})
-    metadata = {item["key"]: item["value"] for item in asked.get("metadata", {}).get("items", [])}
+    scheduling = properties.get("scheduling", {})
+    metadata = {item["key"]: item["value"] for item in properties.get("metadata", {}).get("items", [])}
     keys = (line.partition(":")[2] for line in metadata.get("ssh-keys", "").splitlines())
     return InstanceOrder(
         name=name,
-        type=type_of(asked),
+        type=type_of(properties),
         region=zone.rpartition("-")[0],
         zone=zone,
         market="spot" if scheduling.get("provisioningModel") == "SPOT" else "on-demand",
         public_keys=tuple(key for key in keys if key),
         user_data=metadata.get("startup-script", ""),
-        marks=dict(asked),
+        marks=dict(properties),
         lifetime=float(scheduling.get("maxRunDuration", {}).get("seconds", 0)),
     )
 
@@ -133,10 +133,10 @@ def _types() -> tuple[MachineType, ...]:
     rows = {row.type: row for row in table if row.provider == "gcp"}
     made = []
     for name, row in rows.items():
-        asked, spot = table.find("gcp", name, REGION, "on-demand"), table.find("gcp", name, REGION, "spot")
+        on_demand, spot = table.find("gcp", name, REGION, "on-demand"), table.find("gcp", name, REGION, "spot")
         made.append(
             MachineType.of(
-                replace(row, usd_hour=asked.usd_hour if asked else None),
+                replace(row, usd_hour=on_demand.usd_hour if on_demand else None),
                 gpu=GPUS[row.gpu, row.gpu_memory_gb],
                 spot_usd_hour=(spot and spot.usd_hour) or 1.0,
                 places={zone: MANY for zone in ZONES if _costs_the_same(table, name, zone)},

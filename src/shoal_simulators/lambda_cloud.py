@@ -174,14 +174,14 @@ class LambdaSimulator(Simulator):
         return JSONResponse({"data": list(self.stored("keys").values())})
 
     async def add_key(self, request: Request) -> Response:
-        asked = await read_json(request)
-        name = asked.get("name")
+        body = await read_json(request)
+        name = body.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= 64:
             raise ApiRejection("invalid", "name: 1 to 64 characters")
         if name in {key["name"] for key in self.stored("keys").values()}:
             raise ApiRejection("duplicate-name")
         key, extra = {"id": uuid.uuid4().hex, "name": name}, {}
-        if public := asked.get("public_key"):
+        if public := body.get("public_key"):
             key["public_key"] = public
         else:
             pair = asyncssh.generate_private_key("ssh-ed25519")

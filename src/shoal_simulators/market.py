@@ -256,7 +256,6 @@ class Market:
     def _give_notice(self, machine: SimulatedInstance) -> None:
         machine.preempted = True
         machine.takes_away = self.clock() + self.profile.notice_s
-        self.backend.notice(machine.id, machine.takes_away)
 
     def _die(self, machine: SimulatedInstance) -> None:
         machine.phase = "error"

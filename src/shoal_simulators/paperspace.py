@@ -229,15 +229,15 @@ class PaperspaceSimulator(Simulator):
         return JSONResponse(_without_text(self._script(request)))
 
     async def add_script(self, request: Request) -> Response:
-        asked = await read_json(request)
-        if not all(isinstance(asked.get(field), str) and asked[field] for field in ("name", "script")):
+        body = await read_json(request)
+        if not all(isinstance(body.get(field), str) and body[field] for field in ("name", "script")):
             raise ApiRejection("invalid", "name, script: Required")
         id = f"ss{uuid.uuid4().hex[:12]}"
         self.stored("scripts")[id] = {
             "id": id,
-            "name": asked["name"],
-            "script": asked["script"],
-            "isRunOnce": asked.get("isRunOnce", False),
+            "name": body["name"],
+            "script": body["script"],
+            "isRunOnce": body.get("isRunOnce", False),
             "assignedMachineIds": [],
             "dtCreated": iso_time(self.market.clock()),
         }

@@ -114,20 +114,20 @@ class RunPodSimulator(Simulator):
 
     async def gpus(self, request: Request) -> Response:
         """The catalog. Availability is shown for one number of GPUs and one kind of cloud."""
-        asked = request.query_params
-        with_room = asked.get("include") == "AVAILABILITY"
-        if with_room != ("product" in asked):
+        params = request.query_params
+        with_room = params.get("include") == "AVAILABILITY"
+        if with_room != ("product" in params):
             return self.problem(400, "product is required with include=AVAILABILITY, and valid only with it")
-        count = int(asked.get("count", "1"))
-        secure = asked.get("cloud", "SECURE") == "SECURE"
+        count = int(params.get("count", "1"))
+        secure = params.get("cloud", "SECURE") == "SECURE"
         return self._response({"gpus": [self._gpu(gpu, count, with_room, secure) for gpu in GPUS]})
 
     async def pods(self, request: Request) -> Response:
         """All pods if they fit on one page, else pages."""
         pods = [self.shown(machine) for machine in self._listed()]
-        asked = request.query_params
-        size = int(asked.get("limit", self.page))
-        start = int(asked["cursor"]) if asked.get("cursor", "").isdigit() else 0
+        params = request.query_params
+        size = int(params.get("limit", self.page))
+        start = int(params["cursor"]) if params.get("cursor", "").isdigit() else 0
         body: dict[str, Any] = {"pods": pods[start : start + size]}
         if len(pods) > size:
             more = start + size < len(pods)
@@ -279,9 +279,9 @@ def _violations(order: dict[str, Any]) -> Iterator[str]:
         yield "$.ports: want array"
 
 
-def _unknown(order: dict[str, Any], known: frozenset[str] | set[str], where: str = "$") -> Iterator[str]:
+def _unknown(order: dict[str, Any], names: frozenset[str] | set[str], where: str = "$") -> Iterator[str]:
     for name in order:
-        if name not in known:
+        if name not in names:
             yield f"{where}: additional properties '{name}' not allowed"
 
 

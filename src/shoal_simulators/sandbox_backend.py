@@ -145,9 +145,6 @@ class SandboxBackend:
     def kill(self, id: str) -> None:
         self._start(id, partial(self._power_off, id))
 
-    def notice(self, id: str, at: float) -> None:
-        log.info("announced the preemption of %s", self.host_name(id))
-
     def adopt(self, ids: Iterable[str]) -> set[str]:
         id_by_host = {self.host_name(id): id for id in ids}
         there = {name: host for name, host in self.layout.hosts().items() if host.renter == self.kind}

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -148,8 +148,19 @@ class SimulatorApp:
 
         app = self._early_rejection(request) or self._inner
         if self.rewrite is not None:
-            app = _Rewritten(app, partial(self.rewrite, f"{request.method} {scope['path']}"))
+            app = await self._rewritten(app, request, self.rewrite)
         await app(scope, receive, noting)
+
+    async def _rewritten(self, app: ASGIApp, request: Request, rewrite: Callable[[str, Any], Any]) -> Response:
+        """The response of an application with its JSON changed."""
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            url, body = str(request.url), await request.body()
+            response = await client.request(request.method, url, headers=request.headers.raw, content=body)
+        headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+        if not response.content:
+            return Response(status_code=response.status_code, headers=headers)
+        changed = rewrite(f"{request.method} {request.url.path}", response.json())
+        return JSONResponse(changed, response.status_code, headers)
 
     def _early_rejection(self, request: Request) -> Response | None:
         line = f"{request.method} {request.url.path}"
@@ -202,33 +213,6 @@ class SimulatorApp:
             return PlainTextResponse("not found", 404)
         machine = events[request.path_params["event"]](request.path_params["id"])
         return JSONResponse({"id": machine.id, "phase": machine.phase, "takes_away": machine.takes_away})
-
-
-@dataclass
-class _Rewritten:
-    """An application whose JSON responses are changed."""
-
-    app: ASGIApp
-    change: Callable[[Any], Any]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message = {}
-        body = b""
-
-        async def collecting(message: Message) -> None:
-            nonlocal start, body
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                whole = json.dumps(self.change(json.loads(body))).encode() if body else b""
-                others = [pair for pair in start["headers"] if pair[0] != b"content-length"]
-                length = (b"content-length", str(len(whole)).encode())
-                await send({**start, "headers": [*others, length] if whole else others})
-                await send({"type": "http.response.body", "body": whole})
-
-        await self.app(scope, receive, collecting)
 
 
 async def read_json(request: Request) -> dict[str, Any]:

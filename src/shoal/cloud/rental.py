@@ -11,12 +11,11 @@ Money is whole millionths of a dollar: sums of these are exact, sums of floats a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, Literal
 
 from shoal.cloud.providers.api import Billing, Market, Offer
@@ -201,19 +200,14 @@ def cost(rental: Rental, at: float, *, whole: bool = False) -> int:
         return 0
     ended = min(at, _ended(rental))
     spent, counted = 0, 0
-    for until, usd_hour in _prices(rental, rental.usd_hour):
+    changes = [*(at for at, _ in rental.prices[1:]), float("inf")]
+    prices = [*(usd for _, usd in rental.prices[:-1]), rental.usd_hour]
+    for until, usd_hour in zip(changes, prices, strict=True):
         # a billing step costs the price at its start
         billed = rental.billing.seconds(min(ended, until) - begun) if until > begun else 0
         spent += cost_of_time(micros(usd_hour), max(0, billed - counted))
         counted = max(counted, billed)
     return spent
-
-
-def _prices(rental: Rental, last: float) -> Iterator[tuple[float, float]]:
-    """Each price with its end time, in sequence."""
-    for (_, usd_hour), (changed, _) in pairwise(rental.prices):
-        yield changed, usd_hour
-    yield float("inf"), last
 
 
 def cost_between(rental: Rental, since: float, until: float, *, whole: bool = False) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import FailureKind, ProviderLogin, RentalProvider, RentedInstance
@@ -77,11 +78,7 @@ class ReapResult:
 
 async def preview(context: Context, opened: Open = rental_provider, polling: Polling | None = None) -> ReapPreview:
     """What `reap` would delete. Reports "nothing" only once the lists can be trusted."""
-
-    async def list_marked(account: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
-        return await _marked_instances(context.cluster, account.name, provider)
-
-    answers, failures = await ask_all(open_accounts(context.spec), list_marked, opened)
+    answers, failures = await ask_all(open_accounts(context.spec), partial(_marked_instances, context.cluster), opened)
     if listed := tuple(instance for instances in answers.values() for instance in instances):
         return ReapPreview(context.cluster, listed, failures)
     swept = await _sweep(context, opened, polling, delete=False)
@@ -115,7 +112,7 @@ async def _sweep(context: Context, opened: Open, polling: Polling | None, *, del
     sweeps = {
         account.name: _AccountSweep(
             context.cluster,
-            account.name,
+            account,
             polling or POLLING,
             delete,
             None if rentals is None else [rental for rental in rentals if rental.account == account.name],
@@ -204,10 +201,10 @@ class _SweepResults:
         return {name: sweep for name, sweep in self.sweeps.items() if name not in self.failures and not sweep.left}
 
 
-async def _marked_instances(cluster: str, account: str, provider: RentalProvider) -> list[RentedInstance]:
+async def _marked_instances(cluster: str, login: ProviderLogin, provider: RentalProvider) -> list[RentedInstance]:
     """The cluster's own. A client may list more, and those are another cluster's."""
     listed = await provider.instances(cluster)
-    return [replace(instance, account=account) for instance in listed if instance.cluster == cluster]
+    return [replace(instance, account=login.name) for instance in listed if instance.cluster == cluster]
 
 
 @dataclass
@@ -215,7 +212,7 @@ class _AccountSweep:
     """The instances of one provider account while they go. Its last list counts when it stops answering."""
 
     cluster: str
-    account: str
+    login: ProviderLogin
     polling: Polling
     delete: bool
     """Whether to delete what is listed; else the first instance ends the sweep."""
@@ -232,7 +229,7 @@ class _AccountSweep:
         error_text = ""
         while True:
             try:
-                self._note(await _marked_instances(self.cluster, self.account, provider))
+                self._note(await _marked_instances(self.cluster, self.login, provider))
             except ProviderError as error:
                 failures += 1
                 if failures >= MAX_FAILURES:

@@ -37,5 +37,5 @@ def abilities(kind: str) -> Abilities:
         raise LookupError(error.message) from error
     if provider is None:
         raise LookupError(f"no provider is called {kind!r}")
-    known: Abilities = provider.abilities
-    return known
+    able: Abilities = provider.abilities
+    return able

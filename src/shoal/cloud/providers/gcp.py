@@ -77,13 +77,13 @@ class GoogleProvider(HttpProvider):
     async def offers(self, query: api.Query) -> list[api.Offer]:
         """The machine types of all zones. Google does not tell what is in stock."""
         named = " OR ".join(f'(name = "{name}")' for name in sorted({split_type(one)[0] for one in query.types}))
-        found: list[api.Offer] = []
+        offers: list[api.Offer] = []
         async for machine in self._list_all_zones("machineTypes", named or GPU_FAMILIES):
             name = machine.text("name")
             for type_ in [one for one in query.types if split_type(one)[0] == name] or [name]:
                 offer = offer_of(self._account.name, machine, type_)
-                found += [offer, replace(offer, market="spot")]
-        return [offer for offer in prices().fill(self._account.kind, found) if query.admits(offer)]
+                offers += [offer, replace(offer, market="spot")]
+        return [offer for offer in prices().fill(self._account.kind, offers) if query.admits(offer)]
 
     async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         """One bulkInsert. If it made fewer machines, the listed ones count as made."""

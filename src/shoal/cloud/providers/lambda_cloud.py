@@ -65,20 +65,20 @@ class LambdaProvider(HttpProvider):
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         body = await self._api.request("GET", "/instance-types")
-        found = []
+        offers = []
         for _, entry in body.object("data").items():
             there = [region.text("name") for region in entry.rows("regions_with_capacity_available")]
             # Lambda names no region without capacity: only the requested ones can be listed
             for region in sorted({*there, *query.regions}):
                 offer = self._offer(entry.object("instance_type"), region, region in there)
                 if query.admits(offer):
-                    found.append(offer)
-        return found
+                    offers.append(offer)
+        return offers
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
         body = await self._api.request("GET", "/instances")
-        found = [_instance(one) for one in body.rows("data") if one.text("status") != "terminated"]
-        return [one for one in found if one.cluster == cluster]
+        machines = [_instance(one) for one in body.rows("data") if one.text("status") != "terminated"]
+        return [one for one in machines if one.cluster == cluster]
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         if len(instances) > 1:
@@ -90,15 +90,15 @@ class LambdaProvider(HttpProvider):
 
     async def ensure_key(self, cluster: str, public_key: str) -> str:
         material = " ".join(public_key.split()[:2])
-        if known := await self._key_name(material):
-            return known
+        if registered := await self._key_name(material):
+            return registered
         name = f"shoal-{cluster}-{hashlib.sha256(material.encode()).hexdigest()[:8]}"
         try:
             await self._api.request("POST", "/ssh-keys", json={"name": name, "public_key": public_key.strip()})
         except ApiError as error:
-            if error.failure is FailureKind.AUTH or not (known := await self._key_name(material)):
+            if error.failure is FailureKind.AUTH or not (registered := await self._key_name(material)):
                 raise
-            return known  # another process was faster
+            return registered  # another process was faster
         return name
 
     async def _key_name(self, material: str) -> str:

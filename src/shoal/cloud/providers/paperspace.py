@@ -74,11 +74,11 @@ class PaperspaceProvider(HttpProvider):
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
         every = [_instance(one) async for one in self._all("/machines") if not one.has("dtDeleted")]
-        found = [one for one in every if one.cluster == cluster]
-        failures = await self._failures(found)
+        machines = [one for one in every if one.cluster == cluster]
+        failures = await self._failures(machines)
         return [
             replace(one, state="error", raw_state=f"{one.raw_state}: {failures[one.id]}") if one.id in failures else one
-            for one in found
+            for one in machines
         ]
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
@@ -119,8 +119,8 @@ class PaperspaceProvider(HttpProvider):
         if event.text("state") in FAILED:
             await self._api.remove(f"/machines/{id}")
             message = event.text("error", "") or f"the order ended as {event.text('state')}"
-            found = refusal_by_message(WORDS, message) or Refusal(FailureKind.AMBIGUOUS)
-            return replace(found, message=f"{self._account.name}: {message}").outcome()
+            refusal = refusal_by_message(WORDS, message) or Refusal(FailureKind.AMBIGUOUS)
+            return replace(refusal, message=f"{self._account.name}: {message}").outcome()
         return api.RequestOutcome(id, usd_hour=usd_hour)
 
     async def _failures(self, machines: Sequence[api.RentedInstance]) -> dict[str, str]:
@@ -202,21 +202,21 @@ def template_of(offer: api.Offer) -> str:
 
 def code_of(region: str) -> str:
     """`NY2` of `East Coast (NY2)`, as in some answers, and of `NY2`."""
-    found = re.search(r"\((\w+)\)", region)
-    return found[1] if found else region
+    match = re.search(r"\((\w+)\)", region)
+    return match[1] if match else region
 
 
 def read_name(name: str) -> tuple[str, str, str, float | None]:
     """Cluster, node, token and creation time from one of our names; empty for another name."""
-    found = re.fullmatch(r"c-(.+)--(.+)--(\d+)-(.+)", name)
-    return (found[1], found[2], found[4], float(found[3])) if found else ("", "", "", None)
+    match = re.fullmatch(r"c-(.+)--(.+)--(\d+)-(.+)", name)
+    return (match[1], match[2], match[4], float(match[3])) if match else ("", "", "", None)
 
 
 def read_error(status: int, answer: Body) -> Refusal | None:
     """What an error answer means: by its message, else by its status."""
     code, message = answer.text("code", ""), answer.text("message")
-    found = refusal_by_message(WORDS, message) if status < 500 and status not in (401, 429) else None
-    return replace(found or Refusal(), message=f"{code}: {message}" if code else message)
+    refusal = refusal_by_message(WORDS, message) if status < 500 and status not in (401, 429) else None
+    return replace(refusal or Refusal(), message=f"{code}: {message}" if code else message)
 
 
 def _next_page(page: Body) -> str:

@@ -85,14 +85,14 @@ class RunPodProvider(HttpProvider):
 
     async def offers(self, query: api.Query) -> list[api.Offer]:
         counts = sorted({split_type(one)[1] for one in query.types} or set(COUNTS))
-        found: list[api.Offer] = []
+        offers: list[api.Offer] = []
         for count in counts:
             if count >= query.gpus:
                 params: dict[str, str | int] = {"include": "AVAILABILITY", "product": "POD", "count": count}
                 params["cloud"] = self._cloud
                 body = await self._api.request("GET", "/catalog/gpus", params=params)
-                found += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
-        return [one for one in found if query.admits(one)]
+                offers += [one for gpu in body.rows("gpus") for one in self._offers(gpu, count)]
+        return [one for one in offers if query.admits(one)]
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
         pages = self._api.pages("/pods", "cursor", _next_page, includeClusterPods="true")
@@ -146,8 +146,8 @@ class RunPodProvider(HttpProvider):
 
 def split_type(type: str) -> tuple[str, int]:
     """A GPU's id and count: `8x NVIDIA H200` is eight of them."""
-    found = re.fullmatch(r"(\d+)x (.+)", type)
-    return (found[2], int(found[1])) if found else (type, 1)
+    match = re.fullmatch(r"(\d+)x (.+)", type)
+    return (match[2], int(match[1])) if match else (type, 1)
 
 
 def joined_type(gpu: str, count: int) -> str:
@@ -180,8 +180,8 @@ def read_error(status: int, answer: Body) -> Refusal | None:
         return Refusal(FailureKind.BALANCE, "provider", words, "add credit in RunPod's console")
     if status == 403 and "access denied" not in detail:
         return Refusal(FailureKind.QUOTA, message=words)  # this pool is closed to us; others may not be
-    if status == 400 and (known := refusal_by_message(WORDS, detail)):
-        return replace(known, message=words)
+    if status == 400 and (refusal := refusal_by_message(WORDS, detail)):
+        return replace(refusal, message=words)
     return Refusal(FailureKind.INVALID, message=words) if status in (400, 404, 422) else None
 
 

@@ -51,31 +51,31 @@ class SandboxRentalProvider(HttpProvider):
     async def offers(self, query: api.Query) -> list[api.Offer]:
         body = await self._api.request("GET", "/types")
         region = body.text("region")
-        found = [
+        offers = [
             self._offer(kind, region, zone, market)
             for kind in body.rows("types")
             for zone in kind.rows("zones")
             for market in get_args(api.Market)
             if kind.object("usd_hour").has(market)
         ]
-        return [offer for offer in found if query.admits(offer)]
+        return [offer for offer in offers if query.admits(offer)]
 
     async def create(self, orders: Sequence[api.RentalOrder]) -> list[api.RequestOutcome]:
         machines = [_order_body(order) for order in orders]
         try:
             body = await self._api.request("POST", "/machines", json={"machines": machines}, creates=True)
             outcomes = {one.text("token"): _outcome(one) for one in body.rows("machines")}
-            return [outcomes[order.token] for order in orders]
         except ApiError as error:
             return [error.outcome() for _ in orders]
-        except KeyError as error:
-            lost = body.error(f"the answer lacks the machine with token {error}")
-            return [outcomes.get(order.token, lost.outcome()) for order in orders]
+        for order in orders:
+            lost = body.error(f"the answer lacks the machine with token {order.token!r}")
+            outcomes.setdefault(order.token, lost.outcome())
+        return [outcomes[order.token] for order in orders]
 
     async def instances(self, cluster: str) -> list[api.RentedInstance]:
         pages = self._api.pages("/machines", "after", lambda page: page.text("next", ""))
-        found = [_instance(one) async for page in pages for one in page.rows("machines")]
-        return [one for one in found if one.cluster == cluster]
+        machines = [_instance(one) async for page in pages for one in page.rows("machines")]
+        return [one for one in machines if one.cluster == cluster]
 
     async def delete(self, instances: Sequence[api.RentedInstance]) -> list[api.RequestOutcome]:
         if not instances:
@@ -130,8 +130,8 @@ def _order_body(order: api.RentalOrder) -> dict[str, Any]:
 def _outcome(one: Body) -> api.RequestOutcome:
     if not one.has("error"):
         return api.RequestOutcome(one.text("id"), usd_hour=one.number_or_none("usd_hour"))
-    known = _refusal(one.object("error"))
-    return (known or Refusal(FailureKind.AMBIGUOUS, message=one.object("error").text("code"))).outcome()
+    refusal = _refusal(one.object("error"))
+    return (refusal or Refusal(FailureKind.AMBIGUOUS, message=one.object("error").text("code"))).outcome()
 
 
 def _instance(one: Body) -> api.RentedInstance:

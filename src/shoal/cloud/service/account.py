@@ -105,8 +105,7 @@ class AccountClient:
                 if machine.cluster == self.cluster and machine.token:  # a machine without our mark is not ours
                     machines[machine.token] = (*machines.get(machine.token, ()), machine)
         except Exception as error:  # any error: one provider's client must not block the others
-            self._not_listed(error_text(error))
-            return
+            return self._not_listed(error_text(error))
         if self.problem:
             log.info("%s answers again", self.name)
         self._failures, self.problem = 0, ""
@@ -128,8 +127,8 @@ class AccountClient:
 
     def machine(self, rental: Rental) -> RentedInstance | None:
         """The machine of a rental, as last listed."""
-        found = self.listing.instances.get(rental.token, ()) if self.listing else ()
-        return next((one for one in found if one.id == rental.id), found[0] if found and not rental.id else None)
+        machines = self.listing.instances.get(rental.token, ()) if self.listing else ()
+        return next((machine for machine in machines if rental.id in ("", machine.id)), None)
 
     def first_seen(self, machine: RentedInstance) -> float:
         """When the machine was first listed, or created if that was earlier."""

@@ -241,9 +241,9 @@ class LiveJoiner:
         due = [name for name in fleet.live if name not in refused]
         stages = {name: documents(cluster, by_name[name]) for name in due if name in new}
         others = {name: membership(cluster, by_name[name]) for name in due if name not in new}
-        await self._converge(fleet, others | {name: found.get(Stage.BASE, ()) for name, found in stages.items()})
+        await self._converge(fleet, others | {name: by_stage.get(Stage.BASE, ()) for name, by_stage in stages.items()})
         fleet.require(controller)  # it must accept the new ones first
-        await self._converge(fleet, {name: found.get(Stage.SERVICES, ()) for name, found in stages.items()})
+        await self._converge(fleet, {name: by_stage.get(Stage.SERVICES, ()) for name, by_stage in stages.items()})
         failed = {name: fleet.failures[name].cause for name in new if name in fleet.failures}
         return cluster, failed | refused
 

@@ -52,8 +52,8 @@ def incompatible_versions(cluster: Cluster, new: Iterable[str]) -> dict[str, str
 
 def excluded_machines(cluster: Cluster, new: Iterable[str]) -> dict[str, str]:
     """The errors of machines that cannot be members, for example without a way into the network."""
-    found = [finding for finding in component_findings(cluster) if finding.level == "error" and finding.host in new]
-    return {finding.host: f"{finding.what} {finding.found}".strip() for finding in found}
+    errors = [finding for finding in component_findings(cluster) if finding.level == "error" and finding.host in new]
+    return {finding.host: f"{finding.what} {finding.found}".strip() for finding in errors}
 
 
 def without_peers(facts: Facts, gone: Iterable[str], port: int) -> Facts:

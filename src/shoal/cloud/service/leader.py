@@ -46,18 +46,16 @@ class Leadership:
         """Check whether a list shows a machine of a later service. The result is stored before anything acts on it."""
         for account in accounts:
             for token, machines in account.listing.instances.items() if account.listing else ():
-                if not self.superseded and _since(token) > self.since and not is_ours(token):
-                    self._end(f"{machines[0].id} of {account.name}", _since(token))
-
-    def _end(self, machine: str, since: int) -> None:
-        self.superseded = (
-            f"{machine} was rented by a later service of this cluster; this one changes nothing until "
-            "`shoal up` makes it the leader"
-        )
-        if self.mark is not None:
-            # the next leader must be later than that one, whatever the clocks of both say
-            self.mark.write_text(f"{self.superseded}\nsince {since}\n", encoding="utf-8")
-        log.error("%s", self.superseded)
+                if self.superseded or _since(token) <= self.since or is_ours(token):
+                    continue
+                self.superseded = (
+                    f"{machines[0].id} of {account.name} was rented by a later service of this cluster; this one "
+                    "changes nothing until `shoal up` makes it the leader"
+                )
+                if self.mark is not None:
+                    # the next leader must be later than that one, whatever the clocks of both say
+                    self.mark.write_text(f"{self.superseded}\nsince {_since(token)}\n", encoding="utf-8")
+                log.error("%s", self.superseded)
 
 
 def _since(token: str) -> int:

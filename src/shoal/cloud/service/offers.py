@@ -47,15 +47,15 @@ def candidates(nodeset: RentedSet, listed: ListedOffers, blocks: Sequence[OrderB
     Offers that the provider lists as unavailable come last, and only where the spec names their place: such lists are
     not reliable, but each attempt takes time.
     """
-    found: dict[tuple[str, ...], tuple[tuple[float, ...], Offer]] = {}
+    ranked: dict[tuple[str, ...], tuple[tuple[float, ...], Offer]] = {}
     for line, (choice, offers) in enumerate(listed):
         for offer in offers:
             if not _fits(choice, offer) or any(block.covers(offer) for block in blocks):
                 continue
             if _too_expensive(nodeset, offer) or (offer.available == "no" and not (choice.region or choice.zone)):
                 continue
-            found.setdefault(offer.identity, (_order(nodeset, line, offer), offer))
-    return [offer for _, offer in sorted(found.values(), key=lambda one: (one[0], one[1].place))][:MAX_OFFERS]
+            ranked.setdefault(offer.identity, (_order(nodeset, line, offer), offer))
+    return [offer for _, offer in sorted(ranked.values(), key=lambda one: (one[0], one[1].place))][:MAX_OFFERS]
 
 
 def block_for(offer: Offer, outcome: RequestOutcome, now: float) -> OrderBlock | None:
@@ -188,21 +188,21 @@ class OfferCatalog:
         if account is None:
             return ()
         async with self._asking.setdefault(key, asyncio.Lock()):
-            at, known = self._known.get(key, (float("-inf"), ()))
+            at, offers = self._known.get(key, (float("-inf"), ()))
             now = self.context.clock.now()
             if not is_due(at + MAX_AGE_S, now, MAX_AGE_S):
-                return known
-            asked, failures = self._failed.get(choice.provider, (float("-inf"), 0))
-            if not is_due(asked + RETRY_INTERVAL_S, now):
-                return known
+                return offers
+            failed_at, failures = self._failed.get(choice.provider, (float("-inf"), 0))
+            if not is_due(failed_at + RETRY_INTERVAL_S, now):
+                return offers
             try:
-                known = tuple(await account.provider.offers(query(choice)))
+                offers = tuple(await account.provider.offers(query(choice)))
             except Exception as error:  # any error: one provider's client must not block the others
                 self._note_failure(choice, error, failures + 1)
-                return known  # the last known; an order shows whether it is still valid
+                return offers  # the last offers; an order shows whether it is still valid
             self._failed.pop(choice.provider, None)
-            self._known[key] = (self.context.clock.now(), known)
-            return known
+            self._known[key] = (self.context.clock.now(), offers)
+            return offers
 
     def _note_failure(self, choice: OfferChoice, error: Exception, failures: int) -> None:
         now, account = self.context.clock.now(), choice.provider

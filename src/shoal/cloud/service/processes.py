@@ -79,8 +79,8 @@ async def _end(process: asyncio.subprocess.Process) -> ProcessResult:
         raise
     if process.returncode == 0:
         return ProcessResult(0, (out or b"").decode("utf-8", "replace"))
-    said = (errors or out or b"").decode("utf-8", "replace")
-    return ProcessResult(process.returncode or 0, " ".join(said.split())[-_MAX_OUTPUT:])
+    message = (errors or out or b"").decode("utf-8", "replace")
+    return ProcessResult(process.returncode or 0, " ".join(message.split())[-_MAX_OUTPUT:])
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

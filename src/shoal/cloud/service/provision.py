@@ -226,8 +226,8 @@ class Provisioner:
             return offers
         offer = group.joined[0].offer
         near = [one for one in offers if (one.provider, one.place) == (offer.provider, offer.place)]
-        known = offer.provider in self._context.accounts
-        return near or ([offer] if known and self._failures(group) < MAX_REPLACEMENTS else [])
+        usable = offer.provider in self._context.accounts
+        return near or ([offer] if usable and self._failures(group) < MAX_REPLACEMENTS else [])
 
     def _failures(self, group: NodeGroup) -> int:
         """How often machines for the missing nodes have failed for this job."""

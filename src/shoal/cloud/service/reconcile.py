@@ -29,9 +29,7 @@ async def reconcile(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[
 
     Returns orphans, by account: machines to delete that the ledger does not have.
     """
-    _match_listed(context, snapshot)
-    snapshot.refresh(context.ledger)
-    _release_expired(context, snapshot)
+    _update_rentals(context, snapshot)
     lost = await _handle_lost(context, snapshot)
     snapshot.refresh(context.ledger)
     await _correct_nodes(context, snapshot, lost)
@@ -40,23 +38,12 @@ async def reconcile(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[
 
 def without_slurm(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[str, list[RentedInstance]]:
     """The same while Slurm does not answer: only lifetimes and orphans."""
-    _match_listed(context, snapshot)
-    snapshot.refresh(context.ledger)
-    _release_expired(context, snapshot)
+    _update_rentals(context, snapshot)
     return _orphans_by_account(context, snapshot)
 
 
-def _release_expired(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
-    """Release machines whose lifetime is over, whatever the state of their nodes. Their jobs were warned before."""
-    for rental in snapshot.rentals:
-        nodeset = context.sets.get(rental.nodeset)
-        if nodeset is not None and nodeset.lifetime and snapshot.now >= rental.begun + nodeset.lifetime:
-            context.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
-    snapshot.refresh(context.ledger)
-
-
-def _match_listed(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
-    """Find the machines of orders whose answer was lost, and update prices."""
+def _update_rentals(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
+    """Find the machines of orders whose answer was lost, update prices, and release machines whose lifetime is over."""
     for rental in snapshot.rentals:
         account = context.accounts.get(rental.account)
         if account is None or rental.token in account.ordering:
@@ -70,6 +57,12 @@ def _match_listed(context: ServiceContext, snapshot: ClusterSnapshot) -> None:
                 context.ledger.failed(rental.token, FailureKind.AMBIGUOUS, why, snapshot.now)
             else:
                 context.ledger.gone(rental.token, snapshot.now)
+    snapshot.refresh(context.ledger)
+    for rental in snapshot.rentals:  # whatever the state of their nodes: their jobs were warned before
+        nodeset = context.sets.get(rental.nodeset)
+        if nodeset is not None and nodeset.lifetime and snapshot.now >= rental.begun + nodeset.lifetime:
+            context.release(rental, f"its lifetime of {nodeset.lifetime} s is over")
+    snapshot.refresh(context.ledger)
 
 
 def _update_rental(context: ServiceContext, rental: Rental, machine: RentedInstance, now: float) -> None:
@@ -85,9 +78,8 @@ def _update_rental(context: ServiceContext, rental: Rental, machine: RentedInsta
     nodeset = context.sets.get(rental.nodeset)
     price, most = machine.usd_hour, nodeset.max_price if nodeset else None
     if rental.state == "made" and price is not None and most is not None and price > most:
-        context.reject(
-            rental, f"{rental.account} charges ${price:.2f} an hour for {rental.offer.type}, above max_price"
-        )
+        offer = rental.offer
+        context.reject(rental, f"{rental.account} charges ${price:.2f} an hour for {offer.type}, above max_price")
 
 
 def _billed_from(rental: Rental, machine: RentedInstance, now: float) -> float | None:
@@ -112,14 +104,16 @@ async def _handle_lost(context: ServiceContext, snapshot: ClusterSnapshot) -> se
         machine = account.machine(rental)
         if machine is None and account.gone(rental):
             why = f"{rental.id} of {rental.account} is gone"
-            _reject_unjoined(context, rental, why)
-            context.ledger.gone(rental.token, snapshot.now)
         elif machine is not None and _is_dead(rental, machine):
             why = f"{rental.id} of {rental.account} is {machine.raw_state}"
-            _reject_unjoined(context, rental, why)
-            context.release(rental, why)
         else:
             continue
+        if rental.state == "made":
+            context.reject(rental, why)  # it never came up
+        if machine is None:
+            context.ledger.gone(rental.token, snapshot.now)
+        else:
+            context.release(rental, why)
         node = snapshot.nodes.get(rental.node)
         if node is not None and slurm.is_registered(node):
             log.warning("%s: %s", rental.node, why)
@@ -133,12 +127,6 @@ def _is_dead(rental: Rental, machine: RentedInstance) -> bool:
     if machine.state == "stopping":
         return not (machine.ending and rental.state == "joined")
     return machine.state in ("error", "stopped")
-
-
-def _reject_unjoined(context: ServiceContext, rental: Rental, why: str) -> None:
-    """Reject the offer of a machine that never came up."""
-    if rental.state == "made":
-        context.reject(rental, why)
 
 
 async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, lost: set[str]) -> None:
@@ -165,9 +153,8 @@ async def _correct_nodes(context: ServiceContext, snapshot: ClusterSnapshot, los
             if not slurm.set_by_us(node) or is_due(slurm.retry_time(node), snapshot.now):
                 to_power_down.append(node.name)
         elif slurm.is_registered(node) and not kept and node.name not in lost:
-            await context.update_slurm(
-                context.slurm.down([node.name], slurm.format_reason("this node has no machine", snapshot.now))
-            )
+            why = slurm.format_reason("this node has no machine", snapshot.now)
+            await context.update_slurm(context.slurm.down([node.name], why))
         elif slurm.is_registered(node) and kept and kept[0].state == "made":
             context.ledger.joined(kept[0].token, snapshot.now)  # a service was killed before it recorded this
     for rental in snapshot.rentals:
@@ -197,9 +184,9 @@ def _keep_one(context: ServiceContext, kept: Iterable[Rental]) -> list[Rental]:
 def _orphans_by_account(context: ServiceContext, snapshot: ClusterSnapshot) -> dict[str, list[RentedInstance]]:
     snapshot.refresh(context.ledger)  # orders run concurrently: a machine that was made meanwhile has a rental
     live = {rental.token: rental for rental in snapshot.rentals}
-    found = {name: _orphans_of(context, account, live) for name, account in context.accounts.items()}
+    by_account = {name: _orphans_of(context, account, live) for name, account in context.accounts.items()}
     snapshot.refresh(context.ledger)
-    return {name: orphans for name, orphans in found.items() if orphans}
+    return {name: orphans for name, orphans in by_account.items() if orphans}
 
 
 def _orphans_of(context: ServiceContext, account: AccountClient, live: Mapping[str, Rental]) -> list[RentedInstance]:
@@ -217,15 +204,16 @@ def _orphans_of(context: ServiceContext, account: AccountClient, live: Mapping[s
 
 def _is_orphan(context: ServiceContext, account: AccountClient, machine: RentedInstance, twin: bool) -> bool:
     """Whether to delete a machine now. One that the ledger has is released instead, so that it is billed."""
-    known = None if twin else context.ledger.get(machine.token)
-    if twin or (known is not None and known.id not in ("", machine.id)):
+    rental = None if twin else context.ledger.get(machine.token)
+    if twin or (rental is not None and rental.id not in ("", machine.id)):
         return account.may_retry_delete(machine)  # a second machine of one order
-    if known is not None and known.live:
+    if rental is not None and rental.live:
         return False
     now = context.clock.now()
-    if known is None:
-        return now >= account.first_seen(machine) + account.abilities.grace_s and account.may_retry_delete(machine)
-    if known.state == "failed":
-        context.ledger.made(known.token, machine.id, machine.usd_hour, max(_created(machine, now), known.intended_at))
-    context.ledger.releasing(known.token, "it was listed after the order was given up", now)
+    if rental is None:
+        settled = now >= account.first_seen(machine) + account.abilities.grace_s
+        return settled and account.may_retry_delete(machine)
+    if rental.state == "failed":
+        context.ledger.made(rental.token, machine.id, machine.usd_hour, max(_created(machine, now), rental.intended_at))
+    context.ledger.releasing(rental.token, "it was listed after the order was given up", now)
     return False

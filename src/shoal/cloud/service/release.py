@@ -155,8 +155,8 @@ class InstanceReleaser:
             result = "deleted" if outcome.ok else f"cannot be deleted: {outcome.message}"
             log.warning("%s: orphan %s (%s) %s", account.name, machine.id, machine.node, result)
         for rental, outcome in zip(rentals, outcomes[: len(machines)], strict=True):
-            known = self.context.ledger.get(rental.token)
-            if known is None or known.state != "releasing":
+            current = self.context.ledger.get(rental.token)
+            if current is None or current.state != "releasing":
                 continue  # a list has already shown that it is gone
             if outcome.ok:
                 if rental.billed_until is None or self._runs_on(account, rental):

@@ -72,8 +72,8 @@ class BackgroundCalls:
         Raises the first error of an ended call; others are logged.
         """
         now = asyncio.get_running_loop().time()
-        asked = self._calls.values() if key is None else [self._calls[key]]
-        waited = {task: until for task, until in asked if until > now}
+        calls = self._calls.values() if key is None else [self._calls[key]]
+        waited = {task: until for task, until in calls if until > now}
         if waited:
             _, late = await asyncio.wait(waited, timeout=max(waited.values()) - now)
             for task in late:

@@ -172,18 +172,17 @@ class RentalService:
     def _report(self, snapshot: ClusterSnapshot | None) -> None:
         if self._status_file is None:
             return
-        rentals = snapshot.rentals if snapshot else self.context.ledger.live()
-        left = {rental.account for rental in rentals} - self.context.accounts.keys()
-        queued = {job.id for job in snapshot.jobs} if snapshot else set()
-        running = {job.id for job in snapshot.jobs if job.state == "RUNNING"} if snapshot else set()
-        for job in self.context.job_comments.keys() - queued if snapshot else ():
-            del self.context.job_comments[job]
+        context, rentals = self.context, snapshot.rentals if snapshot else self.context.ledger.live()
+        left = {rental.account for rental in rentals} - context.accounts.keys()
+        states = {job.id: job.state for job in snapshot.jobs} if snapshot else {}
+        for job in context.job_comments.keys() - states.keys() if snapshot else ():
+            del context.job_comments[job]
         status = ServiceStatus(
-            at=self.context.clock.now(),
+            at=context.clock.now(),
             problem=self._problem,
-            accounts={name: account.problem for name, account in self.context.accounts.items()}
+            accounts={name: account.problem for name, account in context.accounts.items()}
             | dict.fromkeys(left, "machines are rented there, but the spec has no such account"),
-            jobs={job: text for job, text in self.context.job_comments.items() if job not in running},
+            jobs={job: text for job, text in context.job_comments.items() if states.get(job) != "RUNNING"},
             machines={rental.token: machine_entry(rental) for rental in rentals},
         )
         write_status(self._status_file, status)

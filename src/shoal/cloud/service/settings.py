@@ -37,7 +37,7 @@ def read_settings(directory: Path = Path(SETTINGS)) -> ServiceSettings:
     """Read the settings. Raises UsageError with the missing or broken file, never with its content."""
     spec = _json(directory / "spec.json")
     try:
-        known = Spec.model_validate(spec)
+        model = Spec.model_validate(spec)
     except ValidationError:
         raise _broken(directory / "spec.json", "it was written by another version of Shoal") from None
     accounts: dict[str, ProviderLogin] = {}
@@ -52,7 +52,7 @@ def read_settings(directory: Path = Path(SETTINGS)) -> ServiceSettings:
             raise _broken(directory / "accounts.json", f"account {name} is incomplete") from None
     identity = directory / "id_ed25519"
     since = in_charge_since(directory / Path(LEADER_SINCE).name)
-    return ServiceSettings(known, accounts, _text(identity.with_suffix(".pub")), identity, since)
+    return ServiceSettings(model, accounts, _text(identity.with_suffix(".pub")), identity, since)
 
 
 def _json(path: Path) -> object:
