@@ -30,8 +30,8 @@ def make(name: str, table: Mapping[str, str], group: str, *arguments: object) ->
     """An instance of the class of that name. Raises ProviderError with the known names."""
     cls = find(name, table, group)
     if cls is None:
-        known = ", ".join(names(table, group))
-        raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {known}")
+        options = ", ".join(names(table, group))
+        raise ProviderError(f"no provider is called {name!r}", hint=f"use one of: {options}")
     try:
         return cls(*arguments)
     except ProviderError:

@@ -64,10 +64,10 @@ class HostKeys:
             return
         with self._locked():
             lines = self._read()
-            now = _keys(lines).get(name)
-            if now and now != key and not pinned:
-                raise host_key_changed(name, now, key, self.path)
-            if now != key:
+            current = _keys(lines).get(name)
+            if current and current != key and not pinned:
+                raise host_key_changed(name, current, key, self.path)
+            if current != key:
                 others = [line for line in lines if not _is_of(line, name)]
                 self._write([*others, f"{name},[{address}]:{port} {key.type} {key.text}"])
         assert self._keys is not None
@@ -112,17 +112,19 @@ class HostKeys:
             raise _unusable(self.path, error) from error
 
 
-def host_key_changed(name: str, known: HostKey, shown: HostKey, path: Path, *, pinned: bool = False) -> HostKeyChanged:
+def host_key_changed(
+    name: str, recorded: HostKey, shown: HostKey, path: Path, *, pinned: bool = False
+) -> HostKeyChanged:
     """The refusal, with both fingerprints and the way out."""
-    met = "its provider reported" if pinned else "we met"
+    source = "its provider reported" if pinned else "we met"
     hint = (
         "the address may belong to another machine now, or someone is between you and the host; ask the provider"
         if pinned
         else f"if the host was reinstalled, forget its old key: shoal ssh --forget-key {name} "
         f"(kept in {path}); if not, someone may be between you and the host"
     )
-    keys = f"shows the {shown.type} key {shown.fingerprint}, not the {known.type} key {known.fingerprint}"
-    return HostKeyChanged(name, f"{keys} {met}", hint=hint)
+    keys = f"shows the {shown.type} key {shown.fingerprint}, not the {recorded.type} key {recorded.fingerprint}"
+    return HostKeyChanged(name, f"{keys} {source}", hint=hint)
 
 
 def pinned_key(name: str, text: str) -> HostKey:

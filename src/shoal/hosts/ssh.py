@@ -161,13 +161,13 @@ class SshHost(LineHost):
             if on_close:
                 await on_close()
 
-    async def forward(self, address: str, port: int, near: int = 0) -> int:
+    async def forward(self, address: str, port: int, local_port: int = 0) -> int:
         """Listen on a port of this machine's loopback, for as long as the connection lasts, and pass on what comes to
-        `address` and `port` as the host sees them. Returns the port; `near` is the one to take, 0 for any."""
+        `address` and `port` as the host sees them. Returns the port; `local_port` is the one to take, 0 for any."""
         try:
-            listener = await self._connection.forward_local_port("127.0.0.1", near, address, port)
+            listener = await self._connection.forward_local_port("127.0.0.1", local_port, address, port)
         except OSError as error:
-            what = f"cannot listen on port {near}: {error.strerror}"
+            what = f"cannot listen on port {local_port}: {error.strerror}"
             raise UsageError(what, hint="name another with --port") from None
         return listener.get_port()
 

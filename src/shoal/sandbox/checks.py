@@ -50,14 +50,14 @@ class MachineFacts:
     @classmethod
     def observe(cls, cache: Path) -> MachineFacts:
         memory = _meminfo()
-        there = next(path for path in (cache, *cache.parents) if path.exists())
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
         return cls(
             root=os.geteuid() == 0,
             programs=frozenset(name for name in (*PROGRAMS, "mmdebstrap", "debootstrap") if _find(name)),
             cpus=len(os.sched_getaffinity(0)),
             memory_mb=memory.get("MemTotal", 0) // 1024,
             available_mb=memory.get("MemAvailable", 0) // 1024,
-            disk_free_mb=shutil.disk_usage(there).free >> 20,
+            disk_free_mb=shutil.disk_usage(existing).free >> 20,
             overlay="overlay" in Path("/proc/filesystems").read_text() or _module("overlay"),
             loop=Path("/dev/loop-control").exists() or _module("loop"),
             cgroups=bool({"freezer", "unified"} & set(hierarchies())),

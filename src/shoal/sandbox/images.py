@@ -194,16 +194,16 @@ async def _finish(image: str, root: Path, settings: str, log: Path) -> None:
     if certificates.is_dir():
         shutil.copytree(certificates, root / "usr/local/share/ca-certificates", dirs_exist_ok=True)
     shutil.copyfile("/etc/resolv.conf", root / "etc/resolv.conf")
-    inside = ["chroot", str(root)]
+    chroot = ["chroot", str(root)]
     what = f"finishing image in {root}"
-    await _step([*inside, "update-ca-certificates"], log, what)
-    await _step([*inside, "useradd", "--create-home", "--shell", "/bin/bash", "--uid", "1000", USER], log, what)
-    await _step([*inside, "systemctl", "enable", "ssh.service", "shoal-sandbox.service"], log, what)
-    await _step([*inside, "apt-get", "clean"], log, what)
+    await _step([*chroot, "update-ca-certificates"], log, what)
+    await _step([*chroot, "useradd", "--create-home", "--shell", "/bin/bash", "--uid", "1000", USER], log, what)
+    await _step([*chroot, "systemctl", "enable", "ssh.service", "shoal-sandbox.service"], log, what)
+    await _step([*chroot, "apt-get", "clean"], log, what)
     if not any((root / "var/lib/apt/lists").glob("*Packages*")):
-        await _step([*inside, "apt-get", "update"], log, what)
+        await _step([*chroot, "apt-get", "update"], log, what)
     download = ["apt-get", "install", "--yes", "--download-only", "--no-install-recommends"]
-    await _step([*inside, *download, *DOWNLOADED_PACKAGES, *EXTRA_PACKAGES.get(image, ())], log, what)
+    await _step([*chroot, *download, *DOWNLOADED_PACKAGES, *EXTRA_PACKAGES.get(image, ())], log, what)
     for key in (root / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
     for name in ("etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id", "etc/resolv.conf"):

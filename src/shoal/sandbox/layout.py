@@ -46,8 +46,8 @@ def site_of(shape: Shape) -> str:
 
 def cache_dir() -> Path:
     """Where images and running clusters are kept: $SHOAL_CACHE, else the user's cache directory."""
-    if own := os.environ.get("SHOAL_CACHE"):
-        return Path(own).absolute()
+    if path := os.environ.get("SHOAL_CACHE"):
+        return Path(path).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").absolute() / "shoal"
 
@@ -239,6 +239,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _host_record(data: dict[str, Any]) -> HostRecord:
-    known = {name: value for name, value in data["shape"].items() if name in Shape.__dataclass_fields__}
+    shape = {name: value for name, value in data["shape"].items() if name in Shape.__dataclass_fields__}
     plain = {name: data[name] for name in ("name", "index", "address", "image", "host_key")}
-    return HostRecord(**plain, shape=Shape(**known), renter=data.get("renter", ""))
+    return HostRecord(**plain, shape=Shape(**shape), renter=data.get("renter", ""))

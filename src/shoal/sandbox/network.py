@@ -88,10 +88,10 @@ def free_address(site: Site, taken: Iterable[str]) -> str:
 
 
 def new_host(
-    name: str, shape: Shape, image: Path, sites: Mapping[str, Site], known: Collection[HostRecord], renter: str = ""
+    name: str, shape: Shape, image: Path, sites: Mapping[str, Site], hosts: Collection[HostRecord], renter: str = ""
 ) -> HostRecord:
-    """The record of a host beside those that are known: with the first index and address that none of them has."""
-    indexes, addresses = {host.index for host in known}, [host.address for host in known]
+    """The record of a new host beside `hosts`, with the first index and address that none of them has."""
+    indexes, addresses = {host.index for host in hosts}, [host.address for host in hosts]
     return HostRecord(
         name=name,
         index=next(n for n in range(len(indexes) + 1) if n not in indexes),
@@ -106,11 +106,11 @@ def new_host(
 def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostRecord] = ()) -> str:
     """The cluster's nftables rules, as text that replaces those that were there."""
     ordered = sorted(sites, key=lambda site: site.index)
-    own = ", ".join(f'"{layout.bridge(site)}"' for site in ordered if site.name != CONTAINERS)
+    open_bridges = ", ".join(f'"{layout.bridge(site)}"' for site in ordered if site.name != CONTAINERS)
     forward, nat = [], []
     for site in ordered:
         bridge = layout.bridge(site)
-        allowed = f'"{bridge}"' if site.behind_nat else f"{{ {own} }}"
+        allowed = f'"{bridge}"' if site.behind_nat else f"{{ {open_bridges} }}"
         forward.append(f'        oifname "{bridge}" iifname != {allowed} drop comment "site {site.name}"')
         nat.append(f'        ip saddr {site.subnet} oifname != "{bridge}" masquerade comment "site {site.name}"')
     gateways = ", ".join(gateway(site) for site in ordered)
@@ -121,7 +121,7 @@ def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostReco
         if host.shape.container
     ]
     passing = ["        ct status dnat accept"] if inward else []
-    every = ", ".join(f'"{layout.bridge(site)}"' for site in ordered)
+    bridges = ", ".join(f'"{layout.bridge(site)}"' for site in ordered)
     return "\n".join(
         [
             f"table inet {layout.table} {{}}",
@@ -130,7 +130,7 @@ def render_table(layout: Layout, sites: Iterable[Site], hosts: Iterable[HostReco
             "    chain forward {",
             "        type filter hook forward priority filter; policy accept;",
             # The metadata service of a cloud gives out this machine's keys; hosts must not get them.
-            f"        iifname {{ {every} }} ip daddr 169.254.0.0/16 drop",
+            f"        iifname {{ {bridges} }} ip daddr 169.254.0.0/16 drop",
             "        ct state established,related accept",
             *passing,
             *forward,
@@ -165,14 +165,14 @@ async def plug_in(layout: Layout, host: HostRecord, site: Site) -> None:
     await call("ip", "link", "set", link, "master", layout.bridge(site), "up")
     if host.shape.container:
         await call("ip", "link", "set", link, "type", "bridge_slave", "isolated", "on")
-    inside = [
+    commands = [
         "link set lo up",
         # Derived from the IP address: a new host with an old address then needs no ARP update.
         f"link set eth0 address {hardware_address(layout, host.address)} up",
         f"addr replace {host.address}/{ipaddress.IPv4Network(site.subnet).prefixlen} dev eth0",
         f"route replace default via {gateway(site)}",
     ]
-    await call("ip", "-n", space, "-batch", "-", stdin="\n".join(inside) + "\n")
+    await call("ip", "-n", space, "-batch", "-", stdin="\n".join(commands) + "\n")
 
 
 def hardware_address(layout: Layout, name: str) -> str:
@@ -237,8 +237,8 @@ async def _ensure_bridge(layout: Layout, site: Site) -> None:
     if not Path("/sys/class/net", bridge).exists():
         # Without an address of its own a bridge has that of one of its cables, and another when that cable goes: then
         # its hosts lose their gateway until they ask for it again.
-        own = hardware_address(layout, f"bridge {site.name}")
-        await call("ip", "link", "add", bridge, "address", own, "type", "bridge", "forward_delay", "0")
+        address = hardware_address(layout, f"bridge {site.name}")
+        await call("ip", "link", "add", bridge, "address", address, "type", "bridge", "forward_delay", "0")
     await call("ip", "addr", "replace", f"{gateway(site)}/24", "dev", bridge)
     await call("ip", "link", "set", bridge, "up")
 

@@ -108,9 +108,9 @@ def is_ready(layout: Layout, name: str) -> bool:
 
 def cpus_of(host: HostRecord) -> list[int]:
     """The machine's CPUs that the host may use: as many as its shape says, spread over the hosts."""
-    there = sorted(os.sched_getaffinity(0))
-    count = min(host.shape.cpus or len(there), len(there))
-    return sorted(there[(host.index * count + step) % len(there)] for step in range(count))
+    available = sorted(os.sched_getaffinity(0))
+    count = min(host.shape.cpus or len(available), len(available))
+    return sorted(available[(host.index * count + step) % len(available)] for step in range(count))
 
 
 async def start(layout: Layout, host: HostRecord) -> None:

@@ -89,17 +89,17 @@ class SandboxProvider:
     ) -> list[HostRecord]:
         """The record of every host that is asked for; those that have none yet are made."""
         authorized = seed.ensure_identity(layout)
-        known = layout.hosts()
+        records = layout.hosts()
         for count, request in enumerate(requests):
-            if request.name in known:
-                if request.shape != known[request.name].shape:
+            if request.name in records:
+                if request.shape != records[request.name].shape:
                     progress(f"host {request.name} keeps the shape it was made with; remove it to change that", 0.0)
                 continue
             progress(f"making host {request.name}", count / len(requests))
             image = built[request.shape.image]
-            record = network.new_host(request.name, request.shape, image, sites, known.values())
-            known[request.name] = await seed.lay_out(layout, record, authorized)
-        return [known[request.name] for request in requests]
+            record = network.new_host(request.name, request.shape, image, sites, records.values())
+            records[request.name] = await seed.lay_out(layout, record, authorized)
+        return [records[request.name] for request in requests]
 
     async def _start(self, layout: Layout, sites: dict[str, Site], hosts: list[HostRecord], progress: Progress) -> None:
         """Start what is stopped, a few at a time, and wait for SSH on whatever has not answered yet."""

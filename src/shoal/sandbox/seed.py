@@ -49,7 +49,7 @@ async def lay_out(
         (home / name).mkdir(parents=True)
     key = asyncssh.generate_private_key("ssh-ed25519", comment=host.name)
     public = key.export_public_key().decode().strip()
-    own = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
+    machine_id = hashlib.sha256(f"{layout.id}/{host.name}".encode()).hexdigest()[:32]
     files: dict[str, tuple[bytes, int]] = {
         "etc/ssh/ssh_host_ed25519_key": (key.export_private_key(), 0o600),
         "etc/ssh/ssh_host_ed25519_key.pub": (f"{public}\n".encode(), 0o644),
@@ -58,7 +58,7 @@ async def lay_out(
         "etc/hosts": (f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n".encode(), 0o644),
         # Or it would turn away everybody but root for a moment after its SSH server answers: "System is booting up".
         "etc/tmpfiles.d/systemd-nologin.conf": (b"", 0o644),
-        "etc/machine-id": (f"{own}\n".encode(), 0o444),
+        "etc/machine-id": (f"{machine_id}\n".encode(), 0o444),
     }
     if host.shape.memory_mb:
         files["etc/shoal-sandbox.d/meminfo"] = render_meminfo(host.shape.memory_mb).encode(), 0o644

@@ -175,15 +175,15 @@ def accounting_problems(accounting: Accounting | None, hosts: Sequence[str]) -> 
         yield Problem(("accounting", "qos"), what, "", "add `accounts`: {lab: {users: [ann]}}")
     accounts = {name: account for name, account in accounting.accounts.items() if account is not None}
     yield from _parent_problems(accounts)
-    known = list(dict.fromkeys((NORMAL, *accounting.qos)))
+    qos_names = list(dict.fromkeys((NORMAL, *accounting.qos)))
     for name, account in accounts.items():
         path: Path = ("accounting", "accounts", name)
-        yield from _qos_problems(path, account, known)
+        yield from _qos_problems(path, account, qos_names)
         for user, share in account.users.items():
             if user == ROOT:
                 yield Problem((*path, "users"), "root is Slurm's administrator already", show(user), "delete it")
             if share is not None:
-                yield from _qos_problems((*path, "users", user), share, known)
+                yield from _qos_problems((*path, "users", user), share, qos_names)
 
 
 def _parent_problems(accounts: Mapping[str, Account]) -> Iterator[Problem]:
@@ -202,13 +202,13 @@ def _parent_problems(accounts: Mapping[str, Account]) -> Iterator[Problem]:
             yield Problem(path, "an account that is part of itself", show(parent), "break the circle")
 
 
-def _qos_problems(path: Path, share: Share, known: list[str]) -> Iterator[Problem]:
+def _qos_problems(path: Path, share: Share, qos_names: list[str]) -> Iterator[Problem]:
     for name in share.qos:
-        if name is not None and name not in known:
-            yield Problem((*path, "qos"), "unknown QOS", show(name), nearest(name, known))
+        if name is not None and name not in qos_names:
+            yield Problem((*path, "qos"), "unknown QOS", show(name), nearest(name, qos_names))
     default = share.default_qos
-    if default is not None and default not in known:
-        yield Problem((*path, "default_qos"), "unknown QOS", show(default), nearest(default, known))
+    if default is not None and default not in qos_names:
+        yield Problem((*path, "default_qos"), "unknown QOS", show(default), nearest(default, qos_names))
     elif default is not None and share.is_set("qos") and default not in share.qos:
         fix = f"add {default} to `qos`, or choose one of them"
         yield Problem((*path, "default_qos"), "not among its `qos`", show(default), fix)

@@ -56,8 +56,8 @@ def _set_of(spec: Spec, name: str, path: Path) -> tuple[tuple[str, ...], HostSet
             assert spec.login is not None
             return ("login",), spec.login
         return ("nodesets", member.nodeset), spec.nodesets[member.nodeset]
-    known = hostlist.compress(member.name for member in members(spec))
-    raise UsageError(f"{path} has no host {name}", hint=f"its hosts are {known}")
+    names = hostlist.compress(member.name for member in members(spec))
+    raise UsageError(f"{path} has no host {name}", hint=f"its hosts are {names}")
 
 
 def _decrement_count(text: str, node: Node, entry: HostSet, name: str, place: tuple[str, ...]) -> str:

@@ -66,17 +66,17 @@ def path_text(path: Path) -> str:
     return text
 
 
-def nearest(word: str, known: list[str]) -> str:
+def nearest(word: str, options: list[str]) -> str:
     """A fix that names the nearest known word, or all of them when none is near."""
-    close = closest(word, known)
+    close = closest(word, options)
     if close:
         return f"did you mean `{close}`?"
-    return f"known: {', '.join(known)}" if known else ""
+    return f"known: {', '.join(options)}" if options else ""
 
 
-def closest(word: str, known: list[str]) -> str | None:
+def closest(word: str, options: list[str]) -> str | None:
     """The known word that was probably meant."""
-    return next(iter(get_close_matches(word[:64], known, n=1)), None)
+    return next(iter(get_close_matches(word[:64], options, n=1)), None)
 
 
 def show(value: object) -> str:

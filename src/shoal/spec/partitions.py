@@ -58,7 +58,7 @@ def show_time(time: str) -> str:
     return time if time.isdigit() else show(time)
 
 
-def _nodesets(path: Path, partition: Partition, known: Sequence[str], *, all_known: bool) -> Iterator[Problem]:
+def _nodesets(path: Path, partition: Partition, listable: Sequence[str], *, all_known: bool) -> Iterator[Problem]:
     """A partition has nodesets, and lists each once."""
     if not partition.nodesets and "nodesets" in partition.model_fields_set - partition.invalid:
         yield Problem(path, "a partition without nodesets", "[]", "list at least one")
@@ -69,10 +69,10 @@ def _nodesets(path: Path, partition: Partition, known: Sequence[str], *, all_kno
         place = (*path, index)
         if nodeset in listed:
             yield Problem(place, "nodeset listed twice", show(nodeset), "delete one")
-        elif nodeset == "controller" and nodeset not in known:
+        elif nodeset == "controller" and nodeset not in listable:
             yield Problem(place, "the controller runs no jobs", show(nodeset), "set `compute: true` on it")
-        elif nodeset not in known and all_known:
-            yield Problem(place, "unknown nodeset", show(nodeset), nearest(nodeset, list(known)))
+        elif nodeset not in listable and all_known:
+            yield Problem(place, "unknown nodeset", show(nodeset), nearest(nodeset, list(listable)))
         listed.add(nodeset)
 
 
@@ -83,12 +83,12 @@ def _times(name: str, partition: Partition) -> Iterator[Problem]:
         yield Problem(path, "longer than `max_time`", show_time(usual), f"give at most {longest}")
 
 
-def _unlisted(partitions: Mapping[str, Partition], known: Sequence[str]) -> Iterator[Problem]:
+def _unlisted(partitions: Mapping[str, Partition], listable: Sequence[str]) -> Iterator[Problem]:
     """A warning for each nodeset that no partition lists, once the partitions themselves are in order."""
     listed = [nodeset for partition in partitions.values() for nodeset in partition.nodesets or (None,)]
-    if not partitions or any(nodeset not in known for nodeset in listed):
+    if not partitions or any(nodeset not in listable for nodeset in listed):
         return
-    for nodeset in known:
+    for nodeset in listable:
         if nodeset not in listed:
             place: Path = ("controller", "compute") if nodeset == "controller" else ("nodesets", nodeset)
             yield Problem(place, "in no partition: no job can run there", "", "list it in a partition", "warning")
