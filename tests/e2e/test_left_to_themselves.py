@@ -17,7 +17,7 @@ from tests.e2e.simulated import Cloud, bill, printed, renting, submit
 from shoal.cloud.providers import rental_provider
 from shoal.cloud.providers.api import ProviderLogin
 from shoal.cloud.service.boot import machine_script
-from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S
+from shoal.roles.rented import CONTROLLER_TIMEOUT_S
 from shoal.sandbox.provider import SandboxProvider
 from shoal_simulators.instances import InstanceOrder, MachineType, Profile
 from shoal_simulators.market import Market

@@ -14,22 +14,15 @@ from shoal.roles.containers import container_compute
 from shoal.roles.controller import ROTATION, controller
 from shoal.roles.current_conf import CONF_FILES, HOSTS, HOSTS_BLOCK, JOB_SUBMIT
 from shoal.roles.plugins import pmix_files, spanning_files
-from shoal.roles.registry import COMPONENTS, component_files, component_services, components_of
+from shoal.roles.registry import COMPONENTS, component_files, components_of
 from shoal.spec.member import Member
 from shoal.spec.model import Spec
 
 
 def fact_services() -> tuple[str, ...]:
     """All services in documents, so that an agent asks systemd once."""
-    return (
-        "munge",
-        "slurmctld",
-        "slurmd",
-        "shoal-firewall",
-        FIREWALLD,
-        host_address.NAMES_SERVICE,
-        *component_services(),
-    )
+    own = ("munge", "slurmctld", "slurmd", "shoal-firewall", FIREWALLD, host_address.NAMES_SERVICE)
+    return (*own, *(name for component in COMPONENTS for name in component.services))
 
 
 def fact_files(spec: Spec) -> Mapping[str, FileQuery]:

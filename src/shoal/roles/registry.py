@@ -62,10 +62,6 @@ def component_filesystems(spec: Spec) -> tuple[str, ...]:
     return _unique(component.filesystems(spec) for component in COMPONENTS)
 
 
-def component_services() -> tuple[str, ...]:
-    return _unique(component.services for component in COMPONENTS)
-
-
 def component_files(spec: Spec) -> dict[str, FileQuery]:
     return {path: query for c in COMPONENTS for path, query in {**c.files, **c.fact_files(spec)}.items()}
 

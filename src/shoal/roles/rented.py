@@ -1,4 +1,4 @@
-"""Rented nodes in slurm.conf, before any is rented: their minimum shape, and when they are released. Pure."""
+"""Rented nodes: in slurm.conf before any is rented, with minimum shape and idle time; and their watchdog. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
+from shoal.agent.document import Directory, Document, File, Service, render_unit
 from shoal.agent.facts import Facts
 from shoal.cloud.providers import abilities
 from shoal.cloud.providers.api import Abilities
 from shoal.cloud.providers.prices import InstanceShape, known_types, shape_of
+from shoal.remote import program_text
 from shoal.roles.current_conf import CurrentConf
 from shoal.slurm.conf import gpu_type
 from shoal.slurm.model import Node, NodeGpu, PowerSaving
@@ -26,6 +28,16 @@ SMALLEST_SHAPE = InstanceShape(cpus=1, memory_mb=1024)
 UNKNOWN_BOOT_S = 1800
 SIMILARITY = 0.75
 """Above this ratio two words count as a misspelling of each other: `edgegpu` and `megagpu` do not."""
+WATCHDOG = "/usr/local/lib/shoal/watchdog"
+TIMER = "shoal-watchdog.timer"
+UNITS = "/etc/systemd/system"
+CONTROLLER_TIMEOUT_S = 3600
+"""After this silence of the controller the machine shuts down."""
+RELEASE_TIMEOUT_S = 900
+"""The same for a node that Slurm has suspended, or does not know any more."""
+POWEROFF = "systemctl poweroff"
+CONTAINER_POWEROFF = "kill -TERM 1"
+"""A container without systemd stops with its first process."""
 
 
 def rented_nodes(spec: Spec) -> tuple[Node, ...]:
@@ -185,3 +197,32 @@ def _abilities(kind: str) -> Abilities | None:
         return abilities(kind)
     except (LookupError, ImportError):
         return None
+
+
+def watchdog(node: str, until: int, *, systemd: bool = True) -> Document:
+    """Shuts a machine down when the controller is gone, Slurm has released the node, or its time is over.
+
+    `until` is when its time is over, as a Unix time; 0 is never. Some providers still bill a machine that is shut down.
+    """
+    off = POWEROFF if systemd else CONTAINER_POWEROFF
+    program = (Directory("/usr/local/lib/shoal"), File(WATCHDOG, script(node, until, off), mode=0o755))
+    if not systemd:
+        loop = f"while :; do sleep 60; {WATCHDOG}; done"
+        return (*program, Service("shoal-watchdog", command=("/bin/sh", "-c", loop)))
+    service = render_unit(
+        Unit={"Description": "Looks whether this rented machine is still wanted"},
+        Service={"Type": "oneshot", "ExecStart": WATCHDOG},
+    )
+    timer = render_unit(
+        Unit={"Description": "Looks every minute whether this rented machine is still wanted"},
+        Timer={"OnActiveSec": 60, "OnUnitActiveSec": 60, "AccuracySec": 5},
+        Install={"WantedBy": "timers.target"},
+    )
+    units = (File(f"{UNITS}/shoal-watchdog.service", service), File(f"{UNITS}/{TIMER}", timer, restarts=(TIMER,)))
+    return (*program, *units, Service(TIMER))
+
+
+def script(node: str, until: int, off: str = POWEROFF, marks: str = "/run/shoal-watchdog") -> str:
+    """Checks once whether the machine is still needed, and shuts it down with the command `off` when it is not."""
+    timeouts = {"CONTROLLER_TIMEOUT_S": CONTROLLER_TIMEOUT_S, "RELEASE_TIMEOUT_S": RELEASE_TIMEOUT_S}
+    return program_text("watchdog.sh", NODE=node, UNTIL=until, POWEROFF=off, MARKS=marks, **timeouts)

@@ -14,7 +14,7 @@ from tests.unit.cloud.scene import scene
 
 from shoal.cloud.providers.api import Abilities
 from shoal.cloud.service.boot import boot_script, container_script, machine_script
-from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S
+from shoal.roles.rented import CONTROLLER_TIMEOUT_S
 
 
 def unpacked(text: str) -> str:

@@ -26,7 +26,7 @@ from shoal.network.wireguard import PEERS, Peer, peers_conf, peers_in
 from shoal.remote import python_command
 from shoal.roles.assembly import assemble
 from shoal.roles.current_conf import CGROUP_CONF, HOSTS, SLURM_CONF
-from shoal.roles.watchdog import WATCHDOG
+from shoal.roles.rented import WATCHDOG
 from shoal.slurm.conf import cgroup_conf, slurm_conf
 from shoal_simulators.fake_host import FakeConnector
 

@@ -20,7 +20,7 @@ from shoal.roles.containers import container_conf, separate_containers
 from shoal.roles.current_conf import HOSTS, CurrentConf
 from shoal.roles.documents import documents
 from shoal.roles.registry import component_findings, component_packages, preparation
-from shoal.roles.watchdog import WATCHDOG, watchdog
+from shoal.roles.rented import WATCHDOG, watchdog
 from shoal.slurm.conf import slurm_conf
 from shoal.slurm.model import Confinement, Node, PartitionConf
 from shoal.slurm.parsed_conf import nodes_in_conf

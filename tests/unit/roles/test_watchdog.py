@@ -12,7 +12,7 @@ import pytest
 
 from shoal.agent.document import File, Service
 from shoal.remote import python_command
-from shoal.roles.watchdog import CONTROLLER_TIMEOUT_S, RELEASE_TIMEOUT_S, TIMER, script, watchdog
+from shoal.roles.rented import CONTROLLER_TIMEOUT_S, RELEASE_TIMEOUT_S, TIMER, script, watchdog
 
 IDLE = "NodeName=cloud1 State=IDLE+CLOUD ThreadsPerCore=1"
 ASLEEP = "NodeName=cloud1 State=IDLE+CLOUD+POWERED_DOWN ThreadsPerCore=1"

@@ -15,7 +15,7 @@ from shoal.cloud.rental import Rental
 from shoal.cloud.service.context import UNFIT_PREFIX, ClusterSnapshot, ServiceContext, log
 from shoal.cloud.service.scheduling import is_due
 from shoal.cloud.service.slurm import wants_machine
-from shoal.roles.watchdog import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
+from shoal.roles.rented import CONTAINER_POWEROFF, CONTROLLER_TIMEOUT_S, POWEROFF, UNITS, WATCHDOG
 
 UNIT = "shoal-unclaimed"
 

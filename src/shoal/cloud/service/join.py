@@ -33,8 +33,8 @@ from shoal.roles.base import installation, munge_secret
 from shoal.roles.component import Cluster, Stage
 from shoal.roles.documents import documents, membership
 from shoal.roles.registry import shared_secrets
+from shoal.roles.rented import watchdog
 from shoal.roles.tailscale import LOGOUT, controller_spec, rented_machines
-from shoal.roles.watchdog import watchdog
 from shoal.spec.members import members, rented_sets
 
 SSH_WAIT_S = 20.0
