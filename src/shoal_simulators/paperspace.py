@@ -115,13 +115,13 @@ class PaperspaceSimulator(Simulator):
             machine = self.market.order(instance, id)
         except ApiRejection as rejected:
             if rejected.reason not in FAILURES:
-                self._assign(script, id if rejected.reason == "error-after-create" else "")
                 raise
             # Paperspace answers with a machine that never exists.
             error = FAILURES[rejected.reason]
             machine = SimulatedInstance(id, instance, self.market.price(instance.type), self.market.clock(), 0.0)
-        else:
-            self._assign(script, id)
+        finally:
+            if script and id in self.market.instances:
+                script["assignedMachineIds"].append(id)
         return JSONResponse({"data": self.shown(machine), "event": self._add_event("create", id, error)})
 
     async def delete(self, request: Request) -> Response:
@@ -254,10 +254,6 @@ class PaperspaceSimulator(Simulator):
         if request.path_params["id"] not in self.stored("scripts"):
             raise ApiRejection("not-found")
         return self.stored("scripts")[request.path_params["id"]]
-
-    def _assign(self, script: dict[str, Any] | None, machine: str) -> None:
-        if script and machine:
-            script["assignedMachineIds"].append(machine)
 
     def _page(self, request: Request, items: list[dict[str, Any]]) -> Response:
         try:

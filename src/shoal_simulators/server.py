@@ -233,14 +233,6 @@ def iso_time(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class _Server(uvicorn.Server):
-    """Installs no signal handlers: the caller has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 @asynccontextmanager
 async def serve(
     simulation: SimulatorApp,
@@ -252,34 +244,29 @@ async def serve(
 
     The URL has the last address. `metadata` is a listening socket for the metadata service.
     """
-    listeners: list[socket.socket] = []
-    try:
-        for address in list(addresses):
-            listeners.append(listen(address, port))
+    with contextlib.ExitStack() as opened:
+        listeners: list[socket.socket] = []
+        for address in addresses:
+            listeners.append(opened.enter_context(listen(address, port)))
             port = listeners[-1].getsockname()[1]
-    except ProviderError:
-        for listener in listeners:
-            listener.close()
-        raise
-    if metadata is not None:
-        simulation.metadata_at = metadata.getsockname()
-        listeners.append(metadata)
-    config = uvicorn.Config(
-        simulation, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2
-    )
-    server = _Server(config)
-    answering = asyncio.create_task(server.serve(sockets=listeners))
-    ticking = asyncio.create_task(_tick(simulation.market))
-    try:
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # uvicorn has no event for it
-        yield f"http://{address}:{port}{simulation.simulator.base}"
-    finally:
-        ticking.cancel()
-        server.should_exit = True
-        await answering
-        for listener in listeners:
-            listener.close()
+        if metadata is not None:
+            simulation.metadata_at = metadata.getsockname()
+            listeners.append(opened.enter_context(metadata))
+        config = uvicorn.Config(
+            simulation, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+        )
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]  # the caller has its own
+        answering = asyncio.create_task(server.serve(sockets=listeners))
+        ticking = asyncio.create_task(_tick(simulation.market))
+        try:
+            while not server.started:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # uvicorn has no event for it
+            yield f"http://{address}:{port}{simulation.simulator.base}"
+        finally:
+            ticking.cancel()
+            server.should_exit = True
+            await answering
 
 
 def listen(address: str, port: int) -> socket.socket:

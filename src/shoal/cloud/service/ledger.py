@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -64,12 +64,7 @@ class Ledger:
         except OSError as error:
             raise LedgerError(f"cannot open the ledger {path}: {error.strerror}") from error
         ledger = cls(sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None), path)
-        try:
-            ledger._prepare()
-        except BaseException:
-            ledger.close()
-            raise
-        return ledger
+        return ledger._after(ledger._prepare)
 
     @classmethod
     def read(cls, path: Path = LEDGER) -> Self:
@@ -80,13 +75,17 @@ class Ledger:
         except sqlite3.Error as error:
             hint = "" if path.exists() else "nothing was rented yet; `shoal up` creates it"
             raise LedgerError(f"cannot open the ledger {path}: {error}", hint=hint) from error
+        return ledger._after(ledger._check)
+
+    def _after(self, check: Callable[[], None]) -> Self:
+        """Itself, after a check; it is closed where that fails."""
         try:
-            with ledger._mapped_errors():
-                ledger._check()
+            with self._mapped_errors():
+                check()
         except BaseException:
-            ledger.close()
+            self.close()
             raise
-        return ledger
+        return self
 
     def close(self) -> None:
         self._database.close()
@@ -217,23 +216,22 @@ class Ledger:
         return float(row[0]) if row else 0.0
 
     def _prepare(self) -> None:
-        with self._mapped_errors():
-            if self._pragma("schema_version"):  # 0 while there are no tables
-                self._check()
-            self._execute("PRAGMA journal_mode = WAL")
-            self._execute("PRAGMA synchronous = FULL")
-            with self._transaction():
-                if not self._pragma("schema_version"):
-                    for statement in _TABLES:
-                        self._execute(statement)
-                    self._execute(f"PRAGMA application_id = {APPLICATION}")
-                    self._execute(f"PRAGMA user_version = {SCHEMA}")
-                for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
-                    self._execute(_MIGRATIONS[version])
-                    self._execute(f"PRAGMA user_version = {version}")
-            damage = self._execute("PRAGMA quick_check(1)").fetchone()[0]
-            if damage != "ok":
-                raise sqlite3.DatabaseError(damage)
+        if self._pragma("schema_version"):  # 0 while there are no tables
+            self._check()
+        self._execute("PRAGMA journal_mode = WAL")
+        self._execute("PRAGMA synchronous = FULL")
+        with self._transaction():
+            if not self._pragma("schema_version"):
+                for statement in _TABLES:
+                    self._execute(statement)
+                self._execute(f"PRAGMA application_id = {APPLICATION}")
+                self._execute(f"PRAGMA user_version = {SCHEMA}")
+            for version in range(self._pragma("user_version") + 1, SCHEMA + 1):
+                self._execute(_MIGRATIONS[version])
+                self._execute(f"PRAGMA user_version = {version}")
+        damage = self._execute("PRAGMA quick_check(1)").fetchone()[0]
+        if damage != "ok":
+            raise sqlite3.DatabaseError(damage)
 
     def _check(self) -> None:
         """Raise LedgerError if this is no ledger, or one of a newer version."""
