@@ -74,7 +74,8 @@ def test_the_pages_account_is_taken_and_its_package_goes_to_the_controller(insta
     code = (
         "import sys; from shoal.spec.loader import load_text; from shoal.roles.elastic import _service_files;"
         "made = _service_files(load_text(sys.argv[1], 's.yaml'));"
-        "print([(item.argv[-2].endswith('.whl'), item.argv[-1]) for item in made if getattr(item, 'name', '') == 'install Shoal'])"
+        "commands = [item.argv for item in made if getattr(item, 'name', '') == 'install Shoal'];"
+        "print([(argv[-2].endswith('.whl'), argv[-1]) for argv in commands])"
     )
     done = run(installed, "-c", code, f"{SPEC}{account}\n")
     assert done.stdout.strip() == "[(True, 'shoal-tidepool>=1')]", done.stderr
