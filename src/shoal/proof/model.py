@@ -64,7 +64,7 @@ class Runner(Protocol):
     def where(self) -> str: ...
 
     async def run(self, run: ProofRun, directory: Path, phase: Phase) -> None:
-        """Leave the records of one run in `directory`, an empty one. Raises RunFailed when the script failed."""
+        """Leave the records of one run in `directory`, an empty one. Raises ScriptFailed when the script failed."""
 
 
 class ScriptFailed(ShoalError):

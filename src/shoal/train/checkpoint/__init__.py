@@ -1,6 +1,6 @@
-"""Checkpoints that are complete or absent, on torch.distributed.checkpoint. `files` documents the layout on disk.
+"""Checkpoints that are complete or absent, on torch.distributed.checkpoint. `layout.py` documents the files.
 
-May import torch, and from shoal.train env, errors, proof_record and rank_group.
+May import torch, and from shoal.train env, errors, file_io, proof_record and rank_group.
 """
 
 from shoal.train.checkpoint.checkpointer import Checkpointer

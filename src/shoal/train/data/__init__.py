@@ -1,7 +1,7 @@
 """Training data: tar shards and LMDB in one global order, each sample once an epoch, resumable at any batch.
 
 `Loader` reads any map-style dataset; `ShardDataset` and `LmdbDataset` are two. `order.py` defines the order.
-May import torch, lmdb, shoal.train.errors and shoal.train.stop.
+May import torch, lmdb, and from shoal.train errors, file_io and stop.
 """
 
 from shoal.train.data.index import build_index

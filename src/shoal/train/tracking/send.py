@@ -17,7 +17,7 @@ from shoal.train.tracking.run_identity import RUN_FILE, from_record
 
 
 def send(directory: Path, uri: str = "") -> int:
-    """Send everything in a tracking directory; how many bytes of it. ValueError or Unavailable say why not."""
+    """Send everything in a tracking directory; how many bytes of it. ValueError or ServerUnavailable says why not."""
     record = read_json_object(directory / RUN_FILE)
     if not record:
         raise ValueError(f"{directory} has no {RUN_FILE}: it is not the tracking directory of a job")
