@@ -52,7 +52,7 @@ def test_each_signal_stops_at_the_next_boundary_and_is_named(number: signal.Sign
 
 
 def test_a_save_longer_than_what_is_left_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    stopper = _stopper(SHOAL_GRACE_S="10")
+    stopper = _stopper(SHOAL_GRACE_SECONDS="10")
     signal.raise_signal(signal.SIGUSR1)
     stop = stopper.agree(1, save_seconds=60.0)
     stopper.close()
@@ -65,7 +65,7 @@ def test_sigterm_leaves_slurms_kill_wait_and_a_warning_of_unknown_time_no_known_
     signal.raise_signal(signal.SIGUSR1)
     assert stopper.agree(1) == Stop(1, "SIGUSR1", None, 0.0)
     stopper.close()
-    stopper = _stopper(SHOAL_GRACE_S="600")  # that is how long a warning leaves
+    stopper = _stopper(SHOAL_GRACE_SECONDS="600")  # that is how long a warning leaves
     signal.raise_signal(signal.SIGTERM)
     stop = stopper.agree(1)
     stopper.close()
@@ -102,8 +102,8 @@ def test_the_time_limit_shortens_a_longer_grace_and_counts_no_more_once_it_is_pa
 
 
 def test_a_grace_that_is_no_number_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    _stopper(SHOAL_GRACE_S="soon").close()
-    assert "SHOAL_GRACE_S='soon' is ignored: not a number of seconds" in caplog.text
+    _stopper(SHOAL_GRACE_SECONDS="soon").close()
+    assert "SHOAL_GRACE_SECONDS='soon' is ignored: not a number of seconds" in caplog.text
 
 
 def test_a_warning_that_came_while_the_script_was_starting_is_not_lost(
@@ -130,7 +130,7 @@ def _received_signal(directory: Path, restart: int) -> str:
 def test_a_warning_before_the_start_has_less_of_its_time_left(tmp_path: Path) -> None:
     (tmp_path / "stop.0").write_text(f"{int(signal.SIGUSR2)}\n")
     os.utime(tmp_path / "stop.0", (time.time() - 45, time.time() - 45))
-    stopper = _stopper(SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_S="60")
+    stopper = _stopper(SHOAL_JOB_DIR=str(tmp_path), SHOAL_GRACE_SECONDS="60")
     stop = stopper.agree(1)
     stopper.close()
     assert stop is not None and stop.seconds_left is not None and stop.seconds_left <= 15
